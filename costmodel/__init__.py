@@ -1,0 +1,1 @@
+"""What operators, collectives and bytes cost, and what a program of them costs."""

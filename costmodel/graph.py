@@ -1,0 +1,228 @@
+"""`ModelGraph`: what capture extracts from a module and everything else plans with. Plain data, no torch.
+
+A model is a *chain* of block instances. Blocks that are structurally the same are stored once, so that cost
+grows with the number of distinct blocks and not with depth. Inside a block stand its operators in execution
+order. Every size is an affine function of the micro-batch, so that one capture serves every micro-batch.
+
+Values inside a block are named by strings:
+
+    input:0        the block's first activation input
+    param:NAME     a parameter of the block, NAME relative to the block instance's module path
+    buffer:NAME    likewise a buffer
+    OP or OP.1     the (first or) second output of the operator called OP
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+SCHEMA = 1
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """An affine function of the micro-batch: `const + per_sample * micro_batch`."""
+
+    const: int = 0
+    per_sample: int = 0
+
+    def at(self, micro_batch: int) -> int:
+        return self.const + self.per_sample * micro_batch
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.const + other.const, self.per_sample + other.per_sample)
+
+    def __mul__(self, factor: int) -> Size:
+        return Size(self.const * factor, self.per_sample * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype (torch's name without the prefix) of one tensor."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+
+    def numel(self, micro_batch: int) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size.at(micro_batch)
+        return count
+
+
+class OpKind(StrEnum):
+    """What an operator is to the cost model."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"  # experts: one product per expert over the tokens routed to it
+    CONV = "conv"
+    ATTENTION = "attention"  # scaled_dot_product_attention, whole
+    EMBEDDING = "embedding"
+    NORM = "norm"  # layer, rms, batch, group norm where it is one operator
+    SOFTMAX = "softmax"
+    CROSS_ENTROPY = "cross_entropy"  # log-softmax and nll over classes, whole
+    DROPOUT = "dropout"
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction"
+    COPY = "copy"  # cat, contiguous clone, index, gather, scatter: bytes move, nothing is computed
+    VIEW = "view"  # no kernel at all
+    LEAF = "leaf"  # a submodule that could not be exported: priced whole, never sharded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSpec:
+    """One kernel that an operator launches, before sharding.
+
+    `product` names, for (grouped) GEMMs and convolutions lowered to them, the operator's size letters in the
+    order batch, m, n, k: forward of a linear layer is "bmnk", its input gradient "bmkn", its weight gradient
+    "bnkm".
+    """
+
+    kind: OpKind
+    dtype: str
+    flops: Size
+    bytes_moved: Size  # read and written, device memory
+    product: str = ""
+    gradient_of: str = ""  # "" forward; "input" or "weight": the zero-bubble split of the backward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A storage that autograd keeps from forward to backward, listed at the first operator that keeps it.
+
+    `value` is a value of the block (which carries the sharding), or "" for one internal to the operator
+    (softmax statistics, dropout masks), which shards like the operator's first output.
+    Parameters and buffers are never listed.
+    """
+
+    value: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """One legal way to run an operator on a one-dimensional mesh, from DTensor's own rules.
+
+    Placements: "R" replicated, "P" partial sum, "S0", "S1" … sharded along that dim; "" for a value that is
+    not a tensor. The parallel degree must divide each size in `divides`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    divides: tuple[Size, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One ATen operator (or one whole attention, loss or leaf) of a block.
+
+    `labels` name the dims of each tensor input, then of each output, one letter a dim, as in einsum ("mmk",
+    "nk", "mmn"; "_" where a dim has no name), and `sizes` give the product of the dims that share a letter.
+    GEMM and convolution: b batch, m rows, n columns, k contracted. Attention: b batch, h query heads,
+    g key-value heads, s query length, t key length, d head size, v value head size. Grouped GEMM also e experts.
+    """
+
+    name: str
+    target: str  # "aten.mm.default"
+    kind: OpKind
+    module: str  # path of the module that called it, relative to the block; "" is the block itself
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorSpec, ...]
+    forward: tuple[KernelSpec, ...] = ()
+    backward: tuple[KernelSpec, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    shardings: tuple[Sharding, ...] = ()
+    labels: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, Size], ...] = ()
+    causal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of a block; `tied` names the group of parameters that are one tensor ("" if alone)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    tied: str = ""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A distinct piece of the chain: a repeated block (a transformer layer) or the glue between (embedding,
+    head, loss)."""
+
+    name: str  # class name, made unique
+    inputs: tuple[TensorSpec, ...]  # activations and model inputs it reads
+    outputs: tuple[str, ...]  # values it hands on
+    operators: tuple[Operator, ...]
+    parameters: tuple[Parameter, ...] = ()
+    buffers: tuple[tuple[str, TensorSpec], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One link of the chain: which block stands where in the module."""
+
+    block: int  # index into ModelGraph.blocks
+    path: str  # module path of the instance ("model.layers.3"); "" for glue, whose names are then absolute
+    repeated: bool  # counts in pipeline.stage_blocks, may be cut at and recomputed
+    sends: tuple[TensorSpec, ...] = ()  # trainable-dependent activations alive after it: what a cut here sends
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGraph:
+    """A captured model: the distinct blocks, and the chain of their instances in execution order."""
+
+    name: str
+    dtype: str  # floating dtype of the parameters at capture: tensors of it take the execution dtype
+    blocks: tuple[Block, ...]
+    chain: tuple[Instance, ...]
+    tokens_per_sample: int  # sequence length; 1 where a sample is not a sequence
+    has_loss: bool  # the captured outputs end in a scalar loss
+    pipeline_cuts: bool  # the chain may be cut into pipeline stages between repeated instances
+    warnings: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+    @cached_property
+    def repeated_positions(self) -> tuple[int, ...]:
+        """Chain positions of the repeated instances, in model order."""
+        return tuple(i for i, link in enumerate(self.chain) if link.repeated)
+
+    @cached_property
+    def parameter_count(self) -> int:
+        """Number of parameters, tied ones once."""
+        total, tied = 0, set()
+        for link in self.chain:
+            for parameter in self.blocks[link.block].parameters:
+                if parameter.tied:
+                    if parameter.tied in tied:
+                        continue
+                    tied.add(parameter.tied)
+                total += parameter.numel
+        return total
+
+    def model_flops(self, samples: int) -> int:
+        """FLOPs of forward and backward of `samples` samples, nothing recomputed, attention not causal."""
+        total = 0
+        for link in self.chain:
+            for op in self.blocks[link.block].operators:
+                kernels = (*op.forward, *op.backward)
+                total += sum(k.flops.per_sample for k in kernels) * samples
+                total += sum(k.flops.const for k in kernels)
+        return total

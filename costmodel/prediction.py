@@ -1,0 +1,71 @@
+"""`Prediction`: what the cost model says of one program; the source of `--json` and of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BREAKDOWN_KEYS = (
+    "forward", "backward", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "bubble",
+    "optimizer", "other",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one device of a pipeline rank, live tensors; `peak` is their largest sum over the step."""
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One action on the timeline of a pipeline rank."""
+
+    rank: int
+    action: str  # "2F0"
+    start_s: float
+    end_s: float
+    label: str  # breakdown key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds, bytes and where they go. `breakdown_s` sums to `step_time_s`."""
+
+    step_time_s: float
+    breakdown_s: tuple[tuple[str, float], ...]  # in the order of BREAKDOWN_KEYS, of the critical rank
+    memory: tuple[StageMemory, ...]  # by pipeline rank
+    capacity_bytes: float  # device memory less its reserve
+    model_flops: int  # per step, whole model
+    hardware_flops: int  # with recomputation
+    tokens: int  # per step
+    devices: int
+    peak_flops_per_s: float  # of one device in the compute dtype
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(stage.peak for stage in self.memory)
+
+    @property
+    def feasible(self) -> bool:
+        return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens / self.step_time_s / self.devices
+
+    @property
+    def model_flops_per_s_per_device(self) -> float:
+        return self.model_flops / self.step_time_s / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation against the dense peak of the compute dtype, 0 to 1."""
+        return self.model_flops_per_s_per_device / self.peak_flops_per_s

@@ -1,0 +1,157 @@
+"""`Program`: what one optimizer step does, as data. The simulator prices it, the runtime executes it.
+
+Per pipeline rank a tuple of `Action`s (which has a text form that round-trips), and per stage (a chunk of
+consecutive links of the model's chain) a `StageWork` that says what its forward and backward consist of on
+one device: kernels with local shapes and collectives over named mesh axes, no seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autoparallel.costmodel.graph import OpKind
+
+
+class ActionKind(StrEnum):
+    """As in torch.distributed.pipelining, plus what surrounds the schedule."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # input and weight gradients together
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"  # gradients over the data-parallel axes; bucketed, may overlap what stands before
+    STEP = "STEP"  # optimizer, and the gather of ZeRO-1/2 parameters after it
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """`2F0`: stage 2, forward, micro-batch 0. `micro` is None where there is none (`2STEP`)."""
+
+    stage: int
+    kind: ActionKind
+    micro: int | None = None
+
+
+class CollectiveOp(StrEnum):
+    """Collectives, and point-to-point between neighbouring stages."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND = "send"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Local attention: batch, query heads, key-value heads, lengths and head sizes."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query_length: int
+    key_length: int
+    head_size: int
+    value_size: int
+    causal: bool
+    flash: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel on one device, with local sizes; `count` launches of it."""
+
+    kind: OpKind | str  # or "optimizer", "compress"
+    dtype: str  # what the arithmetic runs in: the execution dtype for GEMMs
+    flops: int
+    bytes_moved: int
+    product: tuple[int, int, int, int] | None = None  # batch, m, n, k
+    attention: AttentionShape | None = None
+    backward: bool = False
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective. `size_bytes` is the full tensor: the output of an all-gather, the input of a
+    reduce-scatter, of an all-to-all and of an all-reduce, the message of a send."""
+
+    op: CollectiveOp
+    axes: tuple[str, ...]  # mesh axes it spans, e.g. ("dp_shard", "cp")
+    size_bytes: int
+    algorithm: str = "auto"
+    compression: tuple[str, ...] = ()  # per network level, innermost first; () is none
+    label: str = ""  # breakdown key: tp, cp, ep, pp, dp
+
+
+Step = Kernel | Collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWork:
+    """One link of the chain on one device for one micro-batch.
+
+    `saved_bytes` live from its forward to its backward; `*_temp_bytes` is the peak above what is live at
+    entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
+    live while that backward runs. `gather` brings in ZeRO-3 parameters before forward and again before
+    backward; `reduce` is the block's share of gradient synchronisation. Parameter counts are this device's
+    after tensor, expert and pipeline sharding and before ZeRO.
+    """
+
+    name: str
+    forward: tuple[Step, ...]
+    backward_input: tuple[Step, ...]
+    backward_weight: tuple[Step, ...]
+    recompute: tuple[Step, ...] = ()
+    saved_bytes: int = 0
+    recomputed_bytes: int = 0
+    forward_temp_bytes: int = 0
+    backward_temp_bytes: int = 0
+    parameters: int = 0  # numbers, not bytes
+    trainable: int = 0
+    expert_parameters: int = 0  # of `parameters`: synchronised over fewer replicas
+    buffer_bytes: int = 0
+    gather: Collective | None = None
+    reduce: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """A stage (chunk): runs of equal blocks in model order, what it hands to the next stage, and its state."""
+
+    blocks: tuple[tuple[BlockWork, int], ...]  # (block, how many in a row)
+    send: Collective | None  # activations to the next stage; gradients of the same size come back
+    optimizer: tuple[Kernel, ...]
+    after_step: tuple[Collective, ...]  # ZeRO-1/2: gather of updated parameters
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int  # communication and bucket buffers
+    tied_reduce: tuple[Collective, ...] = ()  # gradients of tensors tied across stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A mesh axis on the topology: its size, and the distance in devices between neighbours along it."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One optimizer step: `ranks[p]` is what pipeline rank p does, in order; `stages[s]` what a stage is."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    stages: tuple[StageWork, ...]
+    axes: tuple[Axis, ...]  # innermost (stride 1) last
+    micro_batches: int
+    dtype: str
+    overlap: bool  # gradient synchronisation runs beside the backward pass

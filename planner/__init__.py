@@ -1,0 +1,1 @@
+"""From a module to a strategy and its program: capture, search, expansion."""

@@ -1,0 +1,129 @@
+"""`Strategy`: every decision of a plan, as frozen data; the in-memory form of the strategy file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev", "program")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences per optimizer step, and per micro-batch and data-parallel rank."""
+
+    global_: int  # the file's key is `global`
+    micro: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Sizes of the mesh axes; `order` is outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    order: tuple[str, ...] = AXES
+    groups: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """ZeRO level over dp_shard * cp, and sequence parallelism beside tensor parallelism."""
+
+    zero: int = 0
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Schedule, chunks per rank, and repeated blocks per chunk in model order."""
+
+    schedule: str = "none"
+    virtual_stages: int = 1
+    stage_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """`mode` for every repeated block; `per_stage[c]` blocks of chunk c are recomputed in full instead."""
+
+    mode: str = "none"
+    per_stage: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Shares kept on the host, 0 to 1."""
+
+    optimizer: float = 0.0
+    activations: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What the user runs with: never chosen by the planner."""
+
+    dtype: str = "bf16"
+    param_dtype: str = "bf16"
+    master_weights: bool = True
+    grad_dtype: str = "fp32"
+    optimizer: str = "adamw"
+    attention: str = "flash"
+    kernels: str = "fused"
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradSync:
+    """How gradients are synchronised over the data-parallel axes."""
+
+    algorithm: str = "auto"
+    bucket_mib: float = 25.0
+    overlap: bool = True
+    compression: tuple[str, ...] = ()  # per network level, innermost first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRule:
+    """One `[[tensor]]` entry: placements of a module's parameters, and layouts pinned at its boundary.
+
+    Layouts are "replicate", "shard(dim)" or "partial".
+    """
+
+    module: str  # `*` stands for the index of a repeated block
+    params: tuple[tuple[str, str], ...] = ()
+    inputs: tuple[tuple[str, str], ...] = ()  # by argument name, or by position as "0", "1"
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A complete plan."""
+
+    batch: Batch
+    mesh: Mesh = field(default_factory=Mesh)
+    shard: Shard = field(default_factory=Shard)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload = field(default_factory=Offload)
+    execution: Execution = field(default_factory=Execution)
+    grad_sync: GradSync = field(default_factory=GradSync)
+    tensor: tuple[TensorRule, ...] = ()
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per optimizer step and data-parallel rank."""
+        return self.batch.global_ // (self.batch.micro * self.mesh.data_parallel)

@@ -1,0 +1,1 @@
+"""Hardware and cluster descriptions: TOML data and the loader that checks it."""

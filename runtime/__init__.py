@@ -1,0 +1,1 @@
+"""Lowers a strategy to torch modules and collectives, and runs it."""
