@@ -1,0 +1,86 @@
+"""The rules that keep the house in order: who may import whom, and how large a file or function may grow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("profiles", "costmodel", "planner", "runtime", "autoparallel")
+MAY_IMPORT = {
+    "profiles": {"profiles"},
+    "costmodel": {"costmodel", "profiles"},
+    "planner": {"planner", "costmodel", "profiles"},
+    "runtime": {"runtime", "planner", "costmodel", "profiles"},
+    "autoparallel": {"autoparallel", "runtime", "planner", "costmodel", "profiles"},
+}
+MAY_IMPORT_TORCH = ("planner/capture/", "runtime/", "autoparallel/api.py")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def source_files() -> list[Path]:
+    """Every source file once: the links inside autoparallel/ are not followed."""
+    found = []
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder)
+            if not (folder == "autoparallel" and inside.parts[0] in MAY_IMPORT):
+                found.append(path)
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def folder_of(module: str) -> str | None:
+    """The house folder a dotted import lands in; None for other packages and for autoparallel.errors."""
+    parts = module.split(".")
+    if parts[0] != "autoparallel" or module.startswith(("autoparallel.errors", "autoparallel.__version__")):
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "autoparallel"
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_folder_may(path: Path) -> None:
+    place = str(path.relative_to(ROOT))
+    for module in imports(ast.parse(path.read_text())):
+        target = folder_of(module)
+        if target is not None:
+            assert target in MAY_IMPORT[place.split("/")[0]], f"{place} imports {module}"
+        if module.split(".")[0] in ("torch", "transformers"):
+            assert place.startswith(MAY_IMPORT_TORCH), f"{place} imports {module}"
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES, path
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+
+
+def test_every_test_folder_mirrors_a_source_folder() -> None:
+    names = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and not p.name.startswith("__")}
+    expected = {
+        "profiles",
+        "costmodel",
+        "planner",
+        "capture",
+        "runtime",
+        "cli",
+        "report",
+        "repo",
+        "benchmarks",
+    }
+    assert names <= expected, sorted(names - expected)
