@@ -1,0 +1,201 @@
+"""Predictions against published measurements: `python benchmarks/accuracy.py ROWS.csv … [--json OUT.json]`.
+
+Scores every row through `planner.score`, prints predicted, measured and error per source (per row with
+--rows), lists what cannot be scored with the reason, and writes JSON and a scatter plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
+from autoparallel.planner.expand import Expander
+from autoparallel.planner.score import score
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.errors import UserError
+from autoparallel.profiles.hardware import Cluster
+from benchmarks.models import Shape, build
+from benchmarks.rows import Row, Run, Unscorable, parse, read_rows
+from benchmarks.summary import Scored, summarise
+
+GIB = 2**30
+CAPTURED_LAYERS = 2
+
+
+@dataclass(slots=True)
+class Graphs:
+    """Captured graphs by shape: captured once at two layers, grown to any depth, kept on disk if asked."""
+
+    cache: Path | None
+    known: dict[Shape, ModelGraph] = field(default_factory=dict)
+
+    def of(self, shape: Shape, layers: int) -> ModelGraph:
+        if shape not in self.known:
+            self.known[shape] = self._load(shape)
+        return grown(self.known[shape], layers)
+
+    def _load(self, shape: Shape) -> ModelGraph:
+        import hashlib
+
+        path = None
+        if self.cache is not None:
+            key = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+            path = self.cache / f"{key}.json"
+            if path.exists():
+                return graph_from_json(path.read_text())
+        from autoparallel.planner.capture import capture
+
+        module, inputs = build(shape, CAPTURED_LAYERS)
+        graph = capture(module, inputs, name=shape.family)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(graph_to_json(graph))
+        return graph
+
+
+def grown(graph: ModelGraph, layers: int) -> ModelGraph:
+    """The same model with `layers` repeated blocks: the captured ones are all alike."""
+    first, *_, last = graph.repeated_positions
+    link = graph.chain[first]
+    middle = tuple(replace(link, path=f"layers.{i}") for i in range(layers))
+    return replace(graph, chain=(*graph.chain[:first], *middle, *graph.chain[last + 1 :]))
+
+
+@dataclass(slots=True)
+class Scorer:
+    """Scores runs; one expander per graph and cluster, so that a sweep prices each block once."""
+
+    graphs: Graphs
+    expanders: dict[tuple[Shape, int, str], Expander] = field(default_factory=dict)
+
+    def predict(self, run: Run, cluster: Cluster | None = None) -> Prediction:
+        """The first of the run's strategies that fits; the last if none does."""
+        cluster = cluster or run.cluster
+        graph = self.graphs.of(run.shape, run.layers)
+        key = (run.shape, run.layers, repr((cluster.name, cluster.levels)))
+        expander = self.expanders.get(key)
+        if expander is None or (expander.cluster is not cluster and expander.cluster != cluster):
+            self.expanders.clear()  # rows come sorted by source and model: keep one
+            expander = self.expanders[key] = Expander(graph, cluster)
+        for strategy in run.strategies:
+            prediction = score(graph, cluster, strategy, expander=expander)
+            if prediction.feasible:
+                break
+        return prediction
+
+    def scored(self, run: Run) -> Scored:
+        prediction = self.predict(run)
+        return Scored(
+            id=run.id,
+            source=run.source,
+            group=run.group,
+            outcome=run.outcome,
+            predicted_s=prediction.step_time_s,
+            measured_s=run.step_time_s,
+            feasible=prediction.feasible,
+            predicted_gib=prediction.peak_bytes / GIB,
+            measured_gib=run.peak_memory_gib,
+            memory_kind=run.memory_kind,
+        )
+
+
+def score_rows(
+    rows: Sequence[Row], scorer: Scorer, dirs: Sequence[Path]
+) -> tuple[list[Scored], list[dict[str, str]]]:
+    """Every row scored, or skipped with the reason."""
+    scored: list[Scored] = []
+    skipped: list[dict[str, str]] = []
+    for row in rows:
+        try:
+            scored.append(scorer.scored(parse(row, dirs)))
+        except (Unscorable, UserError) as error:
+            skipped.append({"id": row["id"], "group": row.get("group", ""), "skipped": str(error)})
+    return scored, skipped
+
+
+def as_json(scored: Sequence[Scored], skipped: Sequence[dict[str, str]]) -> dict[str, object]:
+    """The object that --json writes."""
+    rows: list[dict[str, object]] = [
+        {
+            "id": r.id,
+            "group": r.group,
+            "predicted_step_time_s": r.predicted_s,
+            "measured_step_time_s": r.measured_s,
+            "feasible": r.feasible,
+            "predicted_peak_memory_gib": r.predicted_gib,
+            "measured_peak_memory_gib": r.measured_gib,
+        }
+        for r in scored
+    ]
+    return {"rows": [*rows, *skipped], "summary": summarise(scored)}
+
+
+def print_table(scored: Sequence[Scored], skipped: Sequence[dict[str, str]], *, each_row: bool) -> None:
+    """The summary per source as a table on standard output."""
+    if each_row:
+        for r in scored:
+            error = "" if r.error is None else f"{100 * r.error:+7.1f} %"
+            measured = "" if r.measured_s is None else f"{r.measured_s:10.4f}"
+            print(
+                f"{r.id:40} {r.predicted_s:10.4f} {measured:>10} {error:>9} {r.outcome} {r.predicted_gib:6.1f} GiB fits={r.feasible}"
+            )
+    summary = summarise(scored)
+    print(f"{'source':62} rows   mae   p95  bias   tau  near  fit ok")
+    sources = summary["sources"]
+    assert isinstance(sources, dict)
+    for name, s in sources.items():
+        if not s["rows"]:
+            continue
+        order = s["order"]
+        tau = (
+            f"{order['kendall_tau']:5.2f} {order['fastest_within_3_percent']:5.2f}"
+            if order["groups"]
+            else " " * 11
+        )
+        print(
+            f"{name[:62]:62} {s['rows']:4} {100 * s['mean_absolute_error']:5.1f} {100 * s['p95_absolute_error']:5.1f}"
+            f" {100 * s['bias']:+5.1f} {tau} {s['fit']['accuracy']:6.3f}"
+        )
+    print(json.dumps(summary["overall"], indent=1))
+    for entry in skipped:
+        print(f"skipped {entry['id']}: {entry['skipped']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--json", type=Path, help="write rows and summary here")
+    parser.add_argument("--plot", type=Path, help="write a scatter plot (HTML) here")
+    parser.add_argument("--cluster-dir", type=Path, action="append", default=[], help="more device files")
+    parser.add_argument("--rows", dest="each_row", action="store_true", help="print every row")
+    parser.add_argument("--cache", type=Path, help="keep captured graphs in this folder")
+    parser.add_argument("--only", help="only sources that contain this text")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    rows = [r for r in read_rows(options.rows) if not options.only or options.only in r["source"]]
+    scorer = Scorer(Graphs(options.cache))
+    scored, skipped = score_rows(rows, scorer, options.cluster_dir)
+    print_table(scored, skipped, each_row=options.each_row)
+    print(f"{len(scored)} rows in {time.perf_counter() - start:.1f} s")
+    if options.json:
+        partial = options.json.with_suffix(".partial")
+        partial.write_text(json.dumps(as_json(scored, skipped), indent=1))
+        partial.replace(options.json)
+    if options.plot:
+        from benchmarks.plot import write_scatter
+
+        write_scatter(options.plot, [asdict(r) for r in scored])
+
+
+if __name__ == "__main__":
+    main()

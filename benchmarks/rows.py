@@ -1,0 +1,210 @@
+"""From a row of published measurements to what `score` takes: a model shape, a cluster, a strategy.
+
+What a source does not say is filled by the rules below, the same for every source: what the frameworks of
+that software generation do by default. Nothing here depends on a row's measurement.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoparallel.planner.strategy import (
+    Batch,
+    Execution,
+    GradSync,
+    Mesh,
+    Pipeline,
+    Recompute,
+    Shard,
+    Strategy,
+)
+from autoparallel.profiles import load_device
+from autoparallel.profiles.hardware import Cluster, Group
+from benchmarks.models import Shape
+
+Row = Mapping[str, str]
+
+DTYPES = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}  # scaling variants of one GEMM dtype
+VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of 128 * tp
+
+
+class Unscorable(ValueError):
+    """The row does not say enough, or asks for what the cost model does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measured run, ready to be scored."""
+
+    id: str
+    source: str
+    group: str
+    shape: Shape
+    layers: int
+    cluster: Cluster
+    strategies: tuple[Strategy, ...]  # the first that fits is what ran: more than one where the row is silent
+    outcome: str
+    step_time_s: float | None
+    peak_memory_gib: float | None
+    memory_kind: str
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """All rows of the CSV files, in order."""
+    rows: list[Row] = []
+    for path in paths:
+        with path.open(newline="") as handle:
+            rows.extend(csv.DictReader(handle))
+    return rows
+
+
+def _int(row: Row, key: str, default: int | None = None) -> int:
+    text = row.get(key, "")
+    if text in ("", None):
+        if default is None:
+            raise Unscorable(f"{key} is not stated")
+        return default
+    return int(float(text))
+
+
+def _float(row: Row, key: str) -> float | None:
+    return float(row[key]) if row.get(key) else None
+
+
+def _flag(row: Row, key: str, default: bool) -> bool:
+    return {"True": True, "False": False}.get(row.get(key, ""), default)
+
+
+def shape_of(row: Row) -> Shape:
+    """The model's shape, the vocabulary padded as Megatron pads it."""
+    hidden, heads = _int(row, "hidden"), _int(row, "heads")
+    multiple = VOCAB_MULTIPLE * _int(row, "tp", 1)
+    vocab = -(-_int(row, "vocab") // multiple) * multiple
+    return Shape(
+        family=row["family"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_int(row, "kv_heads", heads),
+        head_dim=_int(row, "head_dim", hidden // heads),
+        ffn_hidden=_int(row, "ffn_hidden", 4 * hidden),
+        gated=row["mlp"] == "swiglu",
+        vocab=vocab,
+        tied=_flag(row, "tied_embeddings", False),
+        seq_len=_int(row, "seq_len"),
+        rotary=row.get("positions") == "rope",
+        experts=_int(row, "experts", 0),
+        experts_per_token=_int(row, "experts_per_token", 0),
+    )
+
+
+def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
+    """The device's usual box, with the node count and network bandwidth that the row states."""
+    device = load_device(row["device"], dirs=dirs)
+    per_node = _int(row, "devices_per_node", device.devices_per_node)
+    devices = _int(row, "devices")
+    gbps = _float(row, "inter_node_gbps_per_node")
+    per_node = min(per_node, devices)
+    *inner, outer = device.levels
+    if gbps and inner:
+        outer = replace(outer, bytes_per_s=gbps * 1e9 / 8 / per_node)
+    group = Group(device=device, nodes=-(-devices // per_node), devices_per_node=per_node)
+    return Cluster(name=f"{device.name}x{devices}", groups=(group,), levels=(*inner, outer))
+
+
+def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers per chunk: even; where that does not divide, the first and last chunk hold fewer."""
+    if layers % chunks == 0:
+        return (layers // chunks,) * chunks
+    if (layers + 2) % chunks == 0:
+        most = (layers + 2) // chunks
+        return (most - 1, *(most,) * (chunks - 2), most - 1)
+    if (layers + 1) % chunks == 0:
+        most = (layers + 1) // chunks
+        return (*(most,) * (chunks - 1), most - 1)
+    base, extra = divmod(layers, chunks)
+    return tuple(base + (1 if 0 < i <= extra else 0) for i in range(chunks))
+
+
+def _execution(row: Row) -> Execution:
+    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    half = "fp16" if dtype == "fp16" else "bf16"
+    sharded_pure = _int(row, "zero", 0) == 3
+    return Execution(
+        dtype=dtype,
+        param_dtype=half,
+        # Megatron and DeepSpeed keep an fp32 master copy and accumulate bf16 gradients in fp32; fp16 ones in
+        # fp16; "pure" FSDP mixed precision holds everything in half precision.
+        master_weights=not sharded_pure,
+        grad_dtype=half if dtype == "fp16" or sharded_pure else "fp32",
+        attention=row.get("attention") or "flash",
+        kernels=row.get("kernels") or "fused",
+    )
+
+
+def _schedule(row: Row) -> Pipeline:
+    pp, virtual = _int(row, "pp", 1), _int(row, "vpp", 1)
+    name = row.get("schedule") or "1f1b"
+    if pp == 1:
+        name, virtual = "none", 1
+    elif virtual > 1 and name == "1f1b":
+        name = "interleaved-1f1b"
+    if name in ("zbv", "dualpipev"):
+        virtual = 2
+    return Pipeline(
+        schedule=name, virtual_stages=virtual, stage_blocks=chunk_layers(_int(row, "layers"), pp * virtual)
+    )
+
+
+def strategies_of(row: Row) -> tuple[Strategy, ...]:
+    """What the row says ran; where it is silent on recomputation, each mode from light to heavy."""
+    mesh = Mesh(
+        pp=_int(row, "pp", 1),
+        dp_replicate=_int(row, "dp_replicate", 1),
+        dp_shard=_int(row, "dp_shard", 1),
+        cp=_int(row, "cp", 1),
+        tp=_int(row, "tp", 1),
+        ep=_int(row, "ep", 1),
+    )
+    if mesh.devices != _int(row, "devices"):
+        raise Unscorable(f"the mesh has {mesh.devices} devices, the row {row['devices']}")
+    batch = Batch(global_=_int(row, "global_batch"), micro=_int(row, "micro_batch"))
+    if batch.global_ % (batch.micro * mesh.data_parallel):
+        raise Unscorable(
+            f"global batch {batch.global_} is no multiple of micro-batch {batch.micro} x {mesh.data_parallel} replicas"
+        )
+    modes = (row["recompute"],) if row.get("recompute") else ("none", "selective", "full")
+    base = Strategy(
+        batch=batch,
+        mesh=mesh,
+        shard=Shard(
+            zero=_int(row, "zero", 0),
+            sequence_parallel=mesh.tp > 1 and _flag(row, "sequence_parallel", False),
+        ),
+        pipeline=_schedule(row),
+        execution=_execution(row),
+        grad_sync=GradSync(overlap=_flag(row, "overlap_dp", False)),
+    )
+    return tuple(replace(base, recompute=Recompute(mode=mode)) for mode in modes)
+
+
+def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
+    """A run from its row. Raises Unscorable with the reason."""
+    shape = shape_of(row)
+    if shape.experts:
+        raise Unscorable("mixture-of-experts rows have no model class here yet")
+    return Run(
+        id=row["id"],
+        source=row["source"],
+        group=row.get("group", ""),
+        shape=shape,
+        layers=_int(row, "layers"),
+        cluster=cluster_of(row, dirs),
+        strategies=strategies_of(row),
+        outcome=row.get("outcome") or "ok",
+        step_time_s=_float(row, "step_time_s"),
+        peak_memory_gib=_float(row, "peak_memory_gib"),
+        memory_kind=row.get("memory_kind", ""),
+    )
