@@ -100,8 +100,8 @@ class BlockWork:
     `saved_bytes` live from its forward to its backward; `*_temp_bytes` is the peak above what is live at
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. `gather` brings in ZeRO-3 parameters before forward and again before
-    backward; `reduce` is the block's share of gradient synchronisation. Parameter counts are this device's
-    after tensor, expert and pipeline sharding and before ZeRO.
+    backward; `reduce` is the block's share of gradient synchronisation, in the order in which it runs.
+    Parameter counts are this device's after tensor, expert and pipeline sharding and before ZeRO.
     """
 
     name: str
@@ -117,13 +117,19 @@ class BlockWork:
     trainable: int = 0
     expert_parameters: int = 0  # of `parameters`: synchronised over fewer replicas
     buffer_bytes: int = 0
+    weight_saved_bytes: int | None = None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
     gather: Collective | None = None
     reduce: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """A stage (chunk): runs of equal blocks in model order, what it hands to the next stage, and its state."""
+    """A stage (chunk): runs of equal blocks in model order, what it hands to the next stage, and its state.
+
+    `buffer_bytes` live for the whole step. Gathered ZeRO-3 parameters, and whole gradients on their way to a
+    reduction of every micro-batch, are not among them: the memory walk adds those from `BlockWork.gather` and
+    `.reduce`.
+    """
 
     blocks: tuple[tuple[BlockWork, int], ...]  # (block, how many in a row)
     send: Collective | None  # activations to the next stage; gradients of the same size come back
@@ -147,7 +153,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One optimizer step: `ranks[p]` is what pipeline rank p does, in order; `stages[s]` what a stage is."""
+    """One optimizer step: `ranks[p]` is what pipeline rank p does, in order; `stages[s]` what a stage is.
+
+    Gradients are reduced once a step, beside the backward of the stage's last micro-batch, or, with
+    `reduce_every_micro` (ZeRO-2 and 3), beside every backward. With `bucket_bytes` > 0 a reduction starts when
+    that many bytes of gradients are ready, inside a block or over several; else block by block.
+    `model_flops` and `tokens` are of the whole step and model; `groups` names the device group of each rank.
+    """
 
     ranks: tuple[tuple[Action, ...], ...]
     stages: tuple[StageWork, ...]
@@ -155,3 +167,9 @@ class Program:
     micro_batches: int
     dtype: str
     overlap: bool  # gradient synchronisation runs beside the backward pass
+    bucket_bytes: int = 0
+    reduce_every_micro: bool = False
+    kernels: str = "fused"  # eager, fused or compiled: as the strategy's `execution.kernels`
+    model_flops: int = 0
+    tokens: int = 0
+    groups: tuple[int, ...] = ()  # empty: every rank on the cluster's (slowest) device
