@@ -1,0 +1,179 @@
+"""The strategy file's keys, types and ranges, as pydantic models: the file boundary and nothing else.
+
+Every key may be absent (a constraint that is not there is a decision left to the planner), so each field is
+optional; what was written is `model_fields_set`. A field's description is the comment `write_strategy` puts
+beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+SCHEMA = 1
+
+Degree = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Compression = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^(none|fp16|bf16|fp8|int8|int4|int2|sign|topk:(0?\.\d+|1|1\.0)|powersgd:[1-9]\d*)$"
+    ),
+]
+Layout = Annotated[str, StringConstraints(pattern=r"^(replicate|partial|shard\(-?\d+\))$")]
+AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+StoredPrecision = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+class Section(BaseModel):
+    """Base of every table: unknown keys and wrong types are errors, nothing is coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=False)
+
+
+class BatchSection(Section):
+    """`[batch]`."""
+
+    global_: Degree | None = Field(None, alias="global", description="sequences per optimizer step")
+    micro: Degree | None = Field(None, description="sequences per micro-batch and data-parallel rank")
+
+
+class MeshSection(Section):
+    """`[mesh]`."""
+
+    pp: Degree | None = Field(None, description="pipeline ranks")
+    dp_replicate: Degree | None = Field(None, description="replicas of the sharded group")
+    dp_shard: Degree | None = Field(None, description="ranks that share one replica's state (ZeRO)")
+    cp: Degree | None = Field(None, description="context parallelism: the sequence, split")
+    tp: Degree | None = Field(None, description="tensor parallelism: each layer's matrices, split")
+    ep: Degree | None = Field(None, description="expert parallelism: divides dp_shard * cp * tp")
+    order: list[AxisName] | None = Field(None, description="outermost first: where each axis sits")
+    groups: list[Count] | None = Field(None, description="device group of each pipeline rank")
+
+
+class ShardSection(Section):
+    """`[shard]`."""
+
+    zero: Annotated[int, Field(ge=0, le=3)] | None = Field(
+        None, description="0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
+    )
+    sequence_parallel: bool | None = Field(
+        None, description="activations outside tensor-parallel regions sharded along the sequence"
+    )
+
+
+class PipelineSection(Section):
+    """`[pipeline]`."""
+
+    schedule: (
+        Literal["none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev", "program"] | None
+    ) = Field(None, description="order of forward and backward passes")
+    virtual_stages: Degree | None = Field(None, description="model chunks per pipeline rank")
+    stage_blocks: list[Count] | None = Field(None, description="repeated blocks per chunk, in model order")
+
+
+class RecomputeSection(Section):
+    """`[recompute]`."""
+
+    mode: Literal["none", "selective", "full"] | None = Field(
+        None, description="none | selective (attention core only) | full"
+    )
+    per_stage: list[Count] | None = Field(
+        None, description="per chunk: that many of its blocks in full, the rest by mode"
+    )
+
+
+class OffloadSection(Section):
+    """`[offload]`."""
+
+    optimizer: Share | None = Field(None, description="share of the optimizer state kept on the host")
+    activations: Share | None = Field(None, description="share of the activations kept on the host")
+
+
+class ExecutionSection(Section):
+    """`[execution]`."""
+
+    dtype: Precision | None = Field(None, description="matrix products")
+    param_dtype: StoredPrecision | None = Field(None, description="what parameters() hold")
+    master_weights: bool | None = Field(None, description="an fp32 copy beside, held by the optimizer")
+    grad_dtype: StoredPrecision | None = Field(None, description="gradients: accumulated and reduced in")
+    optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "adafactor"] | None = None
+    attention: Literal["flash", "unfused"] | None = None
+    kernels: Literal["eager", "fused", "compiled"] | None = None
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+
+
+class GradSyncSection(Section):
+    """`[grad_sync]`."""
+
+    algorithm: Literal["auto", "ring", "tree", "hierarchical", "parameter-server"] | None = None
+    bucket_mib: Annotated[float, Field(gt=0.0)] | None = Field(None, description="MiB per bucket")
+    overlap: bool | None = Field(None, description="beside the backward pass")
+    compression: list[Compression] | None = Field(None, description="per network level, innermost first")
+
+
+class TensorEntry(Section):
+    """One `[[tensor]]` entry."""
+
+    module: str
+    params: dict[str, Layout] = Field(default_factory=dict)
+    inputs: dict[str, Layout] = Field(default_factory=dict)
+    outputs: list[Layout] = Field(default_factory=list)
+
+
+class ProblemSection(Section):
+    """`[problem]`: what the file was planned for."""
+
+    model: str | None = None
+    model_args: dict[str, str] | None = None
+    graph_hash: str | None = None
+    seq_len: Degree | None = None
+    objective: Literal["time", "cost", "memory"] | None = None
+    allow_lossy: bool | None = None
+    cluster: dict[str, Any] | None = None
+
+
+class StrategySchema(Section):
+    """The whole file."""
+
+    schema_: int = Field(SCHEMA, alias="schema")
+    problem: ProblemSection | None = None
+    batch: BatchSection | None = None
+    mesh: MeshSection | None = None
+    shard: ShardSection | None = None
+    pipeline: PipelineSection | None = None
+    recompute: RecomputeSection | None = None
+    offload: OffloadSection | None = None
+    execution: ExecutionSection | None = None
+    grad_sync: GradSyncSection | None = None
+    tensor: list[TensorEntry] | None = None
+    predicted: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "batch": BatchSection,
+    "mesh": MeshSection,
+    "shard": ShardSection,
+    "pipeline": PipelineSection,
+    "recompute": RecomputeSection,
+    "offload": OffloadSection,
+    "execution": ExecutionSection,
+    "grad_sync": GradSyncSection,
+}
+
+
+def keys_of(section: type[Section]) -> tuple[str, ...]:
+    """Keys of a table as the file spells them (`global`, not `global_`)."""
+    return tuple(field.alias or name for name, field in section.model_fields.items())
+
+
+def comment_of(section: str, key: str) -> str:
+    """The comment that stands beside a key; empty where the key speaks for itself."""
+    for name, field in SECTIONS[section].model_fields.items():
+        if (field.alias or name) == key:
+            return field.description or ""
+    raise AssertionError(f"no key {section}.{key}")
