@@ -163,6 +163,19 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """One call of a submodule of a block: its boundary, where layouts can be pinned.
+
+    `inputs` are (name of the argument in `forward`'s signature, value) of the tensor arguments; tensors inside
+    a tuple argument stand as "name.0", "name.1". `outputs` are the values returned, in order.
+    """
+
+    module: str  # path relative to the block
+    inputs: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A distinct piece of the chain: a repeated block (a transformer layer) or the glue between (embedding,
     head, loss)."""
@@ -173,6 +186,7 @@ class Block:
     operators: tuple[Operator, ...]
     parameters: tuple[Parameter, ...] = ()
     buffers: tuple[tuple[str, TensorSpec], ...] = ()
+    calls: tuple[ModuleCall, ...] = ()  # () where capture could not tell: positions are then inferred
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
