@@ -1,0 +1,105 @@
+"""`Problem`: everything that a plan depends on, as frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import Execution, Strategy
+from autoparallel.profiles.hardware import Cluster
+
+
+class Objective(StrEnum):
+    """What the best strategy is best in."""
+
+    TIME = "time"  # seconds per step; every device of the cluster works
+    COST = "cost"  # price of a step; fewer devices may win
+    MEMORY = "memory"  # peak bytes of the fullest device, then seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What to plan. `constraints` is a partial strategy: dotted keys of the strategy file and their values."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    global_batch: int
+    objective: Objective = Objective.TIME
+    constraints: Mapping[str, object] = field(default_factory=dict)
+    execution: Execution = field(default_factory=Execution)
+    allow_lossy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise UserError(f"batch.global = {self.global_batch}: at least one sequence per step is needed")
+        fixed = self.constraints.get("batch.global", self.global_batch)
+        if fixed != self.global_batch:
+            raise UserError(
+                f"batch.global = {fixed} contradicts the global batch of {self.global_batch}; give one of them"
+            )
+
+    def fixed_int(self, key: str) -> int | None:
+        """The integer that the constraint `key` fixes, None where it is free."""
+        value = self.constraints.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(f"{key} = {value!r}: a whole number is needed")
+        return value
+
+    def fixed_ints(self, key: str) -> tuple[int, ...] | None:
+        """The integers that the constraint `key` fixes, None where it is free."""
+        value = self.constraints.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(
+            isinstance(v, int) and not isinstance(v, bool) for v in value
+        ):
+            raise UserError(f"{key} = {value!r}: a list of whole numbers is needed")
+        return tuple(value)
+
+    def fixed_words(self, key: str) -> tuple[str, ...] | None:
+        """The words that the constraint `key` fixes, None where it is free."""
+        value = self.constraints.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise UserError(f"{key} = {value!r}: a list of words is needed")
+        return tuple(str(v) for v in value)
+
+    def fixed_word(self, key: str) -> str | None:
+        """The word that the constraint `key` fixes, None where it is free."""
+        value = self.constraints.get(key)
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{key} = {value!r}: a word is needed")
+        return value
+
+
+def price_per_device_s(cluster: Cluster) -> float:
+    """Price of one device for one second: the dearest group's; 1 where no group has a price, so that the
+    cost of a step is then its device-seconds."""
+    prices = [g.price_per_device_hour for g in cluster.groups if g.price_per_device_hour is not None]
+    return max(prices) / 3600 if prices else 1.0
+
+
+def objective_value(problem: Problem, prediction: Prediction) -> tuple[float, float]:
+    """What `plan` minimises, lexicographically: (seconds, 0), (price of a step, 0) or (bytes, seconds)."""
+    match problem.objective:
+        case Objective.TIME:
+            return (prediction.step_time_s, 0.0)
+        case Objective.COST:
+            rate = price_per_device_s(problem.cluster)
+            return (prediction.step_time_s * prediction.devices * rate, 0.0)
+        case Objective.MEMORY:
+            return (float(prediction.peak_bytes), prediction.step_time_s)
+
+
+def complete(strategy: Strategy) -> bool:
+    """Whether every list of the strategy has an entry per chunk."""
+    chunks = strategy.mesh.pp * strategy.pipeline.virtual_stages
+    per_stage = strategy.recompute.per_stage
+    return len(strategy.pipeline.stage_blocks) == chunks and len(per_stage) in (0, chunks)

@@ -1,0 +1,347 @@
+"""Every strategy that a problem allows, as numpy columns.
+
+The space is a product in two levels, so that millions of strategies need no million rows:
+
+    Shapes      mesh sizes x micro-batch x sequence parallelism x recomputation: what memory and work depend on
+    Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression
+
+What is left to `planner/stages.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
+
+Devices: all of the cluster, except that `objective = "cost"` may use any divisor of them, and that a user who
+fixes every mesh size fixes the number of devices. cp and ep are axes of the space with the sizes in
+`OPEN_AXES`. More than `MAX_VIRTUAL_STAGES` chunks per rank are tried only when the user asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import permutations, product
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.strategy import AXES
+from autoparallel.profiles.hardware import Cluster
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+T = TypeVar("T")
+
+MODES = ("none", "selective", "full")  # recompute.mode
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b")
+INTERLEAVED = SCHEDULES.index("interleaved-1f1b")
+MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+OPEN_AXES = frozenset({"pp", "dp_replicate", "dp_shard", "tp"})  # axes that may be larger than one
+MAX_VIRTUAL_STAGES = 8  # chunks per rank tried unasked; bubbles shrink as 1/chunks, messages grow as chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meshes:
+    """Mesh sizes, one row a mesh; `placed[i, k]`: order k is the first of those that place mesh i alike."""
+
+    sizes: Ints  # columns MESH_KEYS
+    orders: tuple[tuple[str, ...], ...]
+    placed: Bools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Columns of the outer level; `mesh` is the row of `Meshes`, `recompute` the index into MODES."""
+
+    mesh: Ints
+    pp: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    cp: Ints
+    tp: Ints
+    ep: Ints
+    micro: Ints
+    micro_batches: Ints
+    sequence_parallel: Ints
+    recompute: Ints
+
+    def __len__(self) -> int:
+        return len(self.mesh)
+
+    def take(self, rows: Ints | Bools) -> Shapes:
+        return Shapes(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @property
+    def devices(self) -> Ints:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variants:
+    """Columns of the inner level: the row of the shape, and what is chosen beside it."""
+
+    shape: Ints
+    zero: Ints
+    schedule: Ints  # index into SCHEDULES
+    virtual_stages: Ints
+    order: Ints  # index into Meshes.orders
+    compression: Ints  # index into Space.compressions
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def take(self, rows: Ints | Bools) -> Variants:
+        return Variants(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The whole space of a problem: the outer level, and what the inner level is made from."""
+
+    meshes: Meshes
+    shapes: Shapes
+    compressions: tuple[tuple[str, ...], ...]
+    zeros: tuple[int, ...]
+    schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
+    repeated: int  # blocks that may be dealt to stages
+
+    def counts(self) -> Ints:
+        """Number of variants of each shape."""
+        pp, shard, replicas = self.shapes.pp, self.shapes.dp_shard, self.shapes.dp_replicate
+        orders = self.meshes.placed.sum(axis=1)[self.shapes.mesh]
+        zeros = sum(
+            zero_fits(np.full_like(shard, z), shard * self.shapes.cp).astype(np.int64) for z in self.zeros
+        )
+        plans = sum(
+            schedule_fits(np.full_like(pp, s), np.full_like(pp, v), pp, self.shapes.micro_batches, self.repeated)
+            .astype(np.int64) for s, v in self.schedules
+        )  # fmt: skip
+        wires = np.where(shard * replicas * self.shapes.cp > 1, len(self.compressions), 1)
+        return np.asarray(orders * zeros * plans * wires, dtype=np.int64)
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors of `n`, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def build_space(problem: Problem) -> Space:
+    """Every mesh, shape and choice that is legal and respects the constraints; empty columns where none is."""
+    meshes = _meshes(problem)
+    lossy = problem.allow_lossy
+    fixed = problem.fixed_words("grad_sync.compression")
+    return Space(
+        meshes=meshes,
+        shapes=_shapes(problem, meshes),
+        compressions=(fixed,) if fixed is not None else compressions(problem.cluster, lossy=lossy),
+        zeros=_only(problem.fixed_int("shard.zero"), (0, 1, 2, 3)),
+        schedules=_schedules(problem),
+        repeated=len(problem.graph.repeated_positions),
+    )
+
+
+def compressions(cluster: Cluster, *, lossy: bool) -> tuple[tuple[str, ...], ...]:
+    """None, and where lossy methods are allowed bf16 on each outer part of the network levels."""
+    levels = len(cluster.levels)
+    if not lossy:
+        return ((),)
+    return ((), *(("none",) * i + ("bf16",) * (levels - i) for i in range(levels)))
+
+
+def variants(space: Space, rows: Ints) -> Variants:
+    """Every variant of the shapes `rows`, in a fixed order: simpler choices first."""
+    columns: list[Variants] = []
+    shapes = space.shapes.take(rows)
+    for (schedule, chunks), zero, order, wire in product(
+        space.schedules, space.zeros, range(len(space.meshes.orders)), range(len(space.compressions))
+    ):
+        fits = space.meshes.placed[shapes.mesh, order] & _variant_fits(
+            space, shapes, schedule, chunks, zero, wire
+        )
+        hit = rows[fits]
+        columns.append(
+            Variants(
+                shape=hit, zero=np.full_like(hit, zero), schedule=np.full_like(hit, schedule),
+                virtual_stages=np.full_like(hit, chunks), order=np.full_like(hit, order),
+                compression=np.full_like(hit, wire),
+            )
+        )  # fmt: skip
+    return Variants(
+        **{f.name: np.concatenate([getattr(c, f.name) for c in columns]) for f in fields(Variants)}
+    )
+
+
+def _variant_fits(space: Space, shapes: Shapes, schedule: int, chunks: int, zero: int, wire: int) -> Bools:
+    same = np.ones(len(shapes), dtype=np.int64)
+    fits = schedule_fits(schedule * same, chunks * same, shapes.pp, shapes.micro_batches, space.repeated)
+    fits &= zero_fits(zero * same, shapes.dp_shard * shapes.cp)
+    if wire > 0:
+        fits &= shapes.dp_replicate * shapes.dp_shard * shapes.cp > 1
+    return fits
+
+
+def zero_fits(zero: Ints, shard_ranks: Ints) -> Bools:
+    """ZeRO 1 to 3 shard over several ranks; zero 0 needs dp_shard = 1, where every level is the same."""
+    return np.asarray((zero == 0) == (shard_ranks == 1))
+
+
+def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, repeated: int) -> Bools:
+    """ "none" without a pipeline and only there; every chunk has a block; interleaving deals micro-batches in
+    rounds of pp, and 1F1B fills the pipeline."""
+    piped = pp > 1
+    fits = ((schedule == 0) == ~piped) & (pp * chunks <= max(repeated, 1))
+    fits &= (chunks > 1) == (schedule == INTERLEAVED)
+    fits &= (schedule != INTERLEAVED) | (micro_batches % pp == 0)
+    fits &= (schedule != SCHEDULES.index("1f1b")) | (micro_batches >= pp)
+    return np.asarray(fits)
+
+
+def _only(fixed: T | None, choices: Iterable[T]) -> tuple[T, ...]:
+    return tuple(choices) if fixed is None else (fixed,)
+
+
+def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
+    repeated = len(problem.graph.repeated_positions)
+    word, chunks = problem.fixed_word("pipeline.schedule"), problem.fixed_int("pipeline.virtual_stages")
+    names = [i for i, name in enumerate(SCHEDULES) if word in (None, name)]
+    most = max(chunks or 0, min(MAX_VIRTUAL_STAGES, repeated // 2))
+    found = []
+    for name in names:
+        counts = range(2, most + 1) if name == INTERLEAVED else (1,)
+        found += [(name, v) for v in counts if chunks in (None, v)]
+    return tuple(found)
+
+
+def tensor_degrees(graph: ModelGraph, degrees: Iterable[int]) -> tuple[int, ...]:
+    """Those of `degrees` that divide at least one way to shard a parameter; 1 always."""
+    divides = {
+        tuple(size.at(1) for size in sharding.divides)
+        for block in graph.blocks
+        for op in block.operators
+        for sharding in op.shardings
+        if any(
+            name.startswith("param:") and place.startswith("S")
+            for name, place in zip(op.inputs, sharding.inputs, strict=False)
+        )
+    }
+    return tuple(d for d in degrees if d == 1 or any(all(s % d == 0 for s in sizes) for sizes in divides))
+
+
+def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Sizes of pp, dp_replicate, dp_shard, cp, tp, ep whose product (ep aside) is a device count in use."""
+    graph, total = problem.graph, problem.cluster.devices
+    fixed = {key: problem.fixed_int(f"mesh.{key}") for key in MESH_KEYS}
+    parts = divisors(total)
+    choices = {key: _only(fixed[key], parts if key in OPEN_AXES else (1,)) for key in MESH_KEYS}
+    blocks = len(graph.repeated_positions) if graph.pipeline_cuts else 1
+    choices["pp"] = tuple(p for p in choices["pp"] if p <= max(blocks, 1))
+    choices["tp"] = tensor_degrees(graph, choices["tp"])
+    whole = device_counts(problem)
+    for pp, tp, cp, ep in product(choices["pp"], choices["tp"], choices["cp"], choices["ep"]):
+        for devices in whole:
+            rest, odd = divmod(devices, pp * tp * cp)
+            if odd or not rest:
+                continue
+            for replicate in choices["dp_replicate"]:
+                shard, odd = divmod(rest, replicate)
+                if odd or (problem.global_batch % rest) or shard not in _only(fixed["dp_shard"], (shard,)):
+                    continue
+                if shard * cp * tp % ep == 0:
+                    yield (pp, replicate, shard, cp, tp, ep)
+
+
+def device_counts(problem: Problem) -> tuple[int, ...]:
+    """How many devices a strategy may use: see the module's docstring."""
+    total = problem.cluster.devices
+    sizes = [problem.fixed_int(f"mesh.{key}") for key in AXES]
+    known = [size for size in sizes if size is not None]
+    if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
+        used = int(np.prod(known))
+        return (used,) if used <= total else ()
+    return divisors(total) if problem.objective == Objective.COST else (total,)
+
+
+def _meshes(problem: Problem) -> Meshes:
+    sizes = np.array(sorted(set(_mesh_sizes(problem))), dtype=np.int64).reshape(-1, len(MESH_KEYS))
+    fixed = problem.fixed_words("mesh.order")
+    orders = (fixed,) if fixed is not None else _orders(sizes)
+    return Meshes(sizes=sizes, orders=orders, placed=distinct_orders(sizes, orders, problem.cluster))
+
+
+def _orders(sizes: Ints) -> tuple[tuple[str, ...], ...]:
+    """Permutations of the axes that are ever larger than one, the usual order first."""
+    used = [axis for axis in AXES if len(sizes) and sizes[:, MESH_KEYS.index(axis)].max() > 1]
+    slots = [AXES.index(axis) for axis in used]
+    found = []
+    for order in permutations(used):
+        axes = list(AXES)
+        for slot, axis in zip(slots, order, strict=True):
+            axes[slot] = axis
+        found.append(tuple(axes))
+    return tuple(found)
+
+
+def distinct_orders(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: Cluster) -> Bools:
+    """For each mesh, the orders that place it in a new way.
+
+    Two orders place a mesh alike when every axis larger than one has as many of its ranks below each port of
+    each level. Where an axis straddles ports unevenly its stride itself is compared.
+    """
+    units = [level.size for level in cluster.levels]
+    signatures = np.zeros((len(orders), len(sizes), len(AXES), len(units)), dtype=np.int64)
+    for k, order in enumerate(orders):
+        stride = np.ones(len(sizes), dtype=np.int64)
+        for axis in reversed(order):
+            size = sizes[:, MESH_KEYS.index(axis)]
+            for u, unit in enumerate(units):
+                inside = np.clip(unit // stride, 1, size)
+                even = (unit % stride == 0) | (stride % unit == 0)
+                even &= (unit % (stride * inside) == 0) | (inside == 1)
+                signatures[k, :, AXES.index(axis), u] = np.where(
+                    size == 1, 0, np.where(even, inside, -stride)
+                )
+            stride = stride * size
+    placed = np.ones((len(sizes), len(orders)), dtype=np.bool_)
+    for k in range(len(orders)):
+        for earlier in range(k):
+            placed[:, k] &= ~(signatures[k] == signatures[earlier]).all(axis=(1, 2))
+    return placed
+
+
+def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
+    graph, sizes = problem.graph, meshes.sizes
+    rows: dict[str, list[Ints]] = {f.name: [] for f in fields(Shapes)}
+    modes = _modes(problem)
+    fixed_sp = problem.constraints.get("shard.sequence_parallel")
+    replicas = sizes[:, 1] * sizes[:, 2]
+    per_rank = problem.global_batch // np.maximum(replicas, 1)
+    micros = _only(problem.fixed_int("batch.micro"), divisors(problem.global_batch))
+    for micro, mode, sequence in product(micros, modes, (0, 1)):
+        fits = (per_rank % micro == 0) if micro > 0 else np.zeros(len(sizes), dtype=np.bool_)
+        if fixed_sp is not None and bool(sequence) != bool(fixed_sp):
+            continue
+        if sequence:
+            tp = sizes[:, 4]
+            fits = fits & (tp > 1) & (graph.tokens_per_sample % tp == 0)
+        hit = np.flatnonzero(fits)
+        columns = {"mesh": hit, "micro": np.full_like(hit, micro), "recompute": np.full_like(hit, mode)}
+        columns |= {key: sizes[hit, i] for i, key in enumerate(MESH_KEYS)}
+        columns |= {
+            "micro_batches": per_rank[hit] // max(micro, 1),
+            "sequence_parallel": np.full_like(hit, sequence),
+        }
+        for key, column in columns.items():
+            rows[key].append(column)
+    empty = np.zeros(0, dtype=np.int64)
+    return Shapes(**{key: np.concatenate([empty, *parts]) for key, parts in rows.items()})
+
+
+def _modes(problem: Problem) -> tuple[int, ...]:
+    """Recompute modes that differ: "selective" needs attention in a repeated block, "full" a repeated block."""
+    word = problem.fixed_word("recompute.mode")
+    if word is not None:
+        return (MODES.index(word),)
+    repeated = {problem.graph.chain[i].block for i in problem.graph.repeated_positions}
+    attention = any(op.kind == OpKind.ATTENTION for b in repeated for op in problem.graph.blocks[b].operators)
+    return tuple(i for i, kept in enumerate((True, attention, bool(repeated))) if kept)
