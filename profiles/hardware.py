@@ -48,12 +48,13 @@ class Device:
     name: str
     memory_bytes: float
     reserve_bytes: float
-    peak_flops: Mapping[str, float]  # dense, by execution dtype
+    peak_flops: Mapping[str, float] = field(hash=False)  # dense, by execution dtype
     hbm_bytes_per_s: float
     devices_per_node: int
     levels: tuple[Level, ...]  # of its usual box and network; the outermost takes any number of devices
-    constants: Mapping[str, float] = field(default_factory=dict)
-    provenance: Mapping[str, Provenance] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict, hash=False)
+    provenance: Mapping[str, Provenance] = field(default_factory=dict, compare=False)
+    cores: int = 0  # more devices in a node than this share its compute; 0: each has its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Cluster:
     name: str
     groups: tuple[Group, ...]
     levels: tuple[Level, ...]
+    provenance: Mapping[str, Provenance] = field(default_factory=dict, compare=False)  # of the levels' figures
 
     @property
     def devices(self) -> int:

@@ -1,0 +1,208 @@
+"""From checked file tables to `Device` and `Cluster`, and the clusters that `DEVICE:NODESxPER_NODE` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from autoparallel.errors import UserError
+from autoparallel.profiles.constants import CONSTANTS
+from autoparallel.profiles.hardware import Cluster, Device, Group, Level, Provenance, ValueKind
+from autoparallel.profiles.schema import (
+    ClusterFile,
+    DeviceFile,
+    FigureTable,
+    LevelTable,
+    ProvenanceTable,
+    check_figure,
+    nearest,
+)
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+ANY_SIZE = 2**31  # a box's outermost level takes any number of devices
+
+
+class _Figures:
+    """Takes values out of figures, checks their range and keeps their provenance."""
+
+    def __init__(self, where: str, listed: Sequence[ProvenanceTable] = ()) -> None:
+        self.where = where
+        self.provenance: dict[str, Provenance] = {}
+        self.listed = {key: Provenance(kind=e.kind, source=e.source) for e in listed for key in e.keys}
+
+    def take(self, key: str, figure: FigureTable, *, least: float = 0.0, above: bool = True) -> float:
+        value = figure.value
+        if value < least or (above and value == least) or not isfinite(value):
+            bound = "more than" if above else "at least"
+            raise UserError(f"{self.where}: `{key}` = {value:g} must be {bound} {least:g}")
+        known = Provenance(kind=figure.kind, source=figure.source or self.where)
+        self.provenance[key] = self.listed.get(key, known) if figure.kind is ValueKind.USER else known
+        return value
+
+    def whole(self, key: str, figure: FigureTable) -> int:
+        value = self.take(key, figure)
+        if value != int(value):
+            raise UserError(f"{self.where}: `{key}` = {value:g} must be a whole number")
+        return int(value)
+
+
+def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) -> Device:
+    """The device of a checked file; `inherited` are the constants of its architecture."""
+    figures = _Figures(where, table.provenance)
+    for dtype in table.peak_flops:
+        if dtype not in DTYPES:
+            hint = nearest(dtype, DTYPES)
+            raise UserError(f"{where}: `peak_flops.{dtype}`: unknown dtype{hint}; known: {', '.join(DTYPES)}")
+    constants = _constants(inherited, where) | _constants(table.constants, where)
+    box = table.box
+    return Device(
+        name=table.name,
+        memory_bytes=figures.take("memory.bytes", table.memory.bytes),
+        reserve_bytes=figures.take("memory.reserve_bytes", table.memory.reserve_bytes, above=False),
+        peak_flops={d: figures.take(f"peak_flops.{d}", f) for d, f in table.peak_flops.items()},
+        hbm_bytes_per_s=figures.take("hbm_bytes_per_s", table.hbm_bytes_per_s),
+        devices_per_node=figures.whole("box.devices_per_node", box.devices_per_node),
+        levels=_levels(box.levels, "box.levels", figures),
+        constants={
+            key: figures.take(f"constants.{key}", figure, above=False)
+            for key, figure in sorted(constants.items())
+        },
+        cores=figures.whole("box.cores", box.cores) if box.cores else 0,
+        provenance=figures.provenance,
+    )
+
+
+def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> Cluster:
+    """The cluster of a checked file whose groups hold `devices`."""
+    figures = _Figures(where, table.provenance)
+    groups = []
+    for index, (group, device) in enumerate(zip(table.group, devices, strict=True)):
+        key = f"group.{index}"
+        price = group.price_per_device_hour
+        per_node = figures.whole(f"{key}.devices_per_node", group.devices_per_node)
+        groups.append(
+            Group(
+                device=_shared(device, per_node),
+                nodes=figures.whole(f"{key}.nodes", group.nodes),
+                devices_per_node=per_node,
+                price_per_device_hour=figures.take(f"{key}.price_per_device_hour", price, above=False)
+                if price
+                else None,
+            )
+        )
+    count = sum(group.devices for group in groups)
+    if table.level:
+        levels = _levels(table.level, "level", figures)
+        if levels[-1].size < count:
+            raise UserError(
+                f"{where}: the outermost level `{levels[-1].name}` joins {levels[-1].size} devices, "
+                f"but the cluster has {count}; raise its size, or leave it out"
+            )
+        levels = _bounded(levels, count)
+    else:
+        levels = _box_levels(devices[0], groups[0].devices_per_node, count)
+    return Cluster(
+        name=table.name or where, groups=tuple(groups), levels=levels, provenance=figures.provenance
+    )
+
+
+def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
+    """`DEVICE:NODESxPER_NODE`: nodes of the device's usual box and network.
+
+    With fewer devices per node than the box holds, each keeps its own share of the node's NICs.
+    """
+    if nodes < 1 or per_node < 1:
+        raise UserError(
+            f"cluster `{spec}`: needs at least one node of one device, such as `{device.name}:1x1`"
+        )
+    if per_node > device.devices_per_node:
+        usual = device.devices_per_node
+        raise UserError(
+            f"cluster `{spec}`: a box of {device.name} holds {usual} devices, not {per_node}; write "
+            f"`{device.name}:{-(-nodes * per_node // usual)}x{usual}`, or describe the box in a cluster file"
+        )
+    group = Group(device=_shared(device, per_node), nodes=nodes, devices_per_node=per_node)
+    levels = _box_levels(device, per_node, nodes * per_node)
+    provenance = {
+        key.replace("box.levels", "level"): value
+        for key, value in device.provenance.items()
+        if key.startswith("box.levels")
+    }
+    return Cluster(name=spec, groups=(group,), levels=levels, provenance=provenance)
+
+
+def _shared(device: Device, per_node: int) -> Device:
+    """A node's devices that outnumber its cores share its compute and memory bandwidth evenly."""
+    if not device.cores or per_node <= device.cores:
+        return device
+    share = device.cores / per_node
+    return replace(
+        device,
+        peak_flops={dtype: peak * share for dtype, peak in device.peak_flops.items()},
+        hbm_bytes_per_s=device.hbm_bytes_per_s * share,
+        cores=0,
+    )
+
+
+def _levels(tables: Sequence[LevelTable], prefix: str, figures: _Figures) -> tuple[Level, ...]:
+    levels: list[Level] = []
+    for index, table in enumerate(tables):
+        key = f"{prefix}.{index}"
+        if table.size is None and index + 1 < len(tables):
+            raise UserError(f"{figures.where}: `{key}.size` is missing; only the outermost level may lack it")
+        size = figures.whole(f"{key}.size", table.size) if table.size else ANY_SIZE
+        if levels and (size <= levels[-1].size or (table.size and size % levels[-1].size)):
+            raise UserError(
+                f"{figures.where}: `{key}.size` = {size} must be a multiple of the size of the level "
+                f"inside it, {levels[-1].size}"
+            )
+        over = table.oversubscription
+        levels.append(
+            Level(
+                name=table.name,
+                size=size,
+                bytes_per_s=figures.take(f"{key}.bytes_per_s", table.bytes_per_s),
+                latency_s=figures.take(f"{key}.latency_s", table.latency_s, above=False),
+                oversubscription=figures.take(f"{key}.oversubscription", over, least=1.0, above=False)
+                if over
+                else 1.0,
+                in_network_reduction=table.in_network_reduction,
+            )
+        )
+    return tuple(levels)
+
+
+def _box_levels(device: Device, per_node: int, count: int) -> tuple[Level, ...]:
+    """The box's levels for nodes that hold `per_node` devices: a level of whole nodes keeps its nodes."""
+    box = device.devices_per_node
+    scaled = [
+        replace(level, size=min(level.size, per_node) if level.size <= box else level.size // box * per_node)
+        for level in device.levels
+    ]
+    return _bounded(tuple(scaled), count)
+
+
+def _bounded(levels: tuple[Level, ...], count: int) -> tuple[Level, ...]:
+    """Levels up to the first that holds all `count` devices, which then holds just these."""
+    kept: list[Level] = []
+    for level in levels:
+        if kept and (kept[-1].size >= count or level.size <= kept[-1].size):
+            continue
+        kept.append(level)
+    return (*kept[:-1], replace(kept[-1], size=count))
+
+
+def _constants(tree: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, FigureTable]:
+    """Nested tables of figures, by dotted key."""
+    found: dict[str, FigureTable] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and "value" not in value:
+            found |= _constants(value, where, f"{key}.")
+            continue
+        if key not in CONSTANTS:
+            raise UserError(f"{where}: unknown key `constants.{key}`{nearest(key, CONSTANTS)}")
+        found[key] = check_figure(value, f"{where}: `constants.{key}`")
+    return found

@@ -1,0 +1,48 @@
+"""The cost model's own constants, by dotted key: the one list of what a device or architecture file may set.
+
+Where a key ends in a name of a class (a kind of kernel, a protocol, a tile) each member is its own key.
+"""
+
+from __future__ import annotations
+
+KERNEL_MODES = ("eager", "fused", "compiled")
+TILES = ("256x128", "128x256", "128x128", "64x256", "256x64", "128x64", "64x128", "64x64")
+MEMORY_KINDS = ("elementwise", "norm", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
+PROTOCOLS = ("simple", "ll128", "ll")
+
+_SINGLE = {
+    "kernel.start_s": "device time from the start of a kernel to its first useful work, and from the last to its end",
+    "gemm.units": "compute units that a GEMM's tiles are dealt to (SMs, CUs, cores)",
+    "gemm.efficiency": "share of the peak in the main loop of the largest tile, full waves, endless k",
+    "gemm.fill_k_bytes": "bytes of k (one row) that filling and draining a tile's pipeline costs",
+    "gemm.grouped_efficiency": "grouped GEMM's main loop relative to a dense GEMM's",
+    "gemm.conv_efficiency": "a convolution's main loop relative to its implicit GEMM's",
+    "attention.forward": "share of the peak of the flash forward kernel, long sequences, head size 128",
+    "attention.backward": "likewise backward",
+    "attention.head_fill": "head-size elements lost per tile: efficiency is d / (d + fill), relative to d = 128",
+    "attention.tile": "queries per tile; tiles over batch and heads fill the compute units in waves",
+    "attention.fill_keys": "keys that filling and draining one query tile costs",
+    "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
+    "fp8.scale_bytes_factor": "extra bytes moved to quantise operands, relative to their own bytes",
+    "collective.start_s": "host and device time to start a collective, before the first hop",
+    "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
+    "collective.efficiency_outer": "likewise on the other levels",
+    "collective.nvls_efficiency": "bus bandwidth of in-switch reduction, as a share of the level's",
+    "collective.nvls_start_s": "time to start an in-switch reduction",
+    "collective.tree_efficiency": "bus bandwidth of a tree relative to a ring's",
+    "collective.all_to_all_efficiency": "all-to-all's bandwidth relative to a ring's",
+    "collective.peer_s": "further start of each peer in an all-to-all",
+    "collective.send_efficiency": "point-to-point bandwidth relative to a ring's",
+    "collective.ramp_bytes": "bytes per rank and step at which half the bandwidth is reached",
+    "collective.host_copies": "copies through host memory of each byte received (Gloo)",
+    "compression.bytes_per_s_factor": "passes over device memory of a one-pass encoder, relative to a copy",
+}  # fmt: skip
+
+CONSTANTS: dict[str, str] = {
+    **_SINGLE,
+    **{f"launch_s.{mode}": f"host time per kernel launch, kernels = {mode}" for mode in KERNEL_MODES},
+    **{f"gemm.tile.{tile}": f"main-loop efficiency of a {tile} tile relative to the best" for tile in TILES},
+    **{f"memory.efficiency.{kind}": f"share of memory bandwidth, {kind} kernels" for kind in MEMORY_KINDS},
+    **{f"collective.latency.{p}": f"hop latency of protocol {p} relative to the level's" for p in PROTOCOLS},
+    **{f"collective.bandwidth.{p}": f"bandwidth of protocol {p} relative to simple" for p in PROTOCOLS},
+}

@@ -1,0 +1,145 @@
+"""Reads device and cluster files. Every mistake in one is a `UserError` that names file, key and remedy."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from autoparallel.errors import UserError
+from autoparallel.profiles.build import build_cluster, build_device, cluster_of
+from autoparallel.profiles.hardware import Cluster, Device
+from autoparallel.profiles.schema import SCHEMA, ArchitectureFile, ClusterFile, DeviceFile, nearest
+
+SHIPPED = Path(__file__).parent
+_SPEC = re.compile(r"(?P<device>.+):(?P<nodes>\d+)x(?P<per_node>\d+)")
+_Table = TypeVar("_Table", bound=BaseModel)
+
+
+def device_names(dirs: Sequence[Path] = ()) -> tuple[str, ...]:
+    """Names of the device profiles that ship, and of those in `dirs`."""
+    return tuple(sorted(_files("devices", dirs, "memory")))
+
+
+def cluster_names(dirs: Sequence[Path] = ()) -> tuple[str, ...]:
+    """Names of the cluster files that ship, and of those in `dirs`."""
+    return tuple(sorted(_files("clusters", dirs, "group")))
+
+
+def load_device(name_or_path: str, *, dirs: Sequence[Path] = ()) -> Device:
+    """A device by the name of its profile, or from a file. Profiles in `dirs` go before those that ship."""
+    path = _resolve(name_or_path, _files("devices", dirs, "memory"), "device")
+    return parse_device(read_toml(path), str(path), dirs=dirs)
+
+
+def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
+    """A cluster from a file, from a shipped file's name, or from `DEVICE:NODESxPER_NODE`."""
+    match = _SPEC.fullmatch(spec)
+    if match and not Path(spec).exists():
+        device = load_device(match["device"], dirs=dirs)
+        return cluster_of(device, int(match["nodes"]), int(match["per_node"]), spec)
+    files = _files("clusters", dirs, "group")
+    if spec not in files and not _is_path(spec):
+        _no_such_cluster(spec, tuple(files), device_names(dirs))
+    path = _resolve(spec, files, "cluster")
+    return parse_cluster(read_toml(path), str(path), dirs=dirs)
+
+
+def parse_device(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Device:
+    """A device from a file's table; `where` is what error messages call it."""
+    table = check(DeviceFile, data, where)
+    inherited: Mapping[str, Any] = {}
+    if table.architecture:
+        path = _resolve(table.architecture, _files("architectures", dirs, "constants"), "architecture")
+        inherited = check(ArchitectureFile, read_toml(path), str(path)).constants
+    return build_device(table, inherited, where)
+
+
+def parse_cluster(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Cluster:
+    """A cluster from a file's table; its devices are names, paths or whole tables."""
+    table = check(ClusterFile, data, where)
+    devices = []
+    for index, group in enumerate(table.group):
+        if isinstance(group.device, str):
+            beside = Path(where).parent / group.device
+            name = str(beside) if _is_path(group.device) and beside.exists() else group.device
+            devices.append(load_device(name, dirs=dirs))
+        else:
+            devices.append(parse_device(group.device, f"{where}: group.{index}.device", dirs=dirs))
+    return build_cluster(table, devices, where)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's table."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def check(model: type[_Table], data: object, where: str) -> _Table:
+    """`data` as `model`, or a `UserError` with every mistake, one a line."""
+    schema = data.get("schema", SCHEMA) if isinstance(data, dict) else SCHEMA
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise UserError(
+            f"{where}: schema = {schema} is newer than this version reads ({SCHEMA}); "
+            "upgrade autoparallel, or write the file in the older schema"
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_message(detail["loc"], detail["msg"], where) for detail in error.errors()]
+        raise UserError("\n".join(lines)) from None
+
+
+def _message(loc: tuple[int | str, ...], message: str, where: str) -> str:
+    key = ".".join(str(part) for part in loc)
+    return f"{where}: {f'`{key}`: ' if key else ''}{message}"
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith(".toml") or "/" in text
+
+
+def _files(folder: str, dirs: Sequence[Path], marker: str) -> dict[str, Path]:
+    """Profiles by name; a user's folder may hold devices and clusters side by side, told apart by a key."""
+    found = {path.stem: path for path in sorted((SHIPPED / folder).glob("*.toml"))}
+    for directory in dirs:
+        if not directory.is_dir():
+            raise UserError(f"{directory}: no such folder of device and cluster files")
+        for path in sorted([*directory.glob("*.toml"), *(directory / folder).glob("*.toml")]):
+            if path.parent.name == folder or marker in read_toml(path):
+                found[path.stem] = path
+    return found
+
+
+def _resolve(name: str, files: Mapping[str, Path], what: str) -> Path:
+    if name in files:
+        return files[name]
+    if _is_path(name):
+        if not Path(name).is_file():
+            raise UserError(f"{name}: no such {what} file")
+        return Path(name)
+    raise UserError(f"unknown {what} `{name}`{nearest(name, files)}; known: {', '.join(sorted(files))}")
+
+
+def _no_such_cluster(spec: str, clusters: Sequence[str], devices: Sequence[str]) -> None:
+    name, colon, shape = spec.partition(":")
+    if colon:
+        raise UserError(
+            f"cluster `{spec}`: `{shape}` is not NODESxPER_NODE; write for instance `{name}:2x8` "
+            "for two nodes of eight devices"
+        )
+    if name in devices:
+        raise UserError(f"cluster `{spec}` is a device; say how many: `{spec}:1x1`, or NODESxPER_NODE")
+    hint = nearest(spec, clusters)
+    raise UserError(
+        f"unknown cluster `{spec}`{hint}; give a cluster file, DEVICE:NODESxPER_NODE, "
+        f"or one of {', '.join(sorted(clusters))}"
+    )
