@@ -76,7 +76,7 @@ class Relaxation:
     peak_memory_gib: float
 
 
-class InfeasiblePlan(ValueError):  # noqa: N818 - an answer, named as the answer
+class InfeasiblePlan(ValueError):
     """No strategy fits: which constraint binds, by how much, and the nearest changes that would fit."""
 
     def __init__(
@@ -95,5 +95,5 @@ class InfeasiblePlan(ValueError):  # noqa: N818 - an answer, named as the answer
         super().__init__("\n".join(lines))
 
 
-class SearchTimeout(TimeoutError):  # noqa: N818 - an answer, named as the answer
+class SearchTimeout(TimeoutError):
     """The time limit (or an interrupt) ended the search before any strategy was found."""
