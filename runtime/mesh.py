@@ -1,0 +1,100 @@
+"""The ranks of a run: process group, device, and the mesh whose axes a strategy names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import AXES, Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMesh:
+    """Where this process stands. `device_mesh` has the axes of `AXES` in that order, whatever the strategy's
+    `order` (which decides who sits where); it is None alone in one process without a process group."""
+
+    sizes: Mesh
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh | None
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's position along `axis`."""
+        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank(axis)
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The one-dimensional mesh along `name` through this rank."""
+        assert self.device_mesh is not None, f"axis {name} asked for without a process group"
+        return self.device_mesh[name]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along `axis` through this rank."""
+        return self.axis(axis).get_group()
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.sizes.data_parallel
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the global batch this rank reads: dp_replicate is the outer axis of the batch."""
+        return self.coordinate("dp_replicate") * self.sizes.dp_shard + self.coordinate("dp_shard")
+
+
+def world_size() -> int:
+    """Processes of this run: of the process group if it is up, else what the launcher announced, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_ranks() -> tuple[int, torch.device]:
+    """Start the default process group if a launcher (torchrun) announced one; this rank and its device.
+
+    NCCL and one GPU per local rank where CUDA is there, else Gloo. A process group that is already up is used
+    as it is. Alone in one process no group is needed and none is started.
+    """
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not dist.is_initialized() and launched:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if not dist.is_initialized():
+        return 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return dist.get_rank(), device
+
+
+def check_mesh(sizes: Mesh, world: int) -> None:
+    """Refuse a mesh that does not use exactly `world` processes, or that the runtime cannot run."""
+    if sizes.devices != world:
+        shown = " x ".join(f"{axis}={getattr(sizes, axis)}" for axis in AXES)
+        raise UserError(
+            f"[mesh] {shown} needs {sizes.devices} processes but {world} are running: start "
+            f"{sizes.devices} (torchrun --nproc-per-node), or plan for {world} devices"
+        )
+    for axis in ("cp", "ep"):
+        if getattr(sizes, axis) != 1:
+            raise UserError(
+                f"mesh.{axis} = {getattr(sizes, axis)}: the runtime does not run it yet; set it to 1"
+            )
+    if sorted(sizes.order) != sorted(AXES):
+        raise UserError(f"mesh.order = {list(sizes.order)} must name each of {list(AXES)} once")
+
+
+def build_mesh(sizes: Mesh) -> RankMesh:
+    """Process group and device mesh of a strategy; collective. `sizes` has passed `check_mesh`."""
+    rank, device = start_ranks()
+    if not dist.is_initialized():
+        return RankMesh(sizes=sizes, rank=0, device=device, device_mesh=None)
+    shape = [getattr(sizes, axis) for axis in sizes.order]
+    ranks = torch.arange(sizes.devices).reshape(shape)
+    ranks = ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
+    device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
+    return RankMesh(sizes=sizes, rank=rank, device=device, device_mesh=device_mesh)

@@ -1,0 +1,217 @@
+"""Tensor and sequence parallelism: `[[tensor]]` rules applied to the user's own modules.
+
+Every parameter becomes a DTensor on the tp mesh (replicated where no rule shards it), and layouts are pinned
+by hooks at the boundaries of the modules that rules name. What lies between two boundaries is DTensor
+semantics, so that a fused projection or an odd reshape stays right by construction. Tensors that are not
+DTensors (token ids, masks, rotary tables) count as replicated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import TensorRule
+from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
+
+_SHARD = re.compile(r"shard\((-?\d+)\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRule:
+    """A rule at one module of the model, layouts parsed."""
+
+    path: str
+    params: Mapping[str, Placement]
+    inputs: Mapping[str, Placement]
+    outputs: tuple[Placement, ...]
+
+
+def parse_layout(text: str, where: str) -> Placement:
+    """`replicate`, `shard(dim)` or `partial` as a DTensor placement."""
+    if text == "replicate":
+        return Replicate()
+    if text == "partial":
+        return Partial()
+    if match := _SHARD.fullmatch(text):
+        return Shard(int(match[1]))
+    raise UserError(f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)" or "partial"')
+
+
+def resolve_rules(module: nn.Module, rules: Sequence[TensorRule], tp: int) -> tuple[ModuleRule, ...]:
+    """The rules at each module they match (`*` is one component of a path), checked against the module.
+
+    Raises UserError where a rule matches nothing, names a parameter or argument the module lacks, or shards
+    a dimension that `tp` does not divide.
+    """
+    resolved: dict[str, ModuleRule] = {}
+    paths = dict(module.named_modules())
+    for rule in rules:
+        pattern = re.compile(re.escape(rule.module).replace(r"\*", r"[^.]+"))
+        matches = [path for path in paths if pattern.fullmatch(path)]
+        if not matches:
+            raise UserError(f'[[tensor]] module = "{rule.module}" matches no module of the model')
+        for path in matches:
+            if path in resolved:
+                raise UserError(f'[[tensor]] two rules match the module "{path}": leave one')
+            resolved[path] = _resolve(rule, path, paths[path], tp)
+    return tuple(resolved.values())
+
+
+def _resolve(rule: TensorRule, path: str, module: nn.Module, tp: int) -> ModuleRule:
+    where = f'[[tensor]] module = "{rule.module}" (at {path or "the root"})'
+    params = {name: parse_layout(text, where) for name, text in rule.params}
+    for name, placement in params.items():
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            if name in module._parameters:  # `bias = None`: the rule serves blocks with and without
+                continue
+            raise UserError(f"{where}: no parameter {name}; it has {list(module._parameters)}")
+        if isinstance(placement, Partial):
+            raise UserError(f"{where}: parameter {name} cannot be partial")
+        if isinstance(placement, Shard):
+            _check_shard(where, name, parameter, placement, tp)
+    inputs = {name: parse_layout(text, where) for name, text in rule.inputs}
+    accepted = inspect.signature(module.forward).parameters
+    open_ended = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in accepted.values())
+    for name in inputs:
+        if not name.isdigit() and name not in accepted and not open_ended:
+            raise UserError(f"{where}: forward has no argument {name}; it has {list(accepted)}")
+    outputs = tuple(parse_layout(text, where) for text in rule.outputs)
+    return ModuleRule(path=path, params=params, inputs=inputs, outputs=outputs)
+
+
+def _check_shard(where: str, name: str, parameter: Tensor, placement: Shard, tp: int) -> None:
+    if not -parameter.dim() <= placement.dim < parameter.dim():
+        raise UserError(f"{where}: parameter {name} has {parameter.dim()} dims, no dim {placement.dim}")
+    size = parameter.shape[placement.dim]
+    if size % tp:
+        raise UserError(
+            f"{where}: mesh.tp = {tp} does not divide dim {placement.dim} of {name}, which has size {size}; "
+            "choose a tp that divides it, or replicate the parameter"
+        )
+
+
+def shard_tensors(module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMesh) -> None:
+    """Make every parameter a DTensor on the one-dimensional `mesh` and pin the layouts the rules ask for.
+
+    In place; parameter names and ties stay. Each rank keeps its own part of the values it has: all ranks must
+    hold the same ones. Without rules nothing is sharded and the module stays as it is. Sets torch's
+    process-wide permission to mix DTensors with plain (replicated) tensors.
+    """
+    resolved = resolve_rules(module, rules, mesh.size())
+    if not resolved:
+        return
+    register_missing_rules()
+    allow_plain_tensors()
+    _distribute_parameters(module, resolved, mesh)
+    for rule in resolved:
+        _pin(module.get_submodule(rule.path), rule, mesh)
+
+
+def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh: DeviceMesh) -> None:
+    wanted: dict[nn.Parameter, tuple[Placement, str]] = {}
+    for rule in rules:
+        owner = module.get_submodule(rule.path)
+        for name, placement in rule.params.items():
+            parameter = owner._parameters.get(name)
+            if parameter is None:
+                continue
+            if isinstance(placement, Shard):
+                placement = Shard(placement.dim % parameter.dim())
+            before = wanted.setdefault(parameter, (placement, f"{rule.path}.{name}"))
+            if before[0] != placement:
+                raise UserError(
+                    f"[[tensor]] {rule.path}.{name} and {before[1]} are one tied parameter but have "
+                    f"different placements, {placement} and {before[0]}: give them the same"
+                )
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner, name, parameter in own_parameters(module):
+        if parameter not in made:
+            placement = wanted.get(parameter, (Replicate(), ""))[0]
+            # No communication: all ranks hold the same values already (or meta tensors).
+            tensor = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            made[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        owner._parameters[name] = made[parameter]
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each place a parameter is held at: owner, name there, parameter; tied ones once per place."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, name, parameter
+
+
+def _pin(module: nn.Module, rule: ModuleRule, mesh: DeviceMesh) -> None:
+    if rule.inputs:
+        names = list(inspect.signature(module.forward).parameters)
+
+        def pin_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            positional, named = list(args), dict(kwargs)
+            for name, placement in rule.inputs.items():
+                position = int(name) if name.isdigit() else names.index(name) if name in names else -1
+                if name in named:
+                    named[name] = lay_out(named[name], placement, mesh)
+                elif 0 <= position < len(positional):
+                    positional[position] = lay_out(positional[position], placement, mesh)
+                elif 0 <= position < len(names) and names[position] in named:
+                    named[names[position]] = lay_out(named[names[position]], placement, mesh)
+            return tuple(positional), named
+
+        module.register_forward_pre_hook(pin_inputs, with_kwargs=True)
+    if rule.outputs:
+
+        def pin_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, Tensor):
+                return lay_out(output, rule.outputs[0], mesh)
+            if isinstance(output, tuple | list):
+                pinned = list(output)
+                for i, placement in enumerate(rule.outputs):
+                    pinned[i] = lay_out(pinned[i], placement, mesh)
+                return type(output)(pinned)
+            return output
+
+        module.register_forward_hook(pin_outputs)
+
+
+def lay_out(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
+    """`value` (a tensor or any nest of them) in `placement`; its gradient comes back in the layout it had.
+
+    The gradient of a tensor that is replicated and stays so is made replicated here, at one place, however
+    many consumers produce partial sums of it.
+    """
+
+    def one(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            if placement.is_replicate():
+                return tensor
+            tensor = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+        wanted = Shard(placement.dim % tensor.dim()) if isinstance(placement, Shard) else placement
+        return tensor.redistribute(mesh, [wanted])
+
+    return tree_map_only(Tensor, one, value)
+
+
+def to_plain(value: Any) -> Any:
+    """Every DTensor in a nest as the full plain tensor, differentiable; the rest unchanged."""
+    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), value)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its storage."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part = tensor.to_local() if not tensor.requires_grad else tensor.detach().to_local()
+    return part if not hasattr(part, "wait") else torch.ops._c10d_functional.wait_tensor(part)
