@@ -24,7 +24,9 @@ class ActionKind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    REDUCE_GRAD = "REDUCE_GRAD"  # gradients over the data-parallel axes; bucketed, may overlap what stands before
+    REDUCE_GRAD = (
+        "REDUCE_GRAD"  # gradients over the data-parallel axes; bucketed, may overlap what stands before
+    )
     STEP = "STEP"  # optimizer, and the gather of ZeRO-1/2 parameters after it
 
 
@@ -117,7 +119,9 @@ class BlockWork:
     trainable: int = 0
     expert_parameters: int = 0  # of `parameters`: synchronised over fewer replicas
     buffer_bytes: int = 0
-    weight_saved_bytes: int | None = None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
+    weight_saved_bytes: int | None = (
+        None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
+    )
     gather: Collective | None = None
     reduce: tuple[Collective, ...] = ()
 
