@@ -196,7 +196,9 @@ class Instance:
     block: int  # index into ModelGraph.blocks
     path: str  # module path of the instance ("model.layers.3"); "" for glue, whose names are then absolute
     repeated: bool  # counts in pipeline.stage_blocks, may be cut at and recomputed
-    sends: tuple[TensorSpec, ...] = ()  # trainable-dependent activations alive after it: what a cut here sends
+    sends: tuple[
+        TensorSpec, ...
+    ] = ()  # trainable-dependent activations alive after it: what a cut here sends
 
 
 @dataclass(frozen=True, kw_only=True)
