@@ -1,0 +1,244 @@
+"""Plain data from predictions and plans: the object that `--json` prints, and the tables of a strategy file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
+from autoparallel.planner.outcome import Alternative, Explored, PlanResult
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.strategy import Strategy
+
+GIB = 1024**3
+# Spans that a strategy file keeps of a timeline: enough to see fill, steady state and drain of most pipelines,
+# and still a file that opens in an editor.
+TIMELINE_SPANS = 1200
+# Likewise of the strategies that the search priced: what the scatter shows.
+EXPLORED_POINTS = 300
+
+
+def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
+    """What both `--json` and `[predicted]` say of a prediction; keys and units as the contract has them."""
+    return {
+        "model": model_table(graph, prediction),
+        "feasible": prediction.feasible,
+        "step_time_s": prediction.step_time_s,
+        "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
+        "model_tflops_per_device": prediction.model_flops_per_s_per_device / 1e12,
+        "hardware_tflops_per_device": prediction.hardware_flops
+        / prediction.step_time_s
+        / prediction.devices
+        / 1e12,
+        "mfu": prediction.mfu,
+        "peak_memory_gib": prediction.peak_bytes / GIB,
+        "capacity_gib": prediction.capacity_bytes / GIB,
+        "devices": prediction.devices,
+        "tokens_per_step": prediction.tokens,
+        "memory_gib_by_stage": [stage_memory_table(stage) for stage in prediction.memory],
+        "breakdown_s": dict(prediction.breakdown_s),
+    }
+
+
+def model_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
+    """Name, number of parameters (tied ones once), FLOPs of one step."""
+    return {
+        "name": graph.name,
+        "parameters": graph.parameter_count,
+        "model_flops_per_step": prediction.model_flops,
+    }
+
+
+def stage_memory_table(memory: StageMemory) -> dict[str, Any]:
+    """GiB of one pipeline rank by what holds them."""
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
+    return {"stage": memory.stage, **{part: getattr(memory, part) / GIB for part in parts}}
+
+
+def strategy_table(strategy: Strategy) -> dict[str, Any]:
+    """A strategy as nested plain data, spelled as in the strategy file."""
+    table: dict[str, Any] = {}
+    for f in fields(strategy):
+        part = getattr(strategy, f.name)
+        if f.name == "tensor":
+            table["tensor"] = [
+                {
+                    "module": rule.module,
+                    "params": dict(rule.params),
+                    "inputs": dict(rule.inputs),
+                    "outputs": list(rule.outputs),
+                }
+                for rule in strategy.tensor
+            ]
+        else:
+            table[f.name] = {g.name.rstrip("_"): _plain(getattr(part, g.name)) for g in fields(part)}
+    return table
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def timeline_table(spans: Sequence[Span]) -> dict[str, Any]:
+    """A timeline in text, one line per rank: `ACTION LABEL START LENGTH` with microseconds, comma-separated.
+
+    Long timelines keep their beginning and their end; `cut_us` then says what lies between.
+    """
+    if not spans:
+        return {}
+    kept, cut = _ends(spans)
+    table: dict[str, Any] = {"total_us": round(max(span.end_s for span in spans) * 1e6)}
+    if cut:
+        table["cut_us"] = [round(cut[0] * 1e6), round(cut[1] * 1e6)]
+    ranks: dict[int, list[str]] = {}
+    for span in sorted(kept, key=lambda s: (s.rank, s.start_s, s.end_s)):
+        start, end = round(span.start_s * 1e6), round(span.end_s * 1e6)
+        ranks.setdefault(span.rank, []).append(f"{span.action} {span.label} {start} {end - start}")
+    table["ranks"] = [", ".join(texts) for _, texts in sorted(ranks.items())]
+    return table
+
+
+def _ends(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[float, float] | None]:
+    """The first two thirds and last third of the spans that are kept, and the seconds cut out between."""
+    if len(spans) <= TIMELINE_SPANS:
+        return spans, None
+    by_start = sorted(spans, key=lambda s: s.start_s)
+    from_s = by_start[TIMELINE_SPANS * 2 // 3].start_s
+    until_s = by_start[-(TIMELINE_SPANS // 3)].start_s
+    if until_s <= from_s:
+        return spans, None
+    kept = [s for s in spans if s.start_s < from_s or s.start_s >= until_s]
+    return kept, (from_s, until_s)
+
+
+def read_timeline(table: Mapping[str, Any]) -> tuple[Span, ...]:
+    """The spans of a `timeline_table`, to the microsecond."""
+    spans = []
+    for rank, text in enumerate(table.get("ranks", ())):
+        for item in filter(None, text.split(", ")):
+            action, label, start, length = item.split(" ")
+            begin = int(start) / 1e6
+            spans.append(
+                Span(rank=rank, action=action, start_s=begin, end_s=begin + int(length) / 1e6, label=label)
+            )
+    return tuple(spans)
+
+
+def problem_table(
+    problem: Problem, *, model: str, model_args: Mapping[str, str], hash_: str, cluster: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`[problem]`: what a plan was made for, with the cluster whole."""
+    table: dict[str, Any] = {"model": model}
+    if model_args:
+        table["model_args"] = dict(model_args)
+    table |= {
+        "graph_hash": hash_,
+        "seq_len": problem.graph.tokens_per_sample,
+        "objective": str(problem.objective),
+    }
+    if problem.allow_lossy:
+        table["allow_lossy"] = True
+    return table | {"cluster": dict(cluster)}
+
+
+def predicted_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
+    """`[predicted]`: the prediction, what capture warned of, and the timeline."""
+    table = prediction_table(graph, prediction)
+    if graph.warnings:
+        table["warnings"] = list(graph.warnings)
+    if prediction.spans:
+        table["timeline"] = timeline_table(prediction.spans)
+    return table
+
+
+def search_table(result: PlanResult) -> dict[str, Any]:
+    """`[search]`: proof and rejected strategies. No seconds: the same inputs give the same file."""
+    return {
+        "status": result.status,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "candidates": result.candidates,
+        "pruned": result.pruned,
+        "alternatives": [
+            {**alternative_table(other), "label": strategy_label(other.strategy)}
+            for other in result.alternatives
+        ],
+        "explored": [
+            [point.step_time_s, point.peak_memory_gib, point.feasible, point.label]
+            for point in thin(result.explored)
+        ],
+    }
+
+
+def alternative_table(other: Alternative) -> dict[str, Any]:
+    """A rejected strategy, without the strategy."""
+    return {
+        "kind": other.kind,
+        "step_time_s": other.step_time_s,
+        "peak_memory_gib": other.peak_memory_gib,
+        "feasible": other.feasible,
+        "reason": other.reason,
+    }
+
+
+def thin(explored: Sequence[Explored]) -> list[Explored]:
+    """At most `EXPLORED_POINTS` of them: the frontier and the fastest, then an even spread of the rest."""
+    points = sorted(explored, key=lambda p: (p.step_time_s, p.peak_memory_gib, p.label))
+    if len(points) <= EXPLORED_POINTS:
+        return points
+    kept = set(range(EXPLORED_POINTS // 4))
+    least = float("inf")
+    for i, point in enumerate(points):
+        if point.feasible and point.peak_memory_gib < least:
+            least = point.peak_memory_gib
+            kept.add(i)
+    room = EXPLORED_POINTS - len(kept)
+    rest = [i for i in range(len(points)) if i not in kept]
+    kept.update(rest[i * len(rest) // max(room, 1)] for i in range(max(room, 0)))
+    return [points[i] for i in sorted(kept)]
+
+
+def strategy_label(strategy: Strategy) -> str:
+    """A strategy in a few words: `pp 2 × dp_shard 8, zero 1, 1f1b, micro 1, selective`."""
+    mesh = strategy.mesh
+    axes = [f"{axis} {getattr(mesh, axis)}" for axis in (*mesh.order, "ep") if getattr(mesh, axis) > 1]
+    words = [" × ".join(axes) or "one device"]
+    if mesh.dp_shard * mesh.cp > 1:
+        words.append(f"zero {strategy.shard.zero}")
+    if strategy.shard.sequence_parallel:
+        words.append("sequence parallel")
+    if mesh.pp > 1:
+        chunks = strategy.pipeline.virtual_stages
+        words.append(strategy.pipeline.schedule + (f" × {chunks}" if chunks > 1 else ""))
+    words.append(f"micro {strategy.batch.micro}")
+    if strategy.recompute.mode != "none" or any(strategy.recompute.per_stage):
+        full = sum(strategy.recompute.per_stage)
+        words.append(f"recompute {strategy.recompute.mode}" + (f" + {full} blocks" if full else ""))
+    lossy = [c for c in strategy.grad_sync.compression if c != "none"]
+    if lossy:
+        words.append("gradients " + "/".join(strategy.grad_sync.compression))
+    return ", ".join(words)
+
+
+def plan_answer(graph: ModelGraph, result: PlanResult, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """What `plan --json` prints."""
+    search = search_table(result)
+    return {
+        **prediction_table(graph, result.prediction),
+        "strategy": strategy_table(result.strategy),
+        "search": {
+            **{key: search[key] for key in ("status", "lower_bound_s", "gap", "candidates", "pruned")},
+            "seconds": dict(seconds),
+        },
+        "alternatives": [
+            {**alternative_table(other), "strategy": strategy_table(other.strategy)}
+            for other in result.alternatives
+        ],
+    }
+
+
+def score_answer(graph: ModelGraph, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
+    """What `score --json` prints."""
+    return {**prediction_table(graph, prediction), "strategy": strategy_table(strategy)}

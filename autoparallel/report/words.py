@@ -1,0 +1,219 @@
+"""A strategy in words: what it does on this cluster, and why it and not another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoparallel.planner.strategy import Mesh, Strategy
+from autoparallel.profiles.hardware import Cluster, Level
+from autoparallel.report.numbers import bandwidth, percent, seconds, times
+
+_SCHEDULES = {
+    "gpipe": "GPipe: all forward passes, then all backward passes",
+    "1f1b": "1F1B: after the fill, every stage alternates one forward and one backward pass",
+    "interleaved-1f1b": "interleaved 1F1B: every rank holds several chunks of the model and alternates among them",
+    "zb1p": "ZB-1P: weight gradients are computed where the pipeline would idle",
+    "zbv": "ZB-V: two chunks a rank in a V, weight gradients fill the idle time",
+    "dualpipev": "DualPipe-V: forward and backward passes of the two directions run side by side",
+}
+_ZERO = {
+    0: "every rank keeps parameters, gradients and optimizer state whole",
+    1: "the optimizer state is divided among them (ZeRO-1)",
+    2: "the optimizer state and gradients are divided among them (ZeRO-2)",
+    3: "the optimizer state, gradients and parameters are divided among them (ZeRO-3, gathered block by block)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One decision: its setting in short, what it does here, and the axis size where it is an axis."""
+
+    name: str
+    setting: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a mesh axis sits: its group spans `span` devices, and talks over `level`."""
+
+    axis: str
+    size: int
+    stride: int
+    level: Level
+
+
+def places(mesh: Mesh, cluster: Cluster) -> tuple[Place, ...]:
+    """The axes larger than one, outermost first, with the network level that each one's traffic crosses."""
+    stride, found = 1, []
+    for axis in reversed(mesh.order):
+        size: int = getattr(mesh, axis)
+        if size > 1:
+            found.append(Place(axis=axis, size=size, stride=stride, level=_level(size * stride, cluster)))
+        stride *= size
+    return tuple(reversed(found))
+
+
+def _level(span: int, cluster: Cluster) -> Level:
+    return next((level for level in cluster.levels if level.size >= span), cluster.levels[-1])
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """`16 h100-sxm in 2 nodes of 8`."""
+    parts = []
+    for group in cluster.groups:
+        nodes = times(group.nodes, "node")
+        text = f"{group.devices:,} {group.device.name} ({nodes} of {group.devices_per_node})"
+        parts.append(text)
+    return " and ".join(parts)
+
+
+def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) -> tuple[Choice, ...]:
+    """Every decision that matters, outermost axis first, then memory and communication."""
+    where = {place.axis: place for place in places(strategy.mesh, cluster)}
+    found = []
+    if "pp" in where:
+        found.append(_pipeline(strategy, where["pp"], predicted))
+    found.extend(_data(strategy, where, predicted))
+    if "cp" in where:
+        text = f"each sequence is split over {where['cp'].size} devices, {_over(where['cp'])}"
+        found.append(Choice(name="Context parallelism", setting=f"cp = {where['cp'].size}", text=text + "."))
+    if "tp" in where:
+        found.append(_tensor(strategy, where["tp"], predicted))
+    if not found:
+        text = "the whole model trains on one device; nothing is communicated."
+        found.append(Choice(name="One device", setting="1 device", text=text))
+    found.append(_batch(strategy))
+    found.append(_recompute(strategy, predicted))
+    return tuple(found)
+
+
+def _over(place: Place) -> str:
+    neighbours = "neighbours" if place.stride == 1 else f"{place.stride} devices apart"
+    return f"{neighbours}, over {place.level.name} ({bandwidth(place.level.bytes_per_s)} per device and direction)"
+
+
+def _cost(predicted: Mapping[str, Any], key: str, what: str) -> str:
+    breakdown, step = predicted.get("breakdown_s", {}), predicted.get("step_time_s")
+    if not step or key not in breakdown:
+        return ""
+    lost = breakdown[key] / step
+    if lost < 5e-4:
+        return f" {what} next to nothing of the step."
+    return f" {what} {percent(lost)} of the step."
+
+
+def _pipeline(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) -> Choice:
+    blocks = strategy.pipeline.stage_blocks
+    even = "each" if len(set(blocks)) == 1 else "from"
+    dealt = f"{blocks[0]}" if len(set(blocks)) == 1 else f"{min(blocks)} to {max(blocks)}"
+    chunks = "stages" if strategy.pipeline.virtual_stages == 1 else "chunks"
+    text = (
+        f"the {times(sum(blocks), 'block')} are cut into {len(blocks)} {chunks} ({even} {dealt}); "
+        f"activations travel between ranks {_over(place)}. "
+        f"{_SCHEDULES.get(strategy.pipeline.schedule, strategy.pipeline.schedule)}; "
+        f"{times(strategy.micro_batches, 'micro-batch').replace('batchs', 'batches')} a step."
+    )
+    setting = f"pp = {place.size}, {strategy.pipeline.schedule}"
+    if strategy.pipeline.virtual_stages > 1:
+        setting += f", {strategy.pipeline.virtual_stages} chunks a rank"
+    return Choice(
+        name="Pipeline parallelism",
+        setting=setting,
+        text=text + _cost(predicted, "bubble", "Idle time while the pipeline fills and drains takes"),
+    )
+
+
+def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str, Any]) -> list[Choice]:
+    mesh, found = strategy.mesh, []
+    cost = _cost(
+        predicted, "dp_comm", "Synchronising gradients and parameters, where nothing hides it, takes"
+    )
+    if "dp_shard" in where:
+        place = where["dp_shard"]
+        text = (
+            f"{times(place.size, 'replica')} read different samples; {_ZERO[strategy.shard.zero]}. "
+            f"They talk to devices {_over(place)}."
+        )
+        setting = f"dp_shard = {place.size}, zero = {strategy.shard.zero}"
+        found.append(Choice(name="Sharded data parallelism", setting=setting, text=text + cost))
+    if "dp_replicate" in where:
+        place = where["dp_replicate"]
+        what = "copies of the sharded group" if mesh.dp_shard > 1 else "copies of the model"
+        text = f"{place.size} {what} read different samples and average their gradients; they stand {_over(place)}."
+        setting = f"dp_replicate = {place.size}"
+        extra = "" if "dp_shard" in where else cost
+        found.append(Choice(name="Replicated data parallelism", setting=setting, text=text + extra))
+    lossy = [c for c in strategy.grad_sync.compression if c != "none"]
+    if lossy and found:
+        text = f"gradients travel as {', '.join(strategy.grad_sync.compression)} (per network level, innermost first)."
+        found.append(Choice(name="Gradient compression", setting=", ".join(lossy), text=text))
+    return found
+
+
+def _tensor(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) -> Choice:
+    text = f"the matrices of every block are split over {place.size} devices, {_over(place)}."
+    if strategy.shard.sequence_parallel:
+        text += (
+            " Between them, activations are split along the sequence, which saves memory at no extra traffic."
+        )
+    cost = _cost(predicted, "tp_comm", "Exchanging activations takes")
+    setting = f"tp = {place.size}" + (", sequence parallel" if strategy.shard.sequence_parallel else "")
+    return Choice(name="Tensor parallelism", setting=setting, text=text + cost)
+
+
+def _batch(strategy: Strategy) -> Choice:
+    batch = strategy.batch
+    n = strategy.micro_batches
+    accumulate = (
+        "in one pass"
+        if n == 1
+        else f"in {n:,} micro-batches of {batch.micro}, whose gradients are accumulated"
+    )
+    per_rank = batch.global_ // strategy.mesh.data_parallel
+    text = f"{times(batch.global_, 'sequence')} per optimizer step, {per_rank} per data-parallel rank, {accumulate}."
+    return Choice(name="Batch", setting=f"global = {batch.global_}, micro = {batch.micro}", text=text)
+
+
+def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
+    mode, per_stage = strategy.recompute.mode, strategy.recompute.per_stage
+    text = {
+        "none": "every activation is kept until its backward pass.",
+        "selective": "the attention core is computed again in the backward pass instead of being kept.",
+        "full": "each block keeps only its input and is computed again before its backward pass.",
+    }[mode]
+    if any(per_stage) and mode != "full":
+        text += f" Besides, {sum(per_stage)} blocks are recomputed in full ({', '.join(map(str, per_stage))} by chunk)."
+    cost = _cost(predicted, "recompute", "It costs") if mode != "none" or any(per_stage) else ""
+    return Choice(name="Recomputation", setting=mode, text=text + cost)
+
+
+def why(predicted: Mapping[str, Any], search: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why this strategy: what was searched, what is proved, and what the nearest others would cost."""
+    found = []
+    status, bound = search.get("status"), search.get("lower_bound_s")
+    candidates, pruned = search.get("candidates"), search.get("pruned")
+    if candidates:
+        text = f"{candidates:,} strategies were considered"
+        text += f"; {pruned:,} of them were ruled out by a lower bound or by memory." if pruned else "."
+        found.append(text)
+    if status == "optimal":
+        found.append("None of them is better under the cost model: the search ended with a proof.")
+    elif status and bound:
+        gap = search.get("gap") or 0.0
+        found.append(
+            f"The search stopped early: a better strategy could exist, but none faster than {seconds(bound)} "
+            f"(gap {percent(gap)})."
+        )
+    step = predicted.get("step_time_s")
+    for other in list(search.get("alternatives", ()))[:1]:
+        if step:
+            slower = other["step_time_s"] / step - 1
+            words = f"{percent(slower)} slower" if slower >= 0 else f"{percent(-slower)} faster"
+            reason = other.get("reason", "")
+            found.append(
+                f"The nearest rejected strategy, {other.get('label', 'another')}, would be {words}: {reason}"
+            )
+    return tuple(found)
