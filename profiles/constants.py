@@ -6,14 +6,23 @@ Where a key ends in a name of a class (a kind of kernel, a protocol, a tile) eac
 from __future__ import annotations
 
 KERNEL_MODES = ("eager", "fused", "compiled")
-TILES = ("256x128", "128x256", "128x128", "64x256", "256x64", "128x64", "64x128", "64x64")
+TILES = ("256x128", "128x256", "128x128", "128x64", "64x128", "64x64")
 MEMORY_KINDS = ("elementwise", "norm", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
 PROTOCOLS = ("simple", "ll128", "ll")
 
 _SINGLE = {
     "kernel.start_s": "device time from the start of a kernel to its first useful work, and from the last to its end",
     "gemm.units": "compute units that a GEMM's tiles are dealt to (SMs, CUs, cores)",
-    "gemm.efficiency": "share of the peak in the main loop of the largest tile, full waves, endless k",
+    "gemm.efficiency.half": "share of the peak in the main loop of the best tile, full waves, endless k: bf16, fp16",
+    "gemm.efficiency.full": "likewise tf32, fp32, fp64",
+    "gemm.efficiency.fp8": "likewise fp8, mxfp8",
+    "gemm.efficiency.nvfp4": "likewise nvfp4",
+    "gemm.wave_share": "share of the missing part of a GEMM's last wave that is lost",
+    "gemm.exposed": "share of the shorter of compute and memory time that the longer does not hide",
+    "gemm.memory_efficiency": "share of memory bandwidth that products and fused attention reach",
+    "gemm.quantise_bytes.fp8": "bytes moved per operand element and product to cast and scale, fp8",
+    "gemm.quantise_bytes.mxfp8": "likewise mxfp8",
+    "gemm.quantise_bytes.nvfp4": "likewise nvfp4",
     "gemm.fill_k_bytes": "bytes of k (one row) that filling and draining a tile's pipeline costs",
     "gemm.grouped_efficiency": "grouped GEMM's main loop relative to a dense GEMM's",
     "gemm.conv_efficiency": "a convolution's main loop relative to its implicit GEMM's",
@@ -21,9 +30,12 @@ _SINGLE = {
     "attention.backward": "likewise backward",
     "attention.head_fill": "head-size elements lost per tile: efficiency is d / (d + fill), relative to d = 128",
     "attention.tile": "queries per tile; tiles over batch and heads fill the compute units in waves",
+    "attention.large_head_forward": "efficiency of head sizes above 128 relative to 128, forward",
+    "attention.large_head_backward": "likewise backward",
+    "attention.wave_share_forward": "share of the missing part of the last wave that is lost, forward",
+    "attention.wave_share_backward": "likewise backward",
     "attention.fill_keys": "keys that filling and draining one query tile costs",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
-    "fp8.scale_bytes_factor": "extra bytes moved to quantise operands, relative to their own bytes",
     "collective.start_s": "host and device time to start a collective, before the first hop",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
@@ -35,11 +47,18 @@ _SINGLE = {
     "collective.send_efficiency": "point-to-point bandwidth relative to a ring's",
     "collective.ramp_bytes": "bytes per rank and step at which half the bandwidth is reached",
     "collective.host_copies": "copies through host memory of each byte received (Gloo)",
+    "overlap.compute_slowdown": "further time of computation per second that it runs beside a collective, as a share",
+    "overlap.comm_slowdown": "further time of a collective per second that it runs beside computation, as a share",
     "compression.bytes_per_s_factor": "passes over device memory of a one-pass encoder, relative to a copy",
 }  # fmt: skip
 
 CONSTANTS: dict[str, str] = {
     **_SINGLE,
+    **{
+        f"attention.score_passes_{side}.{mode}": f"reads and writes of unfused scores, {side}, kernels = {mode}"
+        for side in ("forward", "backward")
+        for mode in KERNEL_MODES
+    },
     **{f"launch_s.{mode}": f"host time per kernel launch, kernels = {mode}" for mode in KERNEL_MODES},
     **{f"gemm.tile.{tile}": f"main-loop efficiency of a {tile} tile relative to the best" for tile in TILES},
     **{f"memory.efficiency.{kind}": f"share of memory bandwidth, {kind} kernels" for kind in MEMORY_KINDS},

@@ -78,7 +78,9 @@ class Cluster:
     name: str
     groups: tuple[Group, ...]
     levels: tuple[Level, ...]
-    provenance: Mapping[str, Provenance] = field(default_factory=dict, compare=False)  # of the levels' figures
+    provenance: Mapping[str, Provenance] = field(
+        default_factory=dict, compare=False
+    )  # of the levels' figures
 
     @property
     def devices(self) -> int:
