@@ -49,7 +49,6 @@ _SINGLE = {
     "collective.host_copies": "copies through host memory of each byte received (Gloo)",
     "overlap.compute_slowdown": "further time of computation per second that it runs beside a collective, as a share",
     "overlap.comm_slowdown": "further time of a collective per second that it runs beside computation, as a share",
-    "compression.bytes_per_s_factor": "passes over device memory of a one-pass encoder, relative to a copy",
 }  # fmt: skip
 
 CONSTANTS: dict[str, str] = {

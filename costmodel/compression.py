@@ -1,0 +1,93 @@
+"""Gradient compression: bytes on the wire and the passes over memory that encoding and decoding take.
+
+A method is named as in the strategy file: none, fp16, bf16, fp8, int8, int4, int2, sign, topk:RATIO,
+powersgd:RANK. Kind of every figure: formula, from the definition of the method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoparallel.errors import UserError
+from autoparallel.profiles.hardware import Device
+
+_BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2, "sign": 1}
+_GROUP = 128  # numbers that share one 16-bit scale, methods of 8 bits and less
+_SCALE_BITS = 16
+_INDEX_BITS = 32  # of a number that top-k keeps
+_LOSSLESS = ("none", "")
+_SUMMABLE = ("none", "fp16", "bf16", "powersgd")  # a reduction may add the encoded numbers as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A parsed method; `amount` is top-k's ratio or PowerSGD's rank."""
+
+    name: str
+    amount: float = 0.0
+
+    @property
+    def summable(self) -> bool:
+        """Encoded gradients can be added, so that reduce-scatter keeps its volume."""
+        return self.name in _SUMMABLE
+
+
+def parse_method(text: str) -> Method:
+    """The method that a strategy file names; UserError where there is none of that name."""
+    name, colon, amount = text.partition(":")
+    if name in ("topk", "powersgd"):
+        try:
+            value = float(amount)
+        except ValueError:
+            value = -1.0
+        valid = 0.0 < value <= 1.0 if name == "topk" else value >= 1.0 and value == int(value)
+        if not valid:
+            need = (
+                "a ratio above 0, at most 1: `topk:0.01`" if name == "topk" else "a whole rank: `powersgd:4`"
+            )
+            raise UserError(f"compression `{text}` needs {need}")
+        return Method(name=name, amount=value)
+    if (name in _BITS or name in _LOSSLESS) and not colon:
+        return Method(name=name or "none")
+    known = ", ".join(("none", *_BITS, "topk:RATIO", "powersgd:RANK"))
+    raise UserError(f"unknown compression `{text}`; one of {known}")
+
+
+def is_lossy(text: str) -> bool:
+    """Whether the method changes numbers, so that the user must allow it."""
+    return parse_method(text).name != "none"
+
+
+def wire_bytes(text: str, size_bytes: float, item_bytes: int) -> float:
+    """Bytes that stand for `size_bytes` of `item_bytes` numbers; never more than uncompressed.
+
+    PowerSGD of n numbers as a square matrix: two factors of rank columns, 2 rank sqrt(n) numbers.
+    """
+    method = parse_method(text)
+    numbers = size_bytes / item_bytes
+    if method.name == "none" or not size_bytes:
+        return size_bytes
+    if method.name == "topk":
+        coded = numbers * method.amount * (item_bytes + _INDEX_BITS / 8)
+    elif method.name == "powersgd":
+        coded = 2 * method.amount * numbers**0.5 * item_bytes
+    else:
+        bits = _BITS[method.name]
+        coded = numbers * (bits + (_SCALE_BITS / _GROUP if bits <= 8 else 0.0)) / 8
+    return min(size_bytes, coded)
+
+
+def coding_s(text: str, size_bytes: float, item_bytes: int, device: Device) -> float:
+    """Seconds to encode and decode once, as memory passes: read, write coded, read coded, write.
+
+    Methods with error feedback (all below 16 bits) also read and write the residual; top-k selects in two
+    further passes; PowerSGD multiplies by its factors, two passes over the gradient and two for the result.
+    """
+    method = parse_method(text)
+    if method.name == "none" or not size_bytes:
+        return 0.0
+    coded = wire_bytes(text, size_bytes, item_bytes)
+    passes = {"fp16": 2.0, "bf16": 2.0, "topk": 6.0, "powersgd": 6.0}.get(method.name, 4.0)
+    moved = passes * size_bytes + 2.0 * coded
+    bandwidth = device.hbm_bytes_per_s * device.constants["memory.efficiency.compress"]
+    return 2 * device.constants["kernel.start_s"] + moved / bandwidth

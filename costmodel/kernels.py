@@ -1,0 +1,227 @@
+"""Seconds that a kernel takes on a device: a roofline with launch overhead and shape-dependent efficiency.
+
+    time = max(launch, start + max(compute, memory) + exposed * min(compute, memory))
+
+`launch` is the host's time per launch, so that many small kernels cost what the host needs to send them.
+Every constant is a key of `Device.constants`, documented in profiles/constants.py, with kind and source in
+the architecture's file. Sources of the forms: docs/cost-model.md#kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.program import AttentionShape, Kernel
+from autoparallel.errors import UserError
+from autoparallel.profiles.constants import TILES
+from autoparallel.profiles.hardware import Device
+
+# Execution dtypes by torch's names for the tensors they compute on.
+DTYPE_ALIASES = {
+    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "complex64": "fp32", "complex128": "fp64",
+}  # fmt: skip
+OPERAND_BYTES = {
+    "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1.03125, "nvfp4": 0.5625,
+}  # fmt: skip
+_TILE_SHAPES = tuple(
+    (int(rows), int(columns), f"gemm.tile.{rows}x{columns}")
+    for rows, columns in (t.split("x") for t in TILES)
+)
+_SPLITS = (1, 2, 4, 8)
+_MEMORY_KINDS = {
+    OpKind.EMBEDDING: "memory.efficiency.embedding", OpKind.NORM: "memory.efficiency.norm",
+    OpKind.SOFTMAX: "memory.efficiency.softmax", OpKind.CROSS_ENTROPY: "memory.efficiency.cross_entropy",
+    OpKind.DROPOUT: "memory.efficiency.dropout", OpKind.ELEMENTWISE: "memory.efficiency.elementwise",
+    OpKind.REDUCTION: "memory.efficiency.reduction", OpKind.COPY: "memory.efficiency.copy",
+    "optimizer": "memory.efficiency.optimizer", "compress": "memory.efficiency.compress",
+}  # fmt: skip
+
+
+def kernel_s(kernel: Kernel, device: Device, kernels: str) -> float:
+    """Seconds of all `kernel.count` launches, one after the other; 0 for views.
+
+    `kernels` is how the model runs: eager, fused or compiled. Raises UserError where the device cannot
+    compute in the kernel's dtype.
+    """
+    if kernel.kind == OpKind.VIEW or kernel.count == 0:
+        return 0.0
+    constants = device.constants
+    launch_s = constants[f"launch_s.{kernels}"]
+    if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
+        if not kernel.attention.flash:
+            return kernel.count * unfused_attention_s(kernel, kernel.attention, device, kernels)
+        once_s = flash_attention_s(kernel, kernel.attention, device)
+    elif kernel.product is not None and kernel.kind in (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV):
+        once_s = gemm_s(kernel, device)
+    elif kernel.kind in _MEMORY_KINDS:
+        once_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[kernel.kind])
+    else:
+        once_s = _plain_roofline_s(kernel, device)
+    return kernel.count * max(launch_s, constants["kernel.start_s"] + once_s)
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Dense peak of an execution dtype, FLOP/s."""
+    peak = device.peak_flops.get(DTYPE_ALIASES.get(dtype, dtype))
+    if peak is None:
+        raise UserError(
+            f"{device.name} does not compute in {dtype}; execution.dtype can be {', '.join(device.peak_flops)}"
+        )
+    return peak
+
+
+def memory_s(bytes_moved: float, device: Device, efficiency_key: str) -> float:
+    """(bytes + ramp) / (bandwidth * efficiency): half the bandwidth at `memory.ramp_bytes`."""
+    bandwidth = device.hbm_bytes_per_s * device.constants[efficiency_key]
+    return (bytes_moved + device.constants["memory.ramp_bytes"]) / bandwidth
+
+
+def gemm_s(kernel: Kernel, device: Device) -> float:
+    """A (batched, grouped, convolution's implicit) matrix product of sizes batch, m, n, k, less the start."""
+    assert kernel.product is not None
+    constants = device.constants
+    dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
+    batch, m, n, k = kernel.product
+    peak = peak_flops(device, dtype) * constants[_efficiency_key(dtype)]
+    if kernel.kind == OpKind.GROUPED_GEMM:
+        peak *= constants["gemm.grouped_efficiency"]
+    elif kernel.kind == OpKind.CONV:
+        peak *= constants["gemm.conv_efficiency"]
+    operand_bytes = OPERAND_BYTES[dtype]
+    compute_s = tiled_s(batch, m, n, k, peak, operand_bytes, constants)
+    bandwidth = device.hbm_bytes_per_s * constants["gemm.memory_efficiency"]
+    memory = kernel.bytes_moved / bandwidth
+    return _overlapped(compute_s, memory, constants) + _quantise_s(dtype, batch * k * (m + n), device)
+
+
+def tiled_s(
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    flops_per_s: float,
+    operand_bytes: float,
+    constants: Mapping[str, float],
+) -> float:
+    """The best tile's time: output tiles dealt to the compute units in waves, each k + fill long.
+
+    tiles = batch * ceil(m/tm) * ceil(n/tn) * split; waves = tiles/units, rounded up by `gemm.wave_share` of
+    the missing part of the last wave, since a part-filled wave runs at higher clocks and bandwidth. Where
+    tiles are too few, k is split. A tile of size (tm, tn) takes 2 tm tn (k/split + fill) / (rate * tile
+    efficiency).
+    """
+    units = constants["gemm.units"]
+    unit_flops_per_s = flops_per_s / units
+    share = constants["gemm.wave_share"]
+    fill = constants["gemm.fill_k_bytes"] / operand_bytes
+    best = float("inf")
+    for rows, columns, key in _TILE_SHAPES:
+        tile_rate = unit_flops_per_s * constants[key]
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        for split in _SPLITS:
+            full = tiles * split / units
+            waves = full + share * (ceil(full) - full) if full > 1 else 1.0
+            best = min(best, waves * 2 * rows * columns * (k / split + fill) / tile_rate)
+            if tiles * split >= units:
+                break
+    return best
+
+
+def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> float:
+    """One fused attention kernel: its products over the unmasked part, tiles of queries dealt in waves.
+
+    FLOPs forward 2 b h s t (d + v), backward 2 b h s t (3 d + 2 v); a causal mask leaves (t + tile) / 2t of
+    them. A tile runs over its keys plus `attention.fill_keys`.
+    """
+    constants = device.constants
+    side = "backward" if kernel.backward else "forward"
+    d, v = shape.head_size, shape.value_size
+    head_flops = 2.0 * ((3 * d + 2 * v) if kernel.backward else (d + v))
+    fill = constants["attention.head_fill"]
+    head_share = (d / (d + fill)) * ((128 + fill) / 128)
+    if d > 128:
+        head_share *= constants[f"attention.large_head_{side}"]
+    rate = peak_flops(device, _attention_dtype(kernel.dtype)) * constants[f"attention.{side}"] * head_share
+    tile = constants["attention.tile"]
+    units = constants["gemm.units"]
+    tiles = shape.batch * shape.heads * ceil(shape.query_length / tile)
+    full = tiles / units
+    waves = full + constants[f"attention.wave_share_{side}"] * (ceil(full) - full) if full > 1 else 1.0
+    keys = float(shape.key_length)
+    if shape.causal:
+        keys = (keys + tile) / 2 if full > 1 else keys  # in a single wave the longest tile is waited for
+    compute_s = waves * tile * (keys + constants["attention.fill_keys"]) * head_flops / (rate / units)
+    memory = kernel.bytes_moved / (device.hbm_bytes_per_s * constants["gemm.memory_efficiency"])
+    return _overlapped(compute_s, memory, constants)
+
+
+def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, kernels: str) -> float:
+    """softmax(Q K^T) V with the scores in memory: batched products, and passes over the scores.
+
+    Products forward: scores, output; backward: two for each. The mask saves nothing.
+    """
+    constants = device.constants
+    b, s, t = shape.batch * shape.heads, shape.query_length, shape.key_length
+    d, v = shape.head_size, shape.value_size
+    if kernel.backward:
+        products = [(b, s, t, v), (b, t, v, s), (b, s, d, t), (b, t, d, s)]
+    else:
+        products = [(b, s, t, d), (b, s, v, t)]
+    dtype = _attention_dtype(kernel.dtype)
+    total = 0.0
+    launch_s, start_s = constants[f"launch_s.{kernels}"], constants["kernel.start_s"]
+    item = OPERAND_BYTES[dtype]
+    for batch, m, n, k in products:
+        moved = int(batch * (m * k + k * n + m * n) * item)
+        part = Kernel(
+            kind=OpKind.GEMM,
+            dtype=dtype,
+            flops=2 * batch * m * n * k,
+            bytes_moved=moved,
+            product=(batch, m, n, k),
+        )
+        total += max(launch_s, start_s + gemm_s(part, device))
+    side = "backward" if kernel.backward else "forward"
+    passes = constants[f"attention.score_passes_{side}.{kernels}"]
+    scores = b * s * t * item * passes
+    return total + max(launch_s, start_s + memory_s(scores, device, "memory.efficiency.softmax"))
+
+
+def _plain_roofline_s(kernel: Kernel, device: Device) -> float:
+    """Kernels of which only FLOPs and bytes are known."""
+    compute_s = 0.0
+    if kernel.flops:
+        dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
+        compute_s = kernel.flops / (peak_flops(device, dtype) * device.constants[_efficiency_key(dtype)])
+    return max(compute_s, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
+
+
+def _overlapped(compute_s: float, memory: float, constants: Mapping[str, float]) -> float:
+    """The longer of the two, and the share of the shorter that it does not hide."""
+    return max(compute_s, memory) + constants["gemm.exposed"] * min(compute_s, memory)
+
+
+def _quantise_s(dtype: str, operand_elements: float, device: Device) -> float:
+    """Casting and scaling the operands of 8- and 4-bit products, averaged over a layer's three products."""
+    key = f"gemm.quantise_bytes.{dtype}"
+    if key not in device.constants:
+        return 0.0
+    bandwidth = device.hbm_bytes_per_s * device.constants["memory.efficiency.elementwise"]
+    return operand_elements * device.constants[key] / bandwidth
+
+
+def _efficiency_key(dtype: str) -> str:
+    if dtype in ("bf16", "fp16"):
+        return "gemm.efficiency.half"
+    if dtype in ("fp8", "mxfp8"):
+        return "gemm.efficiency.fp8"
+    return "gemm.efficiency.nvfp4" if dtype == "nvfp4" else "gemm.efficiency.full"
+
+
+def _attention_dtype(dtype: str) -> str:
+    """Attention runs in 16 bits where products run in fewer."""
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
+    return "bf16" if dtype in ("fp8", "mxfp8", "nvfp4") else dtype
