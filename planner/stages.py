@@ -1,0 +1,268 @@
+"""Blocks to chunks, and how many of each chunk's blocks are recomputed in full: an integer program for CP-SAT.
+
+    n[c] >= 1, sum n[c] = N               every repeated block stands in one chunk, in model order
+    0 <= k[c] <= n[c]                     the first k[c] blocks of chunk c are recomputed in full
+    A[q, c](n, k)                         what chunk c needs of quantity q (seconds, bytes): sums over its blocks
+    sum a[q, c] A[q, c] + const <= T      for each path: no path through the schedule takes longer than the step
+    sum a[q, c] A[q, c] + const <= cap    for each moment of each rank that can be its memory's peak
+    minimise T
+
+Everything is in integer nanoseconds and bytes, rounded down: what CP-SAT proves is a true lower bound. The
+caller prepares all numbers (`planner/inner.py`); nothing is computed here but the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+# Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
+# second). Kind: formula: far above what the largest chain here needs.
+EFFORT = 4.0
+Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """What a chunk needs of one thing, in integers: per kind of block kept or recomputed, and per chunk besides."""
+
+    kept: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    fixed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A linear form: sum of coefficient * quantity of a chunk, plus a constant. Terms: (quantity, chunk, factor)."""
+
+    terms: tuple[tuple[int, int, int], ...]
+    constant: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """Blocks per chunk, and of these how many are recomputed in full."""
+
+    blocks: tuple[int, ...]
+    recomputed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """Kinds of the repeated blocks in model order, quantities, and the rows over them."""
+
+    kinds: tuple[int, ...]
+    chunks: int
+    quantities: tuple[Quantity, ...]
+    paths: tuple[Row, ...]  # each <= T
+    memory: tuple[Row, ...]  # each <= capacity_bytes
+    capacity_bytes: int
+    recompute: bool  # whether blocks may be recomputed one by one
+    blocks: tuple[int, ...] | None = None  # fixed by the user
+    recomputed: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAnswer:
+    """The best deal of a stage problem; no deal is below `bound` (equal to `value` when proved)."""
+
+    deal: Deal
+    value: int
+    bound: int
+
+
+def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: int) -> int:
+    """What `chunk` needs of `quantity` under a deal."""
+    start = sum(deal.blocks[:chunk])
+    kinds = problem.kinds[start : start + deal.blocks[chunk]]
+    k = deal.recomputed[chunk]
+    total = sum(quantity.recomputed[kind] for kind in kinds[:k]) + sum(
+        quantity.kept[kind] for kind in kinds[k:]
+    )
+    return quantity.fixed[chunk] + total
+
+
+def row_value(problem: StageProblem, row: Row, deal: Deal) -> int:
+    """A row's value under a deal, without a solver."""
+    return row.constant + sum(
+        factor * chunk_amount(problem, problem.quantities[q], deal, c) for q, c, factor in row.terms
+    )
+
+
+def deal_fits(problem: StageProblem, deal: Deal) -> bool:
+    """Whether a deal respects every constraint of the model, without a solver."""
+    return (
+        len(deal.blocks) == problem.chunks
+        and sum(deal.blocks) == len(problem.kinds)
+        and all(n >= 1 for n in deal.blocks)
+        and all(0 <= k <= n for n, k in zip(deal.blocks, deal.recomputed, strict=True))
+        and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
+        and problem.blocks in (None, deal.blocks)
+        and problem.recomputed in (None, deal.recomputed)
+        and all(row_value(problem, row, deal) <= problem.capacity_bytes for row in problem.memory)
+    )
+
+
+def deal_value(problem: StageProblem, deal: Deal) -> int:
+    """The longest of the paths under a deal: what the model minimises."""
+    return max((row_value(problem, row, deal) for row in problem.paths), default=0)
+
+
+def solve_stages(
+    problem: StageProblem, *, excluded: Sequence[Deal] = (), below: int | None = None
+) -> StageAnswer | None:
+    """The best deal with a value below `below` that is not excluded; None where there is none.
+
+    Deterministic: one worker, a fixed seed, and deterministic time.
+    """
+    if not excluded and (answer := _only_deal(problem)) is not None:
+        fits = deal_fits(problem, answer.deal) and (below is None or answer.value < below)
+        return answer if fits else None
+    model = cp_model.CpModel()
+    builder = _Builder(model, problem)
+    builder.every_block_in_one_chunk()
+    builder.as_fixed_by_the_user()
+    builder.fits_memory()
+    for deal in excluded:
+        builder.differs_from(deal)
+    step = builder.no_path_longer_than_the_step(below)
+    model.minimize(step)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = EFFORT
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        assert status == cp_model.INFEASIBLE or below is not None, solver.status_name(status)
+        return None
+    deal = Deal(
+        blocks=tuple(solver.value(n) for n in builder.blocks),
+        recomputed=tuple(solver.value(k) for k in builder.recomputed),
+    )
+    return StageAnswer(deal=deal, value=deal_value(problem, deal), bound=int(solver.best_objective_bound))
+
+
+def _only_deal(problem: StageProblem) -> StageAnswer | None:
+    """The answer where nothing is left to choose: one block a chunk or one chunk, and no free recomputation."""
+    blocks = problem.blocks
+    if problem.chunks == 1:
+        blocks = (len(problem.kinds),)
+    elif problem.chunks == len(problem.kinds):
+        blocks = (1,) * problem.chunks
+    recomputed = problem.recomputed
+    if recomputed is None and not problem.recompute:
+        recomputed = (0,) * problem.chunks
+    if blocks is None or recomputed is None:
+        return None
+    deal = Deal(blocks=blocks, recomputed=recomputed)
+    value = deal_value(problem, deal)
+    return StageAnswer(deal=deal, value=value, bound=value)
+
+
+class _Builder:
+    """The variables of one model; each method adds one named constraint."""
+
+    def __init__(self, model: cp_model.CpModel, problem: StageProblem) -> None:
+        self.model, self.problem = model, problem
+        most = len(problem.kinds) - problem.chunks + 1
+        chunks = range(problem.chunks)
+        self.blocks = [model.new_int_var(1, max(most, 1), f"n{c}") for c in chunks]
+        self.recomputed = [
+            model.new_int_var(0, max(most, 1) if problem.recompute else 0, f"k{c}") for c in chunks
+        ]
+        self.uniform = len(set(problem.kinds)) <= 1
+        self.sums: dict[int, list[Linear]] = {}
+        if not self.uniform:
+            self._positions()
+
+    def _positions(self) -> None:
+        """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end."""
+        model, n = self.model, len(self.problem.kinds)
+        self.cuts = [model.new_int_var(0, n, f"s{c}") for c in range(self.problem.chunks + 1)]
+        self.turns = [model.new_int_var(0, n, f"r{c}") for c in range(self.problem.chunks)]
+        model.add(self.cuts[0] == 0)
+        for c, (blocks, recomputed) in enumerate(zip(self.blocks, self.recomputed, strict=True)):
+            model.add(self.cuts[c + 1] == self.cuts[c] + blocks)
+            model.add(self.turns[c] == self.cuts[c] + recomputed)
+
+    def amounts(self, index: int) -> list[Linear]:
+        """Per chunk, how much of a quantity it needs: A[q, c]."""
+        if index not in self.sums:
+            quantity = self.problem.quantities[index]
+            make = self._counted if self.uniform else self._prefixed
+            self.sums[index] = make(quantity)
+        return self.sums[index]
+
+    def _counted(self, quantity: Quantity) -> list[Linear]:
+        kind = self.problem.kinds[0]
+        kept, extra = quantity.kept[kind], quantity.recomputed[kind] - quantity.kept[kind]
+        return [
+            fixed + kept * n + extra * k
+            for fixed, n, k in zip(quantity.fixed, self.blocks, self.recomputed, strict=True)
+        ]
+
+    def _prefixed(self, quantity: Quantity) -> list[Linear]:
+        kinds = self.problem.kinds
+        kept = list(accumulate((quantity.kept[k] for k in kinds), initial=0))
+        extra = list(accumulate((quantity.recomputed[k] - quantity.kept[k] for k in kinds), initial=0))
+        at_cut = [self._looked_up(cut, kept) for cut in self.cuts]
+        found: list[Linear] = []
+        for c, fixed in enumerate(quantity.fixed):
+            amount = fixed + at_cut[c + 1] - at_cut[c]
+            if self.problem.recompute and any(extra):
+                amount += self._looked_up(self.turns[c], extra) - self._looked_up(self.cuts[c], extra)
+            found.append(amount)
+        return found
+
+    def _looked_up(self, position: cp_model.IntVar, table: list[int]) -> Linear:
+        value = self.model.new_int_var(min(table), max(table), "")
+        self.model.add_element(position, table, value)
+        return value
+
+    def row(self, row: Row) -> Linear:
+        return row.constant + sum(factor * self.amounts(q)[c] for q, c, factor in row.terms)
+
+    def every_block_in_one_chunk(self) -> None:
+        """sum n[c] = N and k[c] <= n[c]."""
+        self.model.add(sum(self.blocks) == len(self.problem.kinds))
+        for n, k in zip(self.blocks, self.recomputed, strict=True):
+            self.model.add(k <= n)
+
+    def as_fixed_by_the_user(self) -> None:
+        """n = pipeline.stage_blocks and k = recompute.per_stage where these are given."""
+        for variables, fixed in (
+            (self.blocks, self.problem.blocks),
+            (self.recomputed, self.problem.recomputed),
+        ):
+            for variable, value in zip(variables, fixed or (), strict=False):
+                self.model.add(variable == value)
+
+    def fits_memory(self) -> None:
+        """Every moment's bytes <= capacity."""
+        for row in self.problem.memory:
+            self.model.add(self.row(row) <= self.problem.capacity_bytes)
+
+    def no_path_longer_than_the_step(self, below: int | None) -> cp_model.IntVar:
+        """T >= every path; T < below."""
+        most = 2**60 if below is None else max(below - 1, 0)
+        step = self.model.new_int_var(0, most, "T")
+        for row in self.problem.paths:
+            self.model.add(self.row(row) <= step)
+        return step
+
+    def differs_from(self, deal: Deal) -> None:
+        """At least one n[c] or k[c] is another than in `deal`."""
+        others = []
+        pairs = [
+            *zip(self.blocks, deal.blocks, strict=True),
+            *zip(self.recomputed, deal.recomputed, strict=True),
+        ]
+        for variable, value in pairs:
+            other = self.model.new_bool_var("")
+            self.model.add(variable != value).only_enforce_if(other)
+            others.append(other)
+        self.model.add_bool_or(others)
