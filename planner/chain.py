@@ -1,0 +1,102 @@
+"""Questions about a model's chain: what flows from link to link, how it is cut, which tensors are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoparallel.costmodel.graph import ModelGraph, TensorSpec
+
+
+def carried_inputs(graph: ModelGraph, position: int) -> tuple[int, ...]:
+    """Positions of the inputs of the link at `position` that a gradient flows back through.
+
+    Those are the activations that the link before hands on; an input takes the first of them with its shape
+    and dtype that no input before it took.
+    """
+    if position == 0:
+        return ()
+    waiting = list(graph.chain[position - 1].sends)
+    found = []
+    for i, spec in enumerate(graph.blocks[graph.chain[position].block].inputs):
+        if spec in waiting:
+            waiting.remove(spec)
+            found.append(i)
+    return tuple(found)
+
+
+def handed_on(graph: ModelGraph, position: int) -> tuple[str, ...]:
+    """Outputs of the link at `position` that a gradient comes back through, by the same rule."""
+    link = graph.chain[position]
+    block, waiting = graph.blocks[link.block], list(link.sends)
+    specs = output_specs(graph, link.block)
+    found = []
+    for value in block.outputs:
+        if specs[value] in waiting:
+            waiting.remove(specs[value])
+            found.append(value)
+    return tuple(found)
+
+
+def output_specs(graph: ModelGraph, block: int) -> dict[str, TensorSpec]:
+    """Shape and dtype of each value a block hands on."""
+    made = {f"input:{i}": spec for i, spec in enumerate(graph.blocks[block].inputs)}
+    for op in graph.blocks[block].operators:
+        for i, spec in enumerate(op.outputs):
+            made[op.name if i == 0 else f"{op.name}.{i}"] = spec
+    return {value: made[value] for value in graph.blocks[block].outputs if value in made}
+
+
+def first_positions(graph: ModelGraph) -> dict[int, int]:
+    """Distinct block -> the first link that is one."""
+    found: dict[int, int] = {}
+    for position, link in enumerate(graph.chain):
+        found.setdefault(link.block, position)
+    return found
+
+
+def even_stages(blocks: int, chunks: int) -> tuple[int, ...]:
+    """Blocks per chunk, as even as can be; the first chunks take one more."""
+    each, more = divmod(blocks, chunks)
+    return tuple(each + (i < more) for i in range(chunks))
+
+
+def stage_ranges(graph: ModelGraph, stage_blocks: Sequence[int]) -> tuple[range, ...]:
+    """Chain positions of each stage: a stage begins at its first repeated link, glue follows what it follows;
+    glue at the ends goes to the first and the last stage."""
+    repeated = graph.repeated_positions
+    starts, taken = [0], 0
+    for count in stage_blocks[:-1]:
+        taken += count
+        starts.append(repeated[taken] if taken < len(repeated) else len(graph.chain))
+    ends = [*starts[1:], len(graph.chain)]
+    return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ties:
+    """Tied parameters of a pipelined model.
+
+    `dropped[position]`: names at that link that stand on the same rank already. `crossing`: (stage, tie) of
+    tensors that live on several ranks, whose gradients must be summed.
+    """
+
+    dropped: dict[int, frozenset[str]]
+    crossing: tuple[tuple[int, str], ...]
+
+
+def find_ties(graph: ModelGraph, stages: Sequence[range], rank_of: Sequence[int]) -> Ties:
+    """Where tied parameters are held once, and where their gradients cross ranks."""
+    holders: dict[str, dict[int, int]] = {}  # tie -> rank -> stage that holds it there
+    dropped: dict[int, set[str]] = {}
+    for stage, positions in enumerate(stages):
+        for position in positions:
+            for parameter in graph.blocks[graph.chain[position].block].parameters:
+                if not parameter.tied:
+                    continue
+                on_ranks = holders.setdefault(parameter.tied, {})
+                if rank_of[stage] in on_ranks:
+                    dropped.setdefault(position, set()).add(parameter.name)
+                on_ranks.setdefault(rank_of[stage], stage)
+    crossing = [(s, tie) for tie, ranks in holders.items() if len(ranks) > 1 for s in ranks.values()]
+    return Ties(dropped={p: frozenset(n) for p, n in dropped.items()}, crossing=tuple(sorted(crossing)))

@@ -1,0 +1,28 @@
+"""What a complete strategy costs: expand, then simulate."""
+
+from __future__ import annotations
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.costmodel.simulate import simulate
+from autoparallel.errors import UserError
+from autoparallel.planner.expand import Expander
+from autoparallel.planner.legal import strategy_problems
+from autoparallel.planner.strategy import Strategy
+from autoparallel.profiles.hardware import Cluster
+
+
+def score(
+    graph: ModelGraph, cluster: Cluster, strategy: Strategy, expander: Expander | None = None
+) -> Prediction:
+    """The prediction for a complete strategy, whether it fits in memory or not.
+
+    An `expander` of the same graph and cluster shares work between calls. Raises UserError, naming every
+    problem, where the strategy cannot run.
+    """
+    problems = strategy_problems(graph, cluster, strategy)
+    if problems:
+        raise UserError("\n".join(problems))
+    if expander is None:
+        expander = Expander(graph=graph, cluster=cluster)
+    return simulate(expander.program(strategy), cluster)
