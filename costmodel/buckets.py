@@ -1,0 +1,58 @@
+"""Which gradients are reduced together, and when in the backward pass a bucket is full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoparallel.costmodel.program import Collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Collectives that start when `fraction` of the backward of link `link` (in backward order) is done."""
+
+    link: int
+    fraction: float
+    collectives: tuple[Collective, ...]
+
+
+def fill_buckets(reductions: Sequence[tuple[Collective, ...]], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Buckets of `bucket_bytes` (0: one per link), from the reductions of the links in backward order.
+
+    A link's gradients become ready evenly over its backward. A bucket's size is that of the largest collective
+    of each link, so that a reduce-scatter and the all-reduce of its shard count once. Collectives that differ
+    only in size are merged. The last bucket goes when the backward ends, full or not.
+    """
+    buckets: list[Bucket] = []
+    pending: dict[Collective, float] = {}
+    held = 0.0
+    for number, collectives in enumerate(reductions):
+        size = max((collective.size_bytes for collective in collectives), default=0)
+        done = 0.0
+        while size and bucket_bytes and held + size * (1.0 - done) >= bucket_bytes:
+            share = (bucket_bytes - held) / size
+            _add(pending, collectives, share)
+            done = min(1.0, done + share)
+            buckets.append(_close(number, done, pending))
+            pending, held = {}, 0.0
+        if size and done < 1.0:
+            _add(pending, collectives, 1.0 - done)
+            held += size * (1.0 - done)
+        if pending and not bucket_bytes:
+            buckets.append(_close(number, 1.0, pending))
+            pending, held = {}, 0.0
+    if pending:
+        buckets.append(_close(len(reductions) - 1, 1.0, pending))
+    return tuple(buckets)
+
+
+def _add(pending: dict[Collective, float], collectives: Sequence[Collective], share: float) -> None:
+    for collective in collectives:
+        kind = replace(collective, size_bytes=0)
+        pending[kind] = pending.get(kind, 0.0) + collective.size_bytes * share
+
+
+def _close(link: int, fraction: float, pending: dict[Collective, float]) -> Bucket:
+    whole = tuple(replace(kind, size_bytes=round(size)) for kind, size in pending.items())
+    return Bucket(link=link, fraction=fraction, collectives=whole)

@@ -1,0 +1,189 @@
+"""From work (kernels and collectives) to seconds: what each action of a stage takes, by breakdown key.
+
+Collectives of tensor, context and expert parallelism stand in line with the computation. Gathers of ZeRO-3
+parameters are issued one block ahead and gradient reductions run beside the backward, both on a stream of
+their own (costmodel/streams.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from autoparallel.costmodel.collectives import collective_s
+
+from autoparallel.costmodel.buckets import Bucket, fill_buckets
+from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
+from autoparallel.costmodel.program import Axis, BlockWork, Collective, Kernel, Program, StageWork, Step
+from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
+from autoparallel.costmodel.streams import Interference, Segment, run_streams
+from autoparallel.profiles.hardware import Cluster, Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """Seconds of one block and micro-batch, by breakdown key."""
+
+    forward: Parts
+    recompute: Parts
+    backward_input: Parts
+    backward_weight: Parts
+    gather_s: float
+
+
+@dataclass(slots=True)
+class Pricer:
+    """Prices kernels and collectives of one cluster, and remembers those it has priced."""
+
+    cluster: Cluster
+    kernels: dict[tuple[Kernel, str, str], float] = field(default_factory=dict)
+    collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
+
+    def kernel_s(self, kernel: Kernel, device: Device, mode: str) -> float:
+        """As `costmodel.kernels.kernel_s`."""
+        key = (kernel, device.name, mode)
+        if key not in self.kernels:
+            self.kernels[key] = kernel_s(kernel, device, mode)
+        return self.kernels[key]
+
+    def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
+        """As `costmodel.collectives.collective_s`."""
+        key = (collective, axes)
+        if key not in self.collectives:
+            self.collectives[key] = collective_s(collective, axes, self.cluster)
+        return self.collectives[key]
+
+
+def device_of_rank(program: Program, cluster: Cluster, rank: int) -> Device:
+    """The device of a pipeline rank: of its device group where the program names one."""
+    return cluster.groups[program.groups[rank]].device if program.groups else cluster.device
+
+
+def price_program(program: Program, cluster: Cluster, pricer: Pricer | None = None) -> tuple[StageCost, ...]:
+    """Seconds of every stage of a program; equal stages (the same object, device) are priced once."""
+    pricer = pricer or Pricer(cluster)
+    homes = {action.stage: rank for rank, actions in enumerate(program.ranks) for action in actions}
+    priced: dict[tuple[int, str], StageCost] = {}
+    costs = []
+    for number, stage in enumerate(program.stages):
+        device = device_of_rank(program, cluster, homes[number])
+        key = (id(stage), device.name)
+        if key not in priced:
+            priced[key] = price_stage(stage, program, device, pricer)
+        costs.append(priced[key])
+    return tuple(costs)
+
+
+def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pricer) -> StageCost:
+    """Seconds of every action of one stage on one device."""
+    costs = {id(block): price_block(block, program, device, pricer) for block, _ in stage.blocks}
+    links = [block for block, count in stage.blocks for _ in range(count)]
+    interference = Interference(
+        compute_slowdown=device.constants.get("overlap.compute_slowdown", 0.0),
+        comm_slowdown=device.constants.get("overlap.comm_slowdown", 0.0),
+    )
+    forward = [(costs[id(link)].forward, costs[id(link)].gather_s) for link in links]
+    backward_links = links[::-1]
+    inputs = [
+        (_sum(costs[id(link)].recompute, costs[id(link)].backward_input), costs[id(link)].gather_s)
+        for link in backward_links
+    ]
+    weights = [(costs[id(link)].backward_weight, 0.0) for link in backward_links]
+    both = [(_sum(i, w), gather_s) for (i, gather_s), (w, _) in zip(inputs, weights, strict=True)]
+    buckets = _priced_buckets(backward_links, program, pricer)
+    reduce_s = sum(seconds for _, seconds in buckets)
+    every, beside = program.reduce_every_micro, program.overlap
+    last_backward, tail_s = _run(both, buckets if beside else [], interference)
+    last_weight, weight_tail_s = _run(weights, buckets if beside else [], interference)
+    if not beside:
+        tail_s = weight_tail_s = reduce_s
+    if every:  # the reduction of each micro-batch is over before the next one starts
+        last_backward, last_weight = _longer(last_backward, tail_s), _longer(last_weight, weight_tail_s)
+    return StageCost(
+        forward=_run(forward, [], interference)[0],
+        backward=last_backward if every else _run(both, [], interference)[0],
+        backward_input=_run(inputs, [], interference)[0],
+        backward_weight=last_weight if every else _run(weights, [], interference)[0],
+        last_backward=last_backward,
+        last_backward_weight=last_weight,
+        step=_step_phase(stage, program, device, pricer),
+        reduce_s=0.0 if every else max(tail_s, weight_tail_s),
+        send_s=pricer.collective_s(stage.send, program.axes) if stage.send is not None else 0.0,
+        tied_s=sum(pricer.collective_s(collective, program.axes) for collective in stage.tied_reduce),
+    )
+
+
+def price_block(block: BlockWork, program: Program, device: Device, pricer: Pricer) -> BlockCost:
+    """Seconds of the steps of a block: kernels under the key of their pass, collectives under `LABEL_comm`."""
+
+    def parts(steps: Iterable[Step], key: str) -> Parts:
+        total: Parts = {}
+        for step in steps:
+            if isinstance(step, Kernel):
+                seconds, where = pricer.kernel_s(step, device, program.kernels), key
+            else:
+                seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
+            total[where] = total.get(where, 0.0) + seconds
+        return total
+
+    return BlockCost(
+        forward=parts(block.forward, "forward"),
+        recompute=parts(block.recompute, "recompute"),
+        backward_input=parts(block.backward_input, "backward"),
+        backward_weight=parts(block.backward_weight, "backward"),
+        gather_s=pricer.collective_s(block.gather, program.axes) if block.gather is not None else 0.0,
+    )
+
+
+def _comm_key(collective: Collective) -> str:
+    key = f"{collective.label}_comm"
+    return key if key in BREAKDOWN_KEYS else "other"
+
+
+def _sum(*maps: Parts) -> Parts:
+    total: Parts = {}
+    for parts in maps:
+        for key, seconds in parts.items():
+            total[key] = total.get(key, 0.0) + seconds
+    return total
+
+
+def _longer(whole: Phase, wait_s: float) -> Phase:
+    return phase(_sum(dict(whole.parts), {"dp_comm": wait_s}))
+
+
+def _priced_buckets(
+    links: Sequence[BlockWork], program: Program, pricer: Pricer
+) -> list[tuple[Bucket, float]]:
+    """The buckets of gradients in the order of the backward, and the seconds that each takes to reduce."""
+    buckets = fill_buckets([link.reduce for link in links], program.bucket_bytes)
+    return [
+        (bucket, sum(pricer.collective_s(collective, program.axes) for collective in bucket.collectives))
+        for bucket in buckets
+    ]
+
+
+def _run(
+    links: Sequence[tuple[Parts, float]], buckets: Sequence[tuple[Bucket, float]], interference: Interference
+) -> tuple[Phase, float]:
+    """Run the links of one action with their gathers and buckets; also what is left of the reduction after it."""
+    total = _sum(*(parts for parts, _ in links))
+    if not buckets and not any(gather_s for _, gather_s in links):
+        return phase(total), 0.0
+    ready: dict[int, list[tuple[float, float]]] = {}
+    for bucket, seconds in buckets:
+        ready.setdefault(bucket.link, []).append((bucket.fraction, seconds))
+    segments = [
+        Segment(sum(parts.values()), gather_s, tuple(ready.get(number, ())))
+        for number, (parts, gather_s) in enumerate(links)
+    ]
+    times = run_streams(segments, interference)
+    return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
+
+
+def _step_phase(stage: StageWork, program: Program, device: Device, pricer: Pricer) -> Phase:
+    """The optimizer's kernels, and the gather of updated parameters after them."""
+    kernels_s = sum(pricer.kernel_s(kernel, device, program.kernels) for kernel in stage.optimizer)
+    gather_s = sum(pricer.collective_s(collective, program.axes) for collective in stage.after_step)
+    return phase({"optimizer": kernels_s, "dp_comm": gather_s})
