@@ -142,20 +142,32 @@ def _tensor_entry(rule: TensorRule) -> str:
 
 
 def _table(name: str, values: Mapping[str, Any], comment: str = "") -> str:
-    """A table with its sub-tables; lists of tables become lists of inline tables, one a line."""
+    """A table with its sub-tables; empty text for an empty table."""
     if not values:
         return ""
-    lines = [f"[{name}]" + (f"  # {comment}" if comment else "")]
-    nested: list[tuple[str, Mapping[str, Any]]] = []
+    return _filled(f"[{name}]" + (f"  # {comment}" if comment else ""), name, values)
+
+
+def _filled(header: str, name: str, values: Mapping[str, Any]) -> str:
+    lines, nested = [header], []
     for key, value in values.items():
-        if value is None:
-            continue
+        child = f"{name}.{_key(key)}"
         if isinstance(value, Mapping) and not _is_short(value):
-            nested.append((f"{name}.{_key(key)}", value))
-        else:
+            nested.append(_filled(f"[{child}]", child, value))
+        elif isinstance(value, list | tuple) and _is_table_array(value):
+            nested.extend(_filled(f"[[{child}]]", child, item) for item in value)
+        elif value is not None:
             lines.append(f"{_key(key)} = {_wrapped(value)}")
-    text = "\n".join(lines) + "\n"
-    return "\n".join([text, *(_table(child, inner) for child, inner in nested)])
+    return "\n".join(["\n".join(lines) + "\n", *nested])
+
+
+def _is_table_array(value: Sequence[Any]) -> bool:
+    """Tables in a list get a heading each where they hold more than fits on a line."""
+    return (
+        bool(value)
+        and all(isinstance(item, Mapping) for item in value)
+        and any(isinstance(inner, Mapping | list | tuple) for item in value for inner in item.values())
+    )
 
 
 def _is_short(value: Mapping[str, Any]) -> bool:

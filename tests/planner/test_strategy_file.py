@@ -136,6 +136,20 @@ def test_every_literal_is_toml_for_the_same_value(value: object) -> None:
     assert tomllib.loads(f"x = {literal(value)}")["x"] == value
 
 
+_data = st.recursive(
+    st.one_of(st.booleans(), st.integers(-(2**62), 2**62), st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), _data, max_size=5))
+def test_any_plain_data_in_search_reads_back(data: dict[str, object]) -> None:
+    text = strategy_text(STRATEGY, {}, {}, data)
+    assert tomllib.loads(text).get("search", {}) == data, text
+
+
 def test_a_file_stands_alone_with_its_problem_and_cluster(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     write_strategy(path, STRATEGY, PROBLEM, {"step_time_s": 1.5}, {"status": "optimal"})

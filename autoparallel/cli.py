@@ -1,0 +1,41 @@
+"""The command line. Starts without torch: every command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from autoparallel.cli_plan import plan, score
+from autoparallel.cli_show import profiles, report
+
+app = typer.Typer(
+    name="autoparallel",
+    help="Plan how to train a PyTorch model on a cluster, prove the plan under its cost model, and show why.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+for command in (plan, score, report, profiles):
+    app.command(no_args_is_help=command is not profiles)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from autoparallel import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the `autoparallel` script."""
+    app()

@@ -1,0 +1,274 @@
+"""`plan` and `score`: one machine, two endings."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoparallel.cli_errors import exits
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoparallel.costmodel.graph import ModelGraph
+    from autoparallel.inputs import Checked, Request
+    from autoparallel.planner.outcome import PlanResult
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="hf:PATH (a config.json or its folder), FILE.py:NAME, package.module:NAME, or a saved GRAPH.json.",
+        show_default=False,
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="A cluster file, a shipped cluster's name, or DEVICE:NODESxPER_NODE.",
+    ),
+]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", min=1, help="Tokens per sequence (default: the model's own).")
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, help="Sequences per optimizer step (default: one per device)."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Fix one strategy key, e.g. mesh.tp=8. Repeatable."),
+]
+ModelArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-arg", metavar="K=V", help="Passed to the callable that builds the model. Repeatable."
+    ),
+]
+AllowLossy = Annotated[
+    bool, typer.Option("--allow-lossy", help="Gradient compression that changes numbers may be chosen.")
+]
+ObjectiveOption = Annotated[
+    str | None,
+    typer.Option("--objective", metavar="time|cost|memory", help="What to minimise (default: time)."),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option("--time-limit", min=0.0, metavar="SECONDS", help="End the search after that long."),
+]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print the answer as one JSON object on standard output.")
+]
+SaveGraph = Annotated[
+    Path | None, typer.Option("--save-graph", metavar="GRAPH.json", help="Keep the captured model graph.")
+]
+Explain = Annotated[bool, typer.Option("--explain", help="Say what was rejected, and why.")]
+
+
+@exits
+def plan(
+    model: Model,
+    cluster: ClusterOption,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(
+            "--strategy", metavar="PARTIAL.toml", help="Keys that are in this file stay as they are."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="STRATEGY.toml", help="Where the strategy goes.")
+    ] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    settings: Settings = None,
+    model_args: ModelArgs = None,
+    allow_lossy: AllowLossy = False,
+    objective: ObjectiveOption = None,
+    time_limit: TimeLimit = None,
+    json_: JsonFlag = False,
+    save_graph: SaveGraph = None,
+    explain: Explain = False,
+) -> None:
+    """Find the best strategy that fits, prove it, and write it."""
+    from autoparallel.inputs import Request
+
+    started = time.monotonic()
+    request = Request(
+        model=model,
+        cluster=cluster,
+        strategy=strategy,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        settings=settings or (),
+        model_args=model_args or (),
+        allow_lossy=allow_lossy,
+        objective=objective,
+    )
+    run_plan(request, output, save_graph, time_limit, json_=json_, explain=explain, started=started)
+
+
+@exits
+def score(
+    model: Model,
+    cluster: ClusterOption,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(
+            "--strategy", metavar="FILE.toml", help="The strategy; keys that are missing are chosen."
+        ),
+    ] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    settings: Settings = None,
+    model_args: ModelArgs = None,
+    allow_lossy: AllowLossy = False,
+    objective: ObjectiveOption = None,
+    time_limit: TimeLimit = None,
+    json_: JsonFlag = False,
+    save_graph: SaveGraph = None,
+) -> None:
+    """Price a strategy, whether it fits or not."""
+    from autoparallel.inputs import Request
+
+    request = Request(
+        model=model,
+        cluster=cluster,
+        strategy=strategy,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        settings=settings or (),
+        model_args=model_args or (),
+        allow_lossy=allow_lossy,
+        objective=objective,
+    )
+    run_score(request, save_graph, time_limit, json_=json_)
+
+
+def captured(request: Request, save_graph: Path | None, console: Console) -> tuple[Checked, ModelGraph]:
+    """Check every input, capture the model, keep its graph if asked."""
+    from autoparallel.cli_progress import working
+    from autoparallel.costmodel.graph_json import graph_to_json
+    from autoparallel.inputs import check_request, load_graph
+    from autoparallel.planner.strategy_write import check_writable, write_text
+
+    if save_graph:
+        check_writable(save_graph)
+    checked = check_request(request)
+    with working(console, f"reading {request.model}"):
+        graph = load_graph(checked)
+    for warning in graph.warnings:
+        console.print(f"warning: {warning}", markup=False, style="yellow")
+    if save_graph:
+        write_text(save_graph, graph_to_json(graph))
+    return checked, graph
+
+
+def search(checked: Checked, graph: ModelGraph, time_limit_s: float | None, console: Console) -> PlanResult:
+    """Plan with the progress shown."""
+    from autoparallel.cli_progress import progress_text, working
+    from autoparallel.inputs import make_problem
+    from autoparallel.planner.search import plan as plan_problem
+
+    problem = make_problem(checked, graph)
+    with working(console, "searching") as say:
+        return plan_problem(
+            problem,
+            time_limit_s=time_limit_s,
+            progress=lambda progress: say(progress_text(progress, problem.objective)),
+        )
+
+
+def run_plan(
+    request: Request,
+    output: Path | None,
+    save_graph: Path | None,
+    time_limit_s: float | None,
+    *,
+    json_: bool,
+    explain: bool,
+    started: float,
+) -> None:
+    """Capture, search, write, tell."""
+    from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.cli_words import print_explanation, print_plan
+    from autoparallel.costmodel.graph_json import graph_hash
+    from autoparallel.inputs import make_problem
+    from autoparallel.planner.strategy_write import check_writable, write_strategy
+    from autoparallel.profiles import cluster_to_dict
+
+    console = stderr_console()
+    if output:
+        check_writable(output)
+    checked, graph = captured(request, save_graph, console)
+    capture_s = time.monotonic() - started
+    result = search(checked, graph, time_limit_s, console)
+    problem = problem_table(
+        make_problem(checked, graph),
+        model=request.model,
+        model_args=checked.model_args,
+        hash_=graph_hash(graph),
+        cluster=cluster_to_dict(checked.cluster),
+    )
+    predicted, found = predicted_table(graph, result.prediction), search_table(result)
+    if output:
+        write_strategy(output, result.strategy, problem, predicted, found)
+    print_plan(console, checked.cluster, result.strategy, predicted, found)
+    if explain:
+        print_explanation(console, checked.cluster, result.strategy, predicted, found)
+    console.print(
+        f"strategy written to {output}" if output else "(give -o FILE to keep the strategy)", markup=False
+    )
+    if json_:
+        total_s = time.monotonic() - started
+        seconds = {"capture": capture_s, "search": result.seconds, "total": total_s}
+        print_json(plan_answer(graph, result, seconds))
+
+
+def run_score(request: Request, save_graph: Path | None, time_limit_s: float | None, *, json_: bool) -> None:
+    """Capture, fill in what is missing, price, tell."""
+    from autoparallel.answer import predicted_table, score_answer
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.cli_words import print_score
+
+    console = stderr_console()
+    checked, graph = captured(request, save_graph, console)
+    strategy, prediction = scored(checked, graph, time_limit_s, console)
+    print_score(console, checked.cluster, strategy, predicted_table(graph, prediction))
+    if json_:
+        print_json(score_answer(graph, strategy, prediction))
+
+
+def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, console: Console) -> Any:
+    """The strategy, completed where keys are missing, and its prediction, whether it fits or not."""
+    from autoparallel.inputs import make_problem, roomy
+    from autoparallel.planner.outcome import InfeasiblePlan
+    from autoparallel.planner.score import score as price
+    from autoparallel.planner.strategy_file import missing_keys, strategy_from_constraints
+
+    constraints = {"batch.global": make_problem(checked, graph).global_batch, **checked.constraints}
+    if not missing_keys(constraints):
+        strategy = strategy_from_constraints(constraints, name=str(checked.request.strategy or "--set"))
+        return strategy, price(graph, checked.cluster, strategy)
+    try:
+        result = search(checked, graph, time_limit_s, console)
+        return result.strategy, result.prediction
+    except InfeasiblePlan:
+        # Nothing fits: the best strategy if memory were no limit, priced on the real cluster.
+        strategy = search(roomy(checked), graph, time_limit_s, console).strategy
+        return strategy, price(graph, checked.cluster, strategy)
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One object on standard output."""
+    json.dump(answer, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    sys.stdout.flush()

@@ -1,0 +1,60 @@
+"""What a person sees while a command works, on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from autoparallel.planner.outcome import Progress
+from autoparallel.planner.problem import Objective
+from autoparallel.report.numbers import gib, seconds, significant
+
+# Shorter work shows nothing on a terminal that is not there to be redrawn.
+QUIET_S = 2.0
+
+
+def stderr_console() -> Console:
+    """Where everything for people goes; standard output is for machines."""
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner with `text`, which the yielded function changes; plain lines where there is no terminal."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield lambda new: status.update(new)
+    else:
+        started = last = time.monotonic()
+        said = False
+
+        def say(new: str) -> None:
+            nonlocal last, said
+            now = time.monotonic()
+            if now - started > QUIET_S and (not said or now - last > QUIET_S):
+                console.print(new, markup=False)
+                last, said = now, True
+
+        yield say
+
+
+def progress_text(progress: Progress, objective: Objective) -> str:
+    """One line: how much of the space is left, the best strategy so far, and the bound below it."""
+    done = f"{progress.candidates:,} candidates, {progress.pruned:,} ruled out, {progress.solved:,} solved"
+    best = "none yet" if progress.incumbent is None else _value(progress.incumbent, objective)
+    bound = "" if progress.bound is None else f", bound {_value(progress.bound, objective)}"
+    return f"{progress.phase}: {done}; best {best}{bound} ({progress.elapsed_s:.0f} s)"
+
+
+def _value(value: float, objective: Objective) -> str:
+    match objective:
+        case Objective.TIME:
+            return seconds(value)
+        case Objective.COST:
+            return f"{significant(value)} per step"
+        case Objective.MEMORY:
+            return gib(value / 1024**3)

@@ -1,0 +1,133 @@
+"""`report` and `profiles`: commands that show what is already there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoparallel.cli_errors import exits
+
+if TYPE_CHECKING:
+    from autoparallel.profiles import Cluster, Device
+
+
+@exits
+def report(
+    strategy: Annotated[
+        Path, typer.Argument(metavar="STRATEGY.toml", help="A file that plan wrote.", show_default=False)
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="REPORT.html", help="Where the page goes.")
+    ],
+) -> None:
+    """Write one self-contained HTML page about a plan: in words, numbers and pictures."""
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.planner.strategy_file import read_strategy_file
+    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.report.page import render_report
+
+    check_writable(output)
+    write_text(output, render_report(read_strategy_file(strategy)))
+    stderr_console().print(f"report written to {output}", markup=False)
+
+
+@exits
+def profiles(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A device or cluster to show.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print as JSON on standard output.")] = False,
+) -> None:
+    """List the device profiles and clusters that ship, or show one with the source of every figure."""
+    from autoparallel.cli_plan import print_json
+    from autoparallel.profiles import cluster_names, device_names
+
+    if name is None:
+        if json_:
+            print_json({"devices": list(device_names()), "clusters": list(cluster_names())})
+        else:
+            _list()
+        return
+    thing = _named(name)
+    if json_:
+        print_json(_as_dict(thing))
+    else:
+        _show(thing)
+
+
+def _named(name: str) -> Device | Cluster:
+    from autoparallel.profiles import cluster_names, device_names, load_cluster, load_device
+
+    if name in device_names():
+        return load_device(name)
+    if name in cluster_names() or ":" in name or Path(name).exists():
+        return load_cluster(name)
+    return load_device(name)  # raises, with the nearest name
+
+
+def _as_dict(thing: Device | Cluster) -> dict[str, Any]:
+    from autoparallel.profiles import Cluster, cluster_to_dict
+    from autoparallel.profiles.convert import device_to_dict
+
+    return cluster_to_dict(thing) if isinstance(thing, Cluster) else device_to_dict(thing)
+
+
+def _list() -> None:
+    from rich.table import Table
+
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.profiles import cluster_names, device_names, load_cluster, load_device
+    from autoparallel.report.numbers import bandwidth, gib, significant
+    from autoparallel.report.words import cluster_words
+
+    console = stderr_console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("device", "memory", "dense peak", "memory bandwidth", "usual box"):
+        table.add_column(column)
+    for name in device_names():
+        device = load_device(name)
+        dtype = (
+            "bf16"
+            if "bf16" in device.peak_flops
+            else max(device.peak_flops, key=device.peak_flops.__getitem__)
+        )
+        table.add_row(
+            name,
+            gib(device.memory_bytes / 1024**3),
+            f"{significant(device.peak_flops[dtype] / 1e12)} Tflop/s {dtype}",
+            bandwidth(device.hbm_bytes_per_s),
+            f"{device.devices_per_node} per node, {' + '.join(level.name for level in device.levels)}",
+        )
+    console.print(table)
+    console.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("cluster", "devices"):
+        table.add_column(column)
+    for name in cluster_names():
+        table.add_row(name, cluster_words(load_cluster(name)))
+    console.print(table)
+    console.print("\nDEVICE:NODESxPER_NODE is a cluster too (h100-sxm:2x8).", markup=False)
+
+
+def _show(thing: Device | Cluster) -> None:
+    from rich.table import Table
+
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.profiles import Cluster
+    from autoparallel.report.figures import cluster_figures, device_figures
+    from autoparallel.report.words import cluster_words
+
+    console = stderr_console()
+    is_cluster = isinstance(thing, Cluster)
+    console.print(
+        f"{thing.name}" + (f": {cluster_words(thing)}" if isinstance(thing, Cluster) else ""), style="bold"
+    )
+    figures = cluster_figures(thing) if isinstance(thing, Cluster) else device_figures(thing)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("figure", "value", "kind", "source"):
+        table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
+    for figure in figures:
+        table.add_row(figure.name, figure.value, figure.kind, figure.source)
+    console.print(table)
+    if is_cluster:
+        console.print("Devices in full: autoparallel profiles DEVICE", markup=False)

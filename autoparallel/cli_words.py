@@ -1,0 +1,97 @@
+"""What `plan` and `score` tell a person, on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from autoparallel.answer import strategy_label
+from autoparallel.planner.strategy import Strategy
+from autoparallel.profiles import Cluster
+from autoparallel.report.numbers import count, gib, percent, seconds, significant
+from autoparallel.report.words import choices, cluster_words, why
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_plan(
+    console: Console,
+    cluster: Cluster,
+    strategy: Strategy,
+    predicted: Mapping[str, Any],
+    search: Mapping[str, Any],
+) -> None:
+    """The plan in a few lines: what, how long, how full, how sure."""
+    _print_numbers(console, cluster, strategy, predicted)
+    gap = search["gap"]
+    sure = (
+        "proved the best under the cost model"
+        if search["status"] == "optimal"
+        else f"not proved: no strategy is faster than {seconds(search['lower_bound_s'])} (gap {percent(gap)})"
+    )
+    console.print(f"  search        {search['candidates']:,} candidates; {sure}", markup=False)
+
+
+def print_score(console: Console, cluster: Cluster, strategy: Strategy, predicted: Mapping[str, Any]) -> None:
+    """The same numbers for a strategy that was given, and whether it fits."""
+    _print_numbers(console, cluster, strategy, predicted)
+    if not predicted["feasible"]:
+        over = predicted["peak_memory_gib"] - predicted["capacity_gib"]
+        console.print(
+            f"  DOES NOT FIT: {gib(over)} too much on the fullest device", style="bold red", markup=False
+        )
+
+
+def _print_numbers(
+    console: Console, cluster: Cluster, strategy: Strategy, predicted: Mapping[str, Any]
+) -> None:
+    model, step_s = predicted["model"], predicted["step_time_s"]
+    console.print(
+        f"{model['name']} ({count(model['parameters'])} parameters) on {cluster_words(cluster)}",
+        style="bold",
+        markup=False,
+    )
+    rate = f"{significant(predicted['tokens_per_s_per_device'])} tokens/s per device"
+    spent = sorted(predicted["breakdown_s"].items(), key=lambda item: -item[1])
+    parts = [
+        f"{name.replace('_', ' ')} {percent(value / step_s)}"
+        for name, value in spent
+        if value > 0.005 * step_s
+    ]
+    memory = f"{gib(predicted['peak_memory_gib'])} of {gib(predicted['capacity_gib'])}"
+    for name, text in (
+        ("strategy", strategy_label(strategy)),
+        ("step time", f"{seconds(step_s)} for {strategy.batch.global_:,} sequences"),
+        ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
+        ("peak memory", f"{memory} on the fullest device"),
+        ("time goes to", ", ".join(parts)),
+    ):
+        console.print(f"  {name:<13} {text}", markup=False)
+
+
+def print_explanation(
+    console: Console,
+    cluster: Cluster,
+    strategy: Strategy,
+    predicted: Mapping[str, Any],
+    search: Mapping[str, Any],
+) -> None:
+    """What each decision does, why this strategy, and the best rejected ones."""
+    console.print()
+    for choice in choices(strategy, cluster, predicted):
+        console.print(f"  {choice.name} ({choice.setting}): {choice.text}", markup=False)
+    console.print()
+    for line in why(predicted, search):
+        console.print(f"  {line}", markup=False)
+    table = Table(title="rejected", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("strategy", "step time", "peak memory", "why not"):
+        table.add_column(name, overflow="fold")
+    for other in search["alternatives"]:
+        peak = gib(other["peak_memory_gib"])
+        table.add_row(other["label"], seconds(other["step_time_s"]), peak, other["reason"])
+    if search["alternatives"]:
+        console.print()
+        console.print(table)

@@ -1,0 +1,194 @@
+"""From what a user names (a model, a cluster, a strategy file, options) to a `Problem`.
+
+Cheap inputs are checked first: nobody waits for a capture to hear of a typo. `torch` is imported only where
+the model is not a saved graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.strategy import Execution
+from autoparallel.planner.strategy_file import (
+    ProblemRecord,
+    StrategyFile,
+    apply_settings,
+    merge_constraints,
+    read_strategy_file,
+)
+from autoparallel.profiles import Cluster, cluster_to_dict, load_cluster
+
+UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked, as typed."""
+
+    model: str
+    cluster: str
+    strategy: Path | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    settings: Sequence[str] = ()
+    model_args: Sequence[str] = ()
+    allow_lossy: bool = False
+    objective: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A request whose files and options were read and agree with each other; the model is still to come."""
+
+    request: Request
+    cluster: Cluster
+    constraints: Mapping[str, object]
+    record: ProblemRecord | None
+    seq_len: int | None
+    model_args: Mapping[str, str]
+    objective: Objective
+
+
+def check_request(request: Request) -> Checked:
+    """Read everything but the model. Raises UserError."""
+    cluster = load_cluster(request.cluster)
+    file = read_strategy_file(request.strategy) if request.strategy else None
+    constraints: Mapping[str, object] = file.constraints if file else {}
+    if request.global_batch is not None:
+        batch = {"batch.global": request.global_batch}
+        constraints = merge_constraints(constraints, batch, name="--global-batch:")
+    constraints = apply_settings(constraints, request.settings)
+    record = file.problem if file else None
+    if file and record:
+        _check_record(file, record, request, cluster)
+    seq_len = request.seq_len if request.seq_len is not None else record.seq_len if record else None
+    objective = request.objective or (record.objective if record else None) or Objective.TIME
+    return Checked(
+        request=request,
+        cluster=cluster,
+        constraints=constraints,
+        record=record,
+        seq_len=seq_len,
+        model_args=parse_model_args(request.model_args, record),
+        objective=_objective(objective),
+    )
+
+
+def _objective(word: str) -> Objective:
+    if word not in list(Objective):
+        raise UserError(f"--objective {word}: use one of {', '.join(Objective)}")
+    return Objective(word)
+
+
+def _check_record(file: StrategyFile, record: ProblemRecord, request: Request, cluster: Cluster) -> None:
+    """`[problem]` says what the file was planned for: another sequence length or cluster is refused."""
+    remedy = "plan again, or remove [problem] from the file to use its other keys as constraints"
+    if request.seq_len is not None and record.seq_len not in (None, request.seq_len):
+        raise UserError(
+            f"{file.path}: [problem] seq_len = {record.seq_len}, but --seq-len {request.seq_len} was given; "
+            f"{remedy}"
+        )
+    if request.objective is not None and record.objective not in (None, request.objective):
+        raise UserError(
+            f'{file.path}: [problem] objective = "{record.objective}", but --objective {request.objective} was '
+            f"given; {remedy}"
+        )
+    if record.cluster is not None:
+        wanted = cluster_to_dict(cluster)
+        different = [k for k in (*wanted, *record.cluster) if wanted.get(k) != record.cluster.get(k)]
+        # The name is how the cluster was typed; the same machines under another name are the same.
+        different = [k for k in dict.fromkeys(different) if k not in ("name", "provenance")]
+        if different:
+            raise UserError(
+                f"{file.path}: [problem.cluster] ({record.cluster.get('name', 'unnamed')}) is not the cluster "
+                f"{request.cluster}: {', '.join(different)} differ; {remedy}"
+            )
+
+
+def parse_model_args(given: Sequence[str], record: ProblemRecord | None = None) -> Mapping[str, str]:
+    """`k=v` pairs of `--model-arg`; those of a strategy file where none are given."""
+    result: dict[str, str] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UserError(f"--model-arg {item}: write KEY=VALUE")
+        result[key] = value
+    return result or dict(record.model_args if record else {})
+
+
+def load_graph(checked: Checked) -> ModelGraph:
+    """Capture the model, or read a saved graph; checked against the strategy file's hash. Raises UserError."""
+    spec = checked.request.model
+    is_graph = spec.endswith(".json") and not spec.startswith("hf:")
+    graph = _read_graph(spec, checked) if is_graph else _capture(spec, checked)
+    record = checked.record
+    if record and record.graph_hash is not None and record.graph_hash != graph_hash(graph):
+        raise UserError(
+            f"{checked.request.strategy}: [problem] graph_hash does not match {spec}: the file was planned for "
+            f"{record.model or 'another model'} (or another sequence length or version of it); plan again, or "
+            "remove [problem] from the file to use its other keys as constraints"
+        )
+    return graph
+
+
+def _read_graph(spec: str, checked: Checked) -> ModelGraph:
+    try:
+        text = Path(spec).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{spec}: no such graph file; for a Hugging Face config write hf:{spec}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{spec}: cannot be read: {error}") from None
+    graph = graph_from_json(text, name=spec)
+    if checked.seq_len is not None and checked.seq_len != graph.tokens_per_sample:
+        raise UserError(
+            f"{spec} was captured with a sequence length of {graph.tokens_per_sample}, not {checked.seq_len}; "
+            "leave out --seq-len, or save the graph again from the model with it"
+        )
+    if checked.request.model_args:
+        raise UserError(f"--model-arg means nothing for the saved graph {spec}; leave it out")
+    return graph
+
+
+def _capture(spec: str, checked: Checked) -> ModelGraph:
+    from autoparallel.planner.capture import capture
+    from autoparallel.planner.capture.load import load_model
+
+    loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len)
+    return capture(loaded.module, loaded.example_inputs, name=loaded.name)
+
+
+def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
+    """The problem to plan. The global batch is one sequence per device unless told otherwise."""
+    constraints = checked.constraints
+    chosen = {
+        f.name: constraints[f"execution.{f.name}"]
+        for f in fields(Execution)
+        if f"execution.{f.name}" in constraints
+    }
+    batch = constraints.get("batch.global", checked.cluster.devices)
+    assert isinstance(batch, int)  # the strategy file's schema saw to it
+    return Problem(
+        graph=graph,
+        cluster=checked.cluster,
+        global_batch=batch,
+        objective=checked.objective,
+        constraints=constraints,
+        execution=Execution(**chosen),  # type: ignore[arg-type]
+        allow_lossy=checked.request.allow_lossy,
+    )
+
+
+def roomy(checked: Checked) -> Checked:
+    """The same request on devices whose memory never runs out: what `score` completes a strategy with when
+    nothing fits."""
+    groups = tuple(
+        replace(group, device=replace(group.device, memory_bytes=UNLIMITED_BYTES, reserve_bytes=0.0))
+        for group in checked.cluster.groups
+    )
+    return replace(checked, cluster=replace(checked.cluster, groups=groups))
