@@ -31,39 +31,21 @@ def register_missing_rules() -> None:
 _Rows = Sequence[tuple[list[Any], list[Any]]]
 
 
-def _flash_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    **_: Any,
-) -> _Rows:
-    """(output, logsumexp) from (query, key, value, dropout_p, is_causal, attn_mask)."""
-    rows: list[tuple[list[Any], list[Any]]] = []
-    for placement in (Replicate(), Shard(_HEADS), Shard(_BATCH)):
-        mask = [] if attn_mask is None else [_mask(attn_mask, placement)]
-        rows.append(([placement] * 2, [placement] * 3 + mask))
-    return rows
+def _flash_forward(*_: Any, attn_mask: Any = None, **__: Any) -> _Rows:
+    """(output, logsumexp) from (query, key, value), and the mask if there is one."""
+    return _attention_rows(outputs=2, inputs=3, mask=attn_mask)
 
 
-def _flash_backward(
-    grad_out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    *rest: Any,
-    attn_mask: Any = None,
-    **_: Any,
-) -> _Rows:
+def _flash_backward(*_: Any, attn_mask: Any = None, **__: Any) -> _Rows:
+    """Gradients of query, key, value from (grad, query, key, value, out, logsumexp), and the mask."""
+    return _attention_rows(outputs=3, inputs=6, mask=attn_mask)
+
+
+def _attention_rows(*, outputs: int, inputs: int, mask: Any) -> _Rows:
     rows: list[tuple[list[Any], list[Any]]] = []
     for placement in (Replicate(), Shard(_HEADS), Shard(_BATCH)):
-        mask = [] if attn_mask is None else [_mask(attn_mask, placement)]
-        rows.append(([placement] * 3, [placement] * 6 + mask))
+        of_mask = [] if mask is None else [_mask(mask, placement)]
+        rows.append(([placement] * outputs, [placement] * inputs + of_mask))
     return rows
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -173,7 +172,7 @@ def _pin(module: nn.Module, rule: ModuleRule, mesh: DeviceMesh) -> None:
         module.register_forward_pre_hook(pin_inputs, with_kwargs=True)
     if rule.outputs:
 
-        def pin_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+        def pin_outputs(_: nn.Module, __: Any, output: Any) -> Any:
             if isinstance(output, Tensor):
                 return lay_out(output, rule.outputs[0], mesh)
             if isinstance(output, tuple | list):
@@ -210,8 +209,8 @@ def to_plain(value: Any) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its storage."""
+    """This rank's part of a tensor, sharing its storage; outside autograd."""
     if not isinstance(tensor, DTensor):
-        return tensor
-    part = tensor.to_local() if not tensor.requires_grad else tensor.detach().to_local()
-    return part if not hasattr(part, "wait") else torch.ops._c10d_functional.wait_tensor(part)
+        return tensor.detach()
+    part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return part

@@ -1,0 +1,150 @@
+"""One module (the whole model, or one pipeline stage of it) made parallel by a strategy, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import Strategy, TensorRule
+from autoparallel.runtime.compression import make_reducer
+from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
+from autoparallel.runtime.gradients import GradientSync
+from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.recompute import recompute_blocks
+from autoparallel.runtime.tensor import resolve_rules, shard_tensors
+
+_MIB = 2**20
+_DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """What is computed in, what `parameters()` hold, and what gradients are accumulated and reduced in."""
+
+    compute: torch.dtype
+    param: torch.dtype
+    grad: torch.dtype
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A dtype by its name in strategy files; UserError for those that the runtime does not run."""
+    if name not in _DTYPES:
+        raise UserError(f'dtype "{name}": the runtime runs {", ".join(_DTYPES)}; choose one of them')
+    return _DTYPES[name]
+
+
+def module_dtypes(
+    module: nn.Module, dtype: str | None = None, param_dtype: str | None = None, grad_dtype: str | None = None
+) -> Dtypes:
+    """The module's own dtype for all three, unless told otherwise."""
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    param = torch_dtype(param_dtype) if param_dtype else own
+    return Dtypes(
+        compute=torch_dtype(dtype) if dtype else param,
+        param=param,
+        grad=torch_dtype(grad_dtype) if grad_dtype else param,
+    )
+
+
+class Lowered:
+    """A module after lowering: what a driver of steps has to do around forward and backward passes.
+
+    Per step: `begin(micro_batches)`, then per micro-batch `announce(last)`, forward and backward, at the end
+    `finish()`. A driver that makes FSDP2 reduce once per step whatever the ZeRO level (torch's pipeline
+    schedules do) passes `reductions=1`.
+    """
+
+    def __init__(self, module: nn.Module, *, zero: int, sharded: bool, sync: GradientSync) -> None:
+        self.module, self.sync = module, sync
+        self._zero, self._sharded = zero, sharded
+
+    def begin(self, micro_batches: int, *, reductions: int | None = None) -> None:
+        """Start a step of `micro_batches` forward and backward passes."""
+        own = reductions_per_step(self._zero, micro_batches, sharded=self._sharded)
+        self.sync.begin(own if reductions is None else reductions)
+
+    def announce(self, *, last: bool) -> None:
+        """Say that the next micro-batch comes, and whether it is the step's last."""
+        if self._sharded:
+            announce_micro_batch(self.module, zero=self._zero, last=last)
+
+    def finish(self) -> None:
+        """End the step: `.grad` holds the mean over all data-parallel ranks."""
+        self.sync.finish()
+
+
+def check_rules(module: nn.Module, strategy: Strategy) -> None:
+    """Refuse tensor rules that do not fit the module, before anything is changed."""
+    if strategy.mesh.tp > 1:
+        resolve_rules(module, strategy.tensor, strategy.mesh.tp)
+
+
+def lower_module(
+    module: nn.Module,
+    blocks: Sequence[str],
+    strategy: Strategy,
+    mesh: RankMesh,
+    dtypes: Dtypes,
+    *,
+    recomputed_in_full: int = 0,
+    rules: Sequence[TensorRule] | None = None,
+) -> Lowered:
+    """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
+
+    `blocks` are the paths of its repeated blocks in model order, `recomputed_in_full` of which are recomputed
+    wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules). Every
+    rank must hold the same values before (see `broadcast_state`); afterwards each holds its share.
+    """
+    zero = strategy.shard.zero
+    if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
+        module.to(dtypes.param)
+    if mesh.sizes.tp > 1:
+        shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"))
+    recompute_blocks(module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full)
+    shard_data(
+        module,
+        blocks,
+        mesh,
+        zero=zero,
+        dtype=dtypes.compute,
+        param_dtype=dtypes.param,
+        grad_dtype=dtypes.grad,
+    )
+    if not any(p.is_meta for p in module.parameters()):
+        module.to(mesh.device)
+    group = mesh.group("dp_replicate") if mesh.sizes.dp_replicate > 1 else None
+    sharded = mesh.sizes.dp_shard > 1
+    sync = GradientSync(
+        module.parameters(),
+        make_reducer(group, strategy.grad_sync.compression) if group is not None else None,
+        group=group,
+        grad_dtype=dtypes.grad,
+        bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
+        overlap=strategy.grad_sync.overlap,
+        unsharded_group=mesh.group("dp_shard") if sharded else None,
+    )
+    return Lowered(module, zero=zero, sharded=sharded, sync=sync)
+
+
+def broadcast_state(module: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's parameters and buffers; collective over all ranks. Meta tensors stay."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not tensor.is_meta:
+                _broadcast(tensor, device)
+
+
+def _broadcast(tensor: Tensor, device: torch.device) -> None:
+    sent = tensor.detach().to(device).contiguous()
+    dist.broadcast(sent, src=0)
+    tensor.copy_(sent)

@@ -1,0 +1,67 @@
+"""A rank's share of the batch cut into micro-batches, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+
+from autoparallel.errors import UserError
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor, a tuple or a dict of keyword arguments as positional and keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def split(batch: Any, *, micro: int, count: int, what: str) -> list[Any]:
+    """`batch` (a nest of tensors with samples along dim 0) as `count` micro-batches of `micro` samples.
+
+    Tensors of one sample (masks, positions that all samples share) go to every micro-batch whole. Raises
+    UserError for any other size than `micro * count`.
+    """
+    share = micro * count
+    leaves, _ = tree_flatten_with_path(batch)
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] not in (1, share):
+            raise UserError(
+                f"{what}{keystr(path)} has {leaf.shape[0]} samples (shape {tuple(leaf.shape)}), but this rank's "
+                f"share of the global batch is {share}: {count} micro-batches of {micro}; give that many, or "
+                "plan for another batch.global or batch.micro"
+            )
+
+    def part(index: int) -> Any:
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != share:
+                return tensor
+            return tensor[index * micro : (index + 1) * micro]
+
+        return tree_map_only(Tensor, cut, batch)
+
+    return [part(index) for index in range(count)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Every tensor of a nest on `device`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in a module's output: the output itself, its `.loss`, or its item "loss"."""
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    shown = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+    raise UserError(
+        f"step() without loss_fn needs a model whose output is a scalar loss or has `.loss`; it returned "
+        f"{shown}: pass loss_fn, or labels among the inputs"
+    )

@@ -1,0 +1,64 @@
+"""Recomputation: repeated blocks, or only their attention core, run again in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from autoparallel.errors import UserError
+
+MODES = ("none", "selective", "full")
+
+
+class _RecomputeAttention(TorchFunctionMode):
+    """Runs every `scaled_dot_product_attention` as a checkpoint: only query, key and value are kept.
+
+    Nothing else changes, so that what autograd keeps never grows (a policy that saves every other operator's
+    output would keep more than no recomputation does).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and torch.is_grad_enabled():
+            return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recompute_blocks(module: nn.Module, blocks: Sequence[str], *, mode: str, full: int = 0) -> None:
+    """Make the blocks at these paths recompute: the first `full` of them wholly, the others by `mode`.
+
+    In place, by an instance-level `forward`: names, hooks and class stay.
+    """
+    if mode not in MODES:
+        raise UserError(f'recompute.mode = "{mode}": choose one of {", ".join(MODES)}')
+    for position, path in enumerate(blocks):
+        block = module.get_submodule(path)
+        own = "full" if position < full else mode
+        if own == "full":
+            block.forward = _recomputed(block.forward)
+        elif own == "selective":
+            block.forward = _attention_recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _attention_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _RecomputeAttention():
+            return forward(*args, **kwargs)
+
+    return run
