@@ -89,6 +89,7 @@ class Collective:
     size_bytes: int
     algorithm: str = "auto"
     compression: tuple[str, ...] = ()  # per network level, innermost first; () is none
+    item_bytes: int = 4  # of one number of the tensor: what compression is relative to
     label: str = ""  # breakdown key: tp, cp, ep, pp, dp
 
 

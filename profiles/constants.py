@@ -9,6 +9,7 @@ KERNEL_MODES = ("eager", "fused", "compiled")
 TILES = ("256x128", "128x256", "128x128", "128x64", "64x128", "64x64")
 MEMORY_KINDS = ("elementwise", "norm", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
 PROTOCOLS = ("simple", "ll128", "ll")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 _SINGLE = {
     "kernel.start_s": "device time from the start of a kernel to its first useful work, and from the last to its end",
@@ -36,7 +37,6 @@ _SINGLE = {
     "attention.wave_share_backward": "likewise backward",
     "attention.fill_keys": "keys that filling and draining one query tile costs",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
-    "collective.start_s": "host and device time to start a collective, before the first hop",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
     "collective.nvls_efficiency": "bus bandwidth of in-switch reduction, as a share of the level's",
@@ -45,8 +45,8 @@ _SINGLE = {
     "collective.all_to_all_efficiency": "all-to-all's bandwidth relative to a ring's",
     "collective.peer_s": "further start of each peer in an all-to-all",
     "collective.send_efficiency": "point-to-point bandwidth relative to a ring's",
-    "collective.ramp_bytes": "bytes per rank and step at which half the bandwidth is reached",
-    "collective.host_copies": "copies through host memory of each byte received (Gloo)",
+    "collective.ramp_bytes": "message at which filling the chunk pipeline doubles the time on the wire",
+    "collective.host_s": "host time of a torch.distributed call: the shortest that back-to-back calls take",
     "overlap.compute_slowdown": "further time of computation per second that it runs beside a collective, as a share",
     "overlap.comm_slowdown": "further time of a collective per second that it runs beside computation, as a share",
 }  # fmt: skip
@@ -61,6 +61,11 @@ CONSTANTS: dict[str, str] = {
     **{f"launch_s.{mode}": f"host time per kernel launch, kernels = {mode}" for mode in KERNEL_MODES},
     **{f"gemm.tile.{tile}": f"main-loop efficiency of a {tile} tile relative to the best" for tile in TILES},
     **{f"memory.efficiency.{kind}": f"share of memory bandwidth, {kind} kernels" for kind in MEMORY_KINDS},
+    **{f"collective.start_s.{p}": f"time before the first hop, protocol {p}" for p in PROTOCOLS},
+    **{
+        f"collective.factor.{op}": f"time of {op} relative to its formula, from how the library does it"
+        for op in COLLECTIVES
+    },
     **{f"collective.latency.{p}": f"hop latency of protocol {p} relative to the level's" for p in PROTOCOLS},
     **{f"collective.bandwidth.{p}": f"bandwidth of protocol {p} relative to simple" for p in PROTOCOLS},
 }

@@ -1,0 +1,82 @@
+"""Where the group of a collective sits on the network levels of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoparallel.costmodel.program import Axis
+from autoparallel.errors import UserError
+from autoparallel.profiles.hardware import Cluster, Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A level that the group crosses.
+
+    `inside` members share one port of it, `fan` of its ports take part. `device_bytes_per_s` is one device's
+    share of its port while every device of the node communicates; a group's members in a port add up.
+    """
+
+    index: int
+    level: Level
+    inside: int
+    fan: int
+    device_bytes_per_s: float
+
+    @property
+    def port_bytes_per_s(self) -> float:
+        """What the group may send through one port."""
+        return self.device_bytes_per_s * self.inside
+
+
+def ranks_of(names: Sequence[str], axes: Sequence[Axis]) -> int:
+    """Number of ranks in a group along the named axes."""
+    ranks = 1
+    for axis in axes:
+        if axis.name in names:
+            ranks *= axis.size
+    return ranks
+
+
+def crossings(names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> tuple[Crossing, ...]:
+    """The levels that a group along the named axes crosses, innermost first; none for one rank.
+
+    An axis of stride s has as many neighbours in a unit of L devices as the largest divisor d of its size
+    with d * s dividing L: where groups do not line up with units, the worst placed group counts.
+    """
+    members = [axis for axis in axes if axis.name in names and axis.size > 1]
+    constants = cluster.device.constants
+    found: list[Crossing] = []
+    inside = 1
+    for index, level in enumerate(cluster.levels):
+        within = 1
+        for axis in members:
+            within *= _aligned(axis, level.size)
+        within = max(within, inside)
+        if within > inside:
+            share = constants["collective.efficiency_inner" if index == 0 else "collective.efficiency_outer"]
+            rate = level.bytes_per_s * share / level.oversubscription
+            found.append(
+                Crossing(
+                    index=index, level=level, inside=inside, fan=within // inside, device_bytes_per_s=rate
+                )
+            )
+            inside = within
+    total = ranks_of(names, axes)
+    if inside < total:
+        last = cluster.levels[-1]
+        raise UserError(
+            f"a group of {total} ranks over {'+'.join(names)} does not fit in cluster `{cluster.name}`: "
+            f"its outermost level `{last.name}` joins {last.size} devices"
+        )
+    return tuple(found)
+
+
+def _aligned(axis: Axis, unit: int) -> int:
+    if unit % (axis.stride * axis.size) == 0:
+        return axis.size
+    return max(
+        (d for d in range(1, axis.size + 1) if axis.size % d == 0 and unit % (axis.stride * d) == 0),
+        default=1,
+    )
