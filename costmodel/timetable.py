@@ -52,6 +52,12 @@ class Timetable:
     links: int
 
 
+def phase_of(cost: int) -> tuple[int, str]:
+    """Stage, and field of its `StageCost` (or "reduce"), that an entry of `Timetable.cost` stands for."""
+    stage, column = divmod(cost, _WIDTH)
+    return stage, "reduce" if column == _REDUCE else _COLUMNS[column]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTimes:
     """Seconds from the start of the step: `end_s` and `arrival_s` by row of the timetable.

@@ -1,0 +1,170 @@
+"""Live bytes of every pipeline rank, walked over its actions: no schedule has a formula of its own.
+
+Held all through the step: parameters, gradients (allocated once, as DDP and Megatron do), optimizer state, static
+buffers. A forward adds the saved activations of its blocks until the backward of its micro-batch frees them
+block by block; of a split backward, I frees all but what W needs. While a block runs, its temporaries, what its
+recomputation makes, gathered ZeRO-3 parameters (its own and those fetched ahead) and whole gradients on their way
+to a reduction of every micro-batch live too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autoparallel.costmodel.prediction import StageMemory
+from autoparallel.costmodel.program import Action, ActionKind, BlockWork, CollectiveOp, StageWork
+
+K = ActionKind
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes above what was live before an action, at the action's largest moment."""
+
+    activations: int = 0
+    buffers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationProfile:
+    """A stage's activations for one micro-batch: what it holds between its actions, and the peak of each.
+
+    The peaks of backwards are above what is live without this micro-batch's own activations.
+    """
+
+    saved: int  # from F to B or I
+    weight_saved: int  # from I to W
+    forward: Peak
+    backward: Peak
+    weight: Peak
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """An action, and how many micro-batches each stage of the rank holds when it starts, its own left out.
+
+    `held`: (stage, saved by F, kept from I to W).
+    """
+
+    stage: int
+    kind: ActionKind
+    held: tuple[tuple[int, int, int], ...]
+
+
+def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
+    """The distinct states in which the actions of one rank run; few, because a steady state repeats."""
+    full = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+    weight = dict.fromkeys(full, 0)
+    states: dict[LiveState, None] = {}
+    for action in actions:
+        stage, kind = action.stage, action.kind
+        if kind in (K.BACKWARD, K.BACKWARD_INPUT):
+            full[stage] -= 1
+        elif kind is K.BACKWARD_WEIGHT:
+            weight[stage] -= 1
+        elif kind is not K.FORWARD:
+            continue
+        held = tuple((held_by, full[held_by], weight[held_by]) for held_by in full)
+        states.setdefault(LiveState(stage, kind, held))
+        if kind is K.FORWARD:
+            full[stage] += 1
+        elif kind is K.BACKWARD_INPUT:
+            weight[stage] += 1
+    return tuple(states)
+
+
+def activation_profile(stage: StageWork, *, reduce_every_micro: bool) -> ActivationProfile:
+    """Walk the blocks of a stage forward and backward once."""
+    links = [block for block, count in stage.blocks for _ in range(count)]
+    saved = sum(block.saved_bytes for block in links)
+    weight_saved = sum(_weight_saved(block) for block in links)
+    reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]
+    return ActivationProfile(
+        saved=saved,
+        weight_saved=weight_saved,
+        forward=_forward_peak(links),
+        backward=_backward_peak(links[::-1], saved, reductions[::-1]),
+        weight=Peak(weight_saved, max(map(sum, pairwise([*reductions, 0])), default=0)),
+    )
+
+
+def _weight_saved(block: BlockWork) -> int:
+    return block.saved_bytes if block.weight_saved_bytes is None else block.weight_saved_bytes
+
+
+def _gather_bytes(block: BlockWork) -> int:
+    return block.gather.size_bytes if block.gather is not None else 0
+
+
+def _reduce_bytes(block: BlockWork) -> int:
+    """Whole gradients of a block: what its reduce-scatters take in."""
+    return sum(c.size_bytes for c in block.reduce if c.op is CollectiveOp.REDUCE_SCATTER)
+
+
+def _forward_peak(links: Sequence[BlockWork]) -> Peak:
+    """Largest moment of a forward: a block runs on top of what the blocks before it saved."""
+    gathers = [*map(_gather_bytes, links), 0]
+    peaks, held = [Peak()], 0
+    for number, block in enumerate(links):
+        held += block.saved_bytes
+        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + gathers[number + 1]))
+    return max(peaks, key=_total)
+
+
+def _backward_peak(links: Sequence[BlockWork], saved: int, reductions: Sequence[int]) -> Peak:
+    """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done."""
+    gathers = [*map(_gather_bytes, links), 0]
+    peaks, held, reducing = [Peak()], saved, 0
+    for number, block in enumerate(links):
+        live = held + block.recomputed_bytes + block.backward_temp_bytes
+        peaks.append(Peak(live, gathers[number] + gathers[number + 1] + reductions[number] + reducing))
+        held -= block.saved_bytes
+        reducing = reductions[number]
+    return max(peaks, key=_total)
+
+
+def _total(peak: Peak) -> int:
+    return peak.activations + peak.buffers
+
+
+def rank_memory(
+    rank: int, states: Sequence[LiveState], stages: Sequence[StageWork], profiles: Sequence[ActivationProfile]
+) -> StageMemory:
+    """Bytes of one rank by component at its peak; they sum to `peak`."""
+    own = sorted({stage for state in states for stage, _, _ in state.held})
+    parameters = sum(stages[stage].parameter_bytes for stage in own)
+    gradients = sum(stages[stage].gradient_bytes for stage in own)
+    optimizer = sum(stages[stage].optimizer_bytes for stage in own)
+    static_buffers = sum(stages[stage].buffer_bytes for stage in own)
+    best = Peak()
+    for state in states:
+        held = sum(
+            full * profiles[stage].saved + weight * profiles[stage].weight_saved
+            for stage, full, weight in state.held
+        )
+        profile = profiles[state.stage]
+        peak = {K.FORWARD: profile.forward, K.BACKWARD_WEIGHT: profile.weight}.get(
+            state.kind, profile.backward
+        )
+        here = Peak(held + peak.activations, peak.buffers)
+        best = max(best, here, key=_total)
+    buffers = static_buffers + best.buffers
+    return StageMemory(
+        stage=rank, parameters=parameters, gradients=gradients, optimizer=optimizer,
+        activations=best.activations, buffers=buffers,
+        peak=parameters + gradients + optimizer + best.activations + buffers,
+    )  # fmt: skip
+
+
+def memory_by_rank(
+    states: Sequence[Sequence[LiveState]], stages: Sequence[StageWork], *, reduce_every_micro: bool
+) -> tuple[StageMemory, ...]:
+    """Peak memory of every pipeline rank, from `live_states` of each."""
+    known: dict[int, ActivationProfile] = {}
+    for stage in stages:
+        if id(stage) not in known:
+            known[id(stage)] = activation_profile(stage, reduce_every_micro=reduce_every_micro)
+    profiles = [known[id(stage)] for stage in stages]
+    return tuple(rank_memory(rank, own, stages, profiles) for rank, own in enumerate(states))

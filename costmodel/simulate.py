@@ -1,0 +1,168 @@
+"""`simulate`: from a program and a cluster to seconds, bytes and where they go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoparallel.costmodel.memory import LiveState, live_states, memory_by_rank
+from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction, Span
+from autoparallel.costmodel.price import Pricer, device_of_rank, price_program
+from autoparallel.costmodel.program import Action, ActionKind, Kernel, Program
+from autoparallel.costmodel.program_text import show_action
+from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost
+from autoparallel.costmodel.timetable import PipelineTimes, Timetable, phase_of, pipeline_times, prepare
+from autoparallel.profiles.hardware import Cluster
+
+K = ActionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What of a simulation depends on the actions alone: reuse it for every program with the same `ranks`."""
+
+    timetable: Timetable
+    states: tuple[tuple[LiveState, ...], ...]  # by rank
+
+
+def prepare_simulation(ranks: Sequence[Sequence[Action]], *, overlap: bool = True) -> Prepared:
+    """The order in which all actions of a legal program (`program_check.check`) are simulated."""
+    return Prepared(timetable=prepare(ranks, overlap=overlap), states=tuple(map(live_states, ranks)))
+
+
+def simulate(
+    program: Program,
+    cluster: Cluster,
+    *,
+    pricer: Pricer | None = None,
+    prepared: Prepared | None = None,
+    spans: bool = True,
+) -> Prediction:
+    """Step time, breakdown of the busiest rank, memory of every rank and, with `spans`, the timeline.
+
+    A caller with many programs passes one `pricer` for all, and `prepared` for those with equal `ranks` and
+    `overlap`.
+    """
+    prepared = prepared or prepare_simulation(program.ranks, overlap=program.overlap)
+    costs = price_program(program, cluster, pricer)
+    times = pipeline_times(prepared.timetable, costs)
+    devices = [device_of_rank(program, cluster, rank) for rank in range(len(program.ranks))]
+    return Prediction(
+        step_time_s=times.step_time_s,
+        breakdown_s=breakdown(prepared.timetable, times, costs),
+        memory=memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro),
+        capacity_bytes=min(device.memory_bytes - device.reserve_bytes for device in devices),
+        model_flops=program.model_flops,
+        hardware_flops=program.model_flops + recomputed_flops(program),
+        tokens=program.tokens,
+        devices=devices_of(program),
+        peak_flops_per_s=min(device.peak_flops[program.dtype] for device in devices),
+        spans=timeline(prepared.timetable, times, costs) if spans else (),
+    )
+
+
+def devices_of(program: Program) -> int:
+    """Devices that a program runs on: the product of its mesh axes."""
+    count = 1
+    for axis in program.axes:
+        count *= axis.size
+    return count
+
+
+def recomputed_flops(program: Program) -> int:
+    """FLOPs of recomputation per step, on all devices."""
+    one_device_each = sum(
+        step.flops * step.count * count
+        for stage in program.stages
+        for block, count in stage.blocks
+        for step in block.recompute
+        if isinstance(step, Kernel)
+    )
+    return one_device_each * program.micro_batches * devices_of(program) // len(program.ranks)
+
+
+def breakdown(
+    timetable: Timetable, times: PipelineTimes, costs: Sequence[StageCost]
+) -> tuple[tuple[str, float], ...]:
+    """Where the step of the critical rank goes, in the order of `BREAKDOWN_KEYS`; sums to the step time.
+
+    The critical rank is the one that is busy longest (the first of equals). Waiting for a message counts as
+    `pp_comm` as far as the message was on its way, and as `bubble` beyond; so does the wait for other ranks to
+    end.
+    """
+    phases: list[Counter[tuple[int, str]]] = [Counter() for _ in timetable.steps]
+    for rank, cost_at, link in zip(timetable.rank, timetable.cost, timetable.link, strict=True):
+        if link < 0:
+            phases[rank][phase_of(cost_at)] += 1
+    busy: list[Parts] = []
+    for rank, counted in enumerate(phases):
+        parts = dict.fromkeys(BREAKDOWN_KEYS, 0.0)
+        for (stage, column), count in counted.items():
+            _add(parts, _phase(costs[stage], column), count)
+        for stage in timetable.steps[rank]:
+            _add(parts, costs[stage].step, 1)
+        busy.append(parts)
+    critical = max(range(len(busy)), key=lambda rank: sum(busy[rank].values()))
+    parts = busy[critical]
+    _add_waits(parts, critical, timetable, times)
+    parts["bubble"] = max(0.0, times.step_time_s - sum(s for key, s in parts.items() if key != "bubble"))
+    return tuple(parts.items())
+
+
+def _phase(cost: StageCost, column: str) -> Phase:
+    if column == "reduce":
+        return Phase(parts=(("dp_comm", cost.reduce_s),), total_s=cost.reduce_s)
+    value: Phase = getattr(cost, column)
+    return value
+
+
+def _add(parts: Parts, phase: Phase, count: int) -> None:
+    for key, seconds in phase.parts:
+        parts[key] += seconds * count
+
+
+def _add_waits(parts: Parts, rank: int, timetable: Timetable, times: PipelineTimes) -> None:
+    """Waits of one rank that are not bubble: for messages on their way, and for reductions."""
+    now_s = 0.0
+    for row in range(len(timetable.actions)):
+        if timetable.rank[row] != rank or timetable.link[row] >= 0:
+            continue
+        wait = timetable.wait[row]
+        if wait >= 0 and times.arrival_s[wait] > now_s:
+            parts["pp_comm"] += min(times.arrival_s[wait] - now_s, times.arrival_s[wait] - times.end_s[wait])
+        now_s = times.end_s[row]
+    for _, start_s, end_s in times.steps[rank]:
+        parts["dp_comm"] += start_s - now_s
+        now_s = end_s
+
+
+def timeline(timetable: Timetable, times: PipelineTimes, costs: Sequence[StageCost]) -> tuple[Span, ...]:
+    """Every action that takes time, by rank and start; messages and reductions beside the computation included."""
+    labels = {K.FORWARD: "forward", K.SEND_F: "pp_comm", K.SEND_B: "pp_comm", K.REDUCE_GRAD: "dp_comm"}
+    spans: list[Span] = []
+    for row, action in enumerate(timetable.actions):
+        end_s = times.arrival_s[row]
+        stage, column = phase_of(timetable.cost[row])
+        if timetable.link[row] >= 0:
+            on_link = costs[timetable.message[row] % len(costs)]
+            start_s = end_s - (on_link.reduce_s if action.kind is K.REDUCE_GRAD else on_link.send_s)
+        else:
+            start_s = end_s - _phase(costs[stage], column).total_s
+        if end_s > start_s:
+            label = labels.get(action.kind, "backward")
+            spans.append(
+                Span(
+                    rank=timetable.rank[row],
+                    action=show_action(action),
+                    start_s=start_s,
+                    end_s=end_s,
+                    label=label,
+                )
+            )
+    for rank, steps in enumerate(times.steps):
+        for stage, start_s, end_s in steps:
+            if end_s > start_s:
+                name = show_action(Action(stage, K.STEP))
+                spans.append(Span(rank=rank, action=name, start_s=start_s, end_s=end_s, label="optimizer"))
+    return tuple(sorted(spans, key=lambda span: (span.rank, span.start_s, span.end_s)))
