@@ -1,0 +1,178 @@
+"""Submodules hidden behind one opaque operator while `torch.export` traces what calls them.
+
+Inside, the submodule runs once on fake tensors, which tells the shapes of its outputs, whether it draws random
+numbers, and which of its inputs it really reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel.errors import UserError
+from autoparallel.runtime.torch_private import exporting_seen_as
+
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of a submodule seen while tracing."""
+
+    path: str
+    arguments: list[Any]  # flat; None where `tensor_at` or `size_at` says otherwise
+    spec: pytree.TreeSpec
+    tensor_at: list[int]
+    size_at: list[int]
+    run: Callable[..., Any]  # (args, kwargs) -> output, on fake tensors
+    outputs: list[Any] = field(default_factory=list)  # flat; None where `output_at` says a tensor stands
+    output_at: list[int] = field(default_factory=list)
+    output_spec: pytree.TreeSpec | None = None
+    random: bool = False
+    unread: frozenset[int] = frozenset()  # tensor arguments of which only shape, dtype and device matter
+
+
+_calls: dict[int, Call] = {}  # filled only within `hidden_submodules`: an operator can carry no object
+
+
+@torch.library.custom_op("autoparallel::submodule", mutates_args=())
+def submodule(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) -> list[torch.Tensor]:
+    """Stands for call number `call` of a hidden submodule; sizes are its symbolic integer arguments."""
+    del tensors, sizes, call
+    raise AssertionError("autoparallel::submodule only exists while a module is traced")
+
+
+@submodule.register_fake
+def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) -> list[torch.Tensor]:
+    seen = _calls[call]
+    flat = list(seen.arguments)
+    for at, value in zip([*seen.tensor_at, *seen.size_at], [*tensors, *sizes], strict=True):
+        flat[at] = value
+    args, kwargs = pytree.tree_unflatten(flat, seen.spec)
+    watch = _Watch(tensors)
+    with watch:
+        output = seen.run(args, kwargs)
+    leaves, seen.output_spec = pytree.tree_flatten(output)
+    seen.random = watch.random
+    seen.unread = frozenset(range(len(tensors))) - watch.sources(leaves)
+    seen.output_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    seen.outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    # An operator may not return its own inputs: hand on fresh tensors of the same kind.
+    return [torch.empty_like(leaves[i]) for i in seen.output_at]
+
+
+class _Watch(TorchDispatchMode):
+    """Follows which of `tensors` each value was computed from, and notes whether random numbers were drawn."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.random = False
+        self.kept = list(tensors)  # keeps them alive, so that an id names one tensor
+        self.read: dict[int, frozenset[int]] = {id(t): frozenset({i}) for i, t in enumerate(tensors)}
+
+    def sources(self, values: Any) -> frozenset[int]:
+        """Indices of the watched tensors that `values` depend on."""
+        found = [self.read.get(id(v), frozenset()) for v in pytree.tree_leaves(values)]
+        return frozenset().union(*found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        output = func(*args, **(kwargs or {}))
+        sources = self.sources((args, kwargs))
+        written = [a for a, v in zip(args, func._schema.arguments, strict=False) if v.is_write]
+        for value in pytree.tree_leaves((output, written)):
+            if isinstance(value, torch.Tensor):
+                self.kept.append(value)
+                self.read[id(value)] = sources
+        return output
+
+
+@contextmanager
+def hidden_submodules(module: nn.Module, blocks: frozenset[str]) -> Iterator[Mapping[int, Call]]:
+    """Replace the forward of every submodule that holds no block by one opaque operator. Yields the calls."""
+    inside: list[str] = []  # the opaque submodules being run on fake tensors: what they call is theirs
+    patched = [
+        (child, "forward" in child.__dict__, child.forward)
+        for path, child in module.named_modules()
+        if path and not any(block.startswith(f"{path}.") for block in blocks)
+    ]
+    paths = {id(child): path for path, child in module.named_modules()}
+    for child, _, forward in patched:
+        child.forward = _opaque_forward(child, paths[id(child)], forward, inside, paths[id(child)] in blocks)
+    patched.append((module, "forward" in module.__dict__, module.forward))
+    module.forward = _eager_forward(module.forward)
+    try:
+        yield _calls
+    finally:
+        _calls.clear()
+        for child, own, forward in patched:
+            del child.forward
+            if own:
+                child.forward = forward
+
+
+def _eager_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        with exporting_seen_as(False):
+            return forward(*args, **kwargs)
+
+    return eager
+
+
+def _opaque_forward(
+    child: nn.Module, path: str, forward: Callable[..., Any], inside: list[str], is_block: bool
+) -> Callable[..., Any]:
+    def run(args: Any, kwargs: Any) -> Any:
+        # Fake stand-ins for parameters and buffers, made under the tracer's fake mode.
+        tensors = [
+            *child.named_parameters(remove_duplicate=False),
+            *child.named_buffers(remove_duplicate=False),
+        ]
+        state = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in tensors}
+        inside.append(path)
+        try:
+            with exporting_seen_as(True):
+                return torch.func.functional_call(child, state, args, kwargs, tie_weights=False)
+        finally:
+            inside.pop()
+
+    def opaque(*args: Any, **kwargs: Any) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        if inside:
+            return forward(*args, **kwargs)
+        strange = [leaf for leaf in flat if not isinstance(leaf, (torch.Tensor, torch.SymInt, *CONSTANTS))]
+        if strange and is_block:
+            raise UserError(
+                f"cannot cut at {path}: it is called with a {type(strange[0]).__name__}, which is neither a "
+                "tensor nor a constant. If this is a key-value cache, set use_cache = False in the config."
+            )
+        if strange:
+            return forward(*args, **kwargs)
+        kept = (torch.Tensor, torch.SymInt)
+        call = Call(
+            path=path,
+            arguments=[None if isinstance(leaf, kept) else leaf for leaf in flat],
+            spec=spec,
+            tensor_at=[i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)],
+            size_at=[i for i, leaf in enumerate(flat) if isinstance(leaf, torch.SymInt)],
+            run=run,
+        )
+        number = len(_calls)
+        _calls[number] = call
+        results = submodule([flat[i] for i in call.tensor_at], [flat[i] for i in call.size_at], number)
+        leaves = list(call.outputs)
+        for at, tensor in zip(call.output_at, results, strict=True):
+            leaves[at] = tensor
+        assert call.output_spec is not None
+        return pytree.tree_unflatten(leaves, call.output_spec)
+
+    return opaque
