@@ -8,7 +8,9 @@ from itertools import groupby
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.price import Pricer
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
+from autoparallel.costmodel.simulate import Prepared, prepare_simulation
 from autoparallel.planner import state
 from autoparallel.planner.chain import carried_inputs, even_stages, find_ties, first_positions, stage_ranges
 from autoparallel.planner.local import TENSOR_DTYPE, LocalBlock, Setting
@@ -50,6 +52,26 @@ class Expander:
     _schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _prepared: dict[tuple[str, int, int, int, bool], Prepared] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _pricers: list[Pricer] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def pricer(self) -> Pricer:
+        """Prices of kernels and collectives on this cluster, shared by every strategy."""
+        if not self._pricers:
+            self._pricers.append(Pricer(self.cluster))
+        return self._pricers[0]
+
+    def prepared(self, strategy: Strategy) -> Prepared:
+        """What of a strategy's simulation depends on its schedule alone."""
+        pipeline = strategy.pipeline
+        overlap = strategy.grad_sync.overlap
+        key = (pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches, overlap)
+        if key not in self._prepared:
+            self._prepared[key] = prepare_simulation(self.schedule(strategy), overlap=overlap)
+        return self._prepared[key]
 
     def index(self, block: int, *, dropout: bool) -> BlockIndex:
         """The block's look-ups; dropout off turns its operators into views."""

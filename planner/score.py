@@ -13,11 +13,16 @@ from autoparallel.profiles.hardware import Cluster
 
 
 def score(
-    graph: ModelGraph, cluster: Cluster, strategy: Strategy, expander: Expander | None = None
+    graph: ModelGraph,
+    cluster: Cluster,
+    strategy: Strategy,
+    expander: Expander | None = None,
+    *,
+    spans: bool = True,
 ) -> Prediction:
     """The prediction for a complete strategy, whether it fits in memory or not.
 
-    An `expander` of the same graph and cluster shares work between calls. Raises UserError, naming every
+    An `expander` of the same graph and cluster shares work between calls; `spans` asks for the timeline. Raises UserError, naming every
     problem, where the strategy cannot run.
     """
     problems = strategy_problems(graph, cluster, strategy)
@@ -25,4 +30,10 @@ def score(
         raise UserError("\n".join(problems))
     if expander is None:
         expander = Expander(graph=graph, cluster=cluster)
-    return simulate(expander.program(strategy), cluster)
+    return simulate(
+        expander.program(strategy),
+        cluster,
+        pricer=expander.pricer,
+        prepared=expander.prepared(strategy),
+        spans=spans,
+    )
