@@ -13,9 +13,9 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy import Strategy
 
 GIB = 1024**3
-# Spans that a strategy file keeps of a timeline: enough to see fill, steady state and drain of most pipelines,
-# and still a file that opens in an editor.
-TIMELINE_SPANS = 1200
+# Spans per pipeline rank that a strategy file keeps of a timeline: enough to see fill, steady state and drain,
+# few enough to tell them apart in a picture.
+TIMELINE_SPANS_PER_RANK = 64
 # Likewise of the strategies that the search priced: what the scatter shows.
 EXPLORED_POINTS = 300
 
@@ -102,11 +102,12 @@ def timeline_table(spans: Sequence[Span]) -> dict[str, Any]:
 
 def _ends(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[float, float] | None]:
     """The first two thirds and last third of the spans that are kept, and the seconds cut out between."""
-    if len(spans) <= TIMELINE_SPANS:
+    most = TIMELINE_SPANS_PER_RANK * len({span.rank for span in spans})
+    if len(spans) <= most:
         return spans, None
     by_start = sorted(spans, key=lambda s: s.start_s)
-    from_s = by_start[TIMELINE_SPANS * 2 // 3].start_s
-    until_s = by_start[-(TIMELINE_SPANS // 3)].start_s
+    from_s = by_start[most * 2 // 3].start_s
+    until_s = by_start[-(most // 3)].start_s
     if until_s <= from_s:
         return spans, None
     kept = [s for s in spans if s.start_s < from_s or s.start_s >= until_s]

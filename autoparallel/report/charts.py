@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoparallel.costmodel.prediction import Span
-from autoparallel.report.numbers import gib, seconds, significant
+from autoparallel.report.numbers import gib, seconds, tick_seconds
 
 WIDTH = 920.0
 LEFT = 64.0  # room for axis labels
@@ -112,7 +112,7 @@ def memory_bars(stages: Sequence[Mapping[str, Any]], capacity_gib: float | None)
         height=bottom + 24,
         boxes=tuple(boxes),
         x_ticks=tuple(ticks),
-        y_ticks=_ticks(0.0, ceiling, to_y, lambda v: significant(v) if v else "0"),
+        y_ticks=_ticks(0.0, ceiling, to_y, lambda v: f"{v:g}"),
         limit=limit,
         bottom=bottom,
     )
@@ -148,7 +148,7 @@ def timeline(spans: Sequence[Span], cut_s: tuple[float, float] | None) -> Chart:
         )
     every = math.ceil(ranks / 24)
     shown = [r for r in range(ranks) if r % every == 0]
-    x_ticks = _ticks(0.0, cut_s[0] if cut_s else end_s, to_x, seconds)
+    x_ticks = _ticks(0.0, cut_s[0] if cut_s else end_s, to_x, tick_seconds)
     if cut_s:
         x_ticks = (*x_ticks, Tick(at=WIDTH - 30.0, label=seconds(end_s)))
     return Chart(
@@ -250,8 +250,8 @@ def scatter(
         height=bottom + 40,
         dots=tuple(dots),
         line=" ".join(f"{to_x(c.step_time_s):.1f},{to_y(c.peak_gib):.1f}" for c in edge),
-        x_ticks=_log_ticks(min(times) / 1.05, max(times) * 1.05, to_x, seconds),
-        y_ticks=_log_ticks(min(sizes) / 1.1, max(sizes) * 1.1, to_y, significant),
+        x_ticks=_log_ticks(min(times) / 1.05, max(times) * 1.05, to_x, tick_seconds),
+        y_ticks=_log_ticks(min(sizes) / 1.1, max(sizes) * 1.1, to_y, lambda v: f"{v:g}"),
         limit=Tick(at=to_y(capacity_gib), label=f"capacity {gib(capacity_gib)}") if capacity_gib else None,
         bottom=bottom,
     )

@@ -18,6 +18,14 @@ def seconds(value: float) -> str:
     return f"{significant(value * 1e6)} µs"
 
 
+def tick_seconds(value: float) -> str:
+    """A round number of seconds, on an axis: `1.5 s`, `200 ms`, `50 µs`."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value * 1e6:g} µs"
+
+
 def significant(value: float, digits: int = 3) -> str:
     """`value` to that many significant digits, with thousands separated and never in exponents."""
     if value == 0 or not math.isfinite(value):

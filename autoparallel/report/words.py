@@ -78,12 +78,12 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
         found.append(_pipeline(strategy, where["pp"], predicted))
     found.extend(_data(strategy, where, predicted))
     if "cp" in where:
-        text = f"each sequence is split over {where['cp'].size} devices, {_over(where['cp'])}"
+        text = f"Each sequence is split over {where['cp'].size} devices, which talk {_over(where['cp'])}"
         found.append(Choice(name="Context parallelism", setting=f"cp = {where['cp'].size}", text=text + "."))
     if "tp" in where:
         found.append(_tensor(strategy, where["tp"], predicted))
     if not found:
-        text = "the whole model trains on one device; nothing is communicated."
+        text = "The whole model trains on one device; nothing is communicated."
         found.append(Choice(name="One device", setting="1 device", text=text))
     found.append(_batch(strategy))
     found.append(_recompute(strategy, predicted))
@@ -91,8 +91,8 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
 
 
 def _over(place: Place) -> str:
-    neighbours = "neighbours" if place.stride == 1 else f"{place.stride} devices apart"
-    return f"{neighbours}, over {place.level.name} ({bandwidth(place.level.bytes_per_s)} per device and direction)"
+    apart = "side by side" if place.stride == 1 else f"{place.stride} devices apart"
+    return f"over {place.level.name} ({bandwidth(place.level.bytes_per_s)} per device and direction; {apart})"
 
 
 def _cost(predicted: Mapping[str, Any], key: str, what: str) -> str:
@@ -111,7 +111,7 @@ def _pipeline(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) ->
     dealt = f"{blocks[0]}" if len(set(blocks)) == 1 else f"{min(blocks)} to {max(blocks)}"
     chunks = "stages" if strategy.pipeline.virtual_stages == 1 else "chunks"
     text = (
-        f"the {times(sum(blocks), 'block')} are cut into {len(blocks)} {chunks} ({even} {dealt}); "
+        f"The {times(sum(blocks), 'block')} are cut into {len(blocks)} {chunks} ({even} {dealt}); "
         f"activations travel between ranks {_over(place)}. "
         f"{_SCHEDULES.get(strategy.pipeline.schedule, strategy.pipeline.schedule)}; "
         f"{times(strategy.micro_batches, 'micro-batch').replace('batchs', 'batches')} a step."
@@ -135,26 +135,26 @@ def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str
         place = where["dp_shard"]
         text = (
             f"{times(place.size, 'replica')} read different samples; {_ZERO[strategy.shard.zero]}. "
-            f"They talk to devices {_over(place)}."
+            f"They talk {_over(place)}."
         )
         setting = f"dp_shard = {place.size}, zero = {strategy.shard.zero}"
         found.append(Choice(name="Sharded data parallelism", setting=setting, text=text + cost))
     if "dp_replicate" in where:
         place = where["dp_replicate"]
         what = "copies of the sharded group" if mesh.dp_shard > 1 else "copies of the model"
-        text = f"{place.size} {what} read different samples and average their gradients; they stand {_over(place)}."
+        text = f"{place.size} {what} read different samples and average their gradients {_over(place)}."
         setting = f"dp_replicate = {place.size}"
         extra = "" if "dp_shard" in where else cost
         found.append(Choice(name="Replicated data parallelism", setting=setting, text=text + extra))
     lossy = [c for c in strategy.grad_sync.compression if c != "none"]
     if lossy and found:
-        text = f"gradients travel as {', '.join(strategy.grad_sync.compression)} (per network level, innermost first)."
+        text = f"Gradients travel as {', '.join(strategy.grad_sync.compression)} (per network level, innermost first)."
         found.append(Choice(name="Gradient compression", setting=", ".join(lossy), text=text))
     return found
 
 
 def _tensor(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) -> Choice:
-    text = f"the matrices of every block are split over {place.size} devices, {_over(place)}."
+    text = f"The matrices of every block are split over {place.size} devices, which talk {_over(place)}."
     if strategy.shard.sequence_parallel:
         text += (
             " Between them, activations are split along the sequence, which saves memory at no extra traffic."
@@ -180,9 +180,9 @@ def _batch(strategy: Strategy) -> Choice:
 def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
     mode, per_stage = strategy.recompute.mode, strategy.recompute.per_stage
     text = {
-        "none": "every activation is kept until its backward pass.",
-        "selective": "the attention core is computed again in the backward pass instead of being kept.",
-        "full": "each block keeps only its input and is computed again before its backward pass.",
+        "none": "Every activation is kept until its backward pass.",
+        "selective": "The attention core is computed again in the backward pass instead of being kept.",
+        "full": "Each block keeps only its input and is computed again before its backward pass.",
     }[mode]
     if any(per_stage) and mode != "full":
         text += f" Besides, {sum(per_stage)} blocks are recomputed in full ({', '.join(map(str, per_stage))} by chunk)."
@@ -214,6 +214,6 @@ def why(predicted: Mapping[str, Any], search: Mapping[str, Any]) -> tuple[str, .
             words = f"{percent(slower)} slower" if slower >= 0 else f"{percent(-slower)} faster"
             reason = other.get("reason", "")
             found.append(
-                f"The nearest rejected strategy, {other.get('label', 'another')}, would be {words}: {reason}"
+                f"The nearest rejected strategy, {other.get('label', 'another')}, would be {words}: {reason.rstrip('.')}."
             )
     return tuple(found)

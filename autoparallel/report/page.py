@@ -1,0 +1,174 @@
+"""The report: one HTML page from a strategy file alone, with everything it needs inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from autoparallel.answer import read_timeline
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.strategy_file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.planner.strategy_write import literal
+from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.report import charts, numbers
+from autoparallel.report.figures import cluster_figures, device_figures, kinds
+from autoparallel.report.words import choices, cluster_words, places, why
+
+# Above this share of the capacity, a plan is one surprise away from running out of memory.
+NEARLY_FULL = 0.95
+
+_MEANINGS = {
+    "forward": "computing the loss",
+    "backward": "computing gradients",
+    "recompute": "computing dropped activations a second time",
+    "tp_comm": "tensor parallelism: exchanging activations inside blocks",
+    "cp_comm": "context parallelism: exchanging keys and values",
+    "ep_comm": "expert parallelism: sending tokens to their experts",
+    "pp_comm": "pipeline: waiting for activations and gradients on the way between stages",
+    "dp_comm": "data parallelism: gradients and sharded parameters, where nothing hides it",
+    "bubble": "pipeline: waiting with nothing to compute",
+    "optimizer": "updating the parameters",
+    "other": "everything else",
+}
+
+
+def render_report(file: StrategyFile) -> str:
+    """The page for a file that `plan` wrote. Raises UserError for one that does not say what it predicts."""
+    if not file.predicted or file.problem is None or file.problem.cluster is None:
+        raise UserError(
+            f"{file.path}: has no [predicted] or no [problem.cluster]; only a file that `autoparallel plan` wrote "
+            "can be reported on: run plan with it as --strategy first"
+        )
+    missing = missing_keys(file.constraints)
+    if missing:
+        raise UserError(f"{file.path}: {', '.join(missing)} missing; run plan with it as --strategy first")
+    strategy = strategy_from_constraints(file.constraints, name=file.path)
+    cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
+    try:
+        context = _context(file, strategy, cluster)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{file.path}: [predicted] or [search] is not as plan writes it ({error!r}); plan again"
+        ) from None
+    return _environment().from_string(_resource("page.html.j2")).render(context)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "seconds": numbers.seconds,
+        "gib": numbers.gib,
+        "percent": numbers.percent,
+        "count": numbers.count,
+        "significant": numbers.significant,
+        "px": lambda value: f"{value:.1f}",
+    }
+    return environment
+
+
+def _resource(name: str) -> str:
+    return (files("autoparallel.report") / name).read_text(encoding="utf-8")
+
+
+def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[str, Any]:
+    predicted, search = file.predicted, file.search
+    assert file.problem is not None
+    cut_us = predicted.get("timeline", {}).get("cut_us")
+    cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
+    spans = read_timeline(predicted.get("timeline", {}))
+    explored = [
+        charts.Candidate(step_time_s=time_s, peak_gib=peak, fits=fits, label=label)
+        for time_s, peak, fits, label in search.get("explored", ())
+    ]
+    chosen = charts.Candidate(
+        step_time_s=predicted["step_time_s"],
+        peak_gib=predicted["peak_memory_gib"],
+        fits=predicted["feasible"],
+        label="",
+    )
+    capacity = predicted.get("capacity_gib")
+    return {
+        "style": _resource("style.css"),
+        "path": file.path,
+        "problem": file.problem,
+        "predicted": predicted,
+        "search": search,
+        "strategy": strategy,
+        "cluster": cluster,
+        "cluster_words": cluster_words(cluster),
+        "choices": choices(strategy, cluster, predicted),
+        "why": why(predicted, search),
+        "places": places(strategy.mesh, cluster),
+        "cost": _cost(cluster, predicted),
+        "breakdown": charts.breakdown_bar(predicted["breakdown_s"]),
+        "meanings": _MEANINGS,
+        "memory": charts.memory_bars(predicted["memory_gib_by_stage"], capacity),
+        "memory_parts": charts.MEMORY_PARTS,
+        "timeline": charts.timeline(spans, cut_s) if spans else None,
+        "cut_s": cut_s,
+        "scatter": charts.scatter(explored, chosen, capacity) if explored else None,
+        "figures": _figures(cluster),
+        "kinds": kinds(cluster),
+        "settings": _settings(strategy),
+        "warnings": warnings(strategy, predicted, search, cluster),
+    }
+
+
+def _figures(cluster: Cluster) -> list[tuple[str, list[Any]]]:
+    devices = {group.device.name: group.device for group in cluster.groups}
+    tables = [(name, list(device_figures(device))) for name, device in devices.items()]
+    return [*tables, ("network", list(cluster_figures(cluster)))]
+
+
+def _settings(strategy: Strategy) -> list[tuple[str, str]]:
+    from autoparallel.planner.strategy_file import strategy_to_constraints
+
+    keys = strategy_to_constraints(strategy)
+    return [(key, literal(value)) for key, value in keys.items() if key != "tensor"]
+
+
+def _cost(cluster: Cluster, predicted: Mapping[str, Any]) -> dict[str, float] | None:
+    """Price of a step and of a trillion tokens where every group of the cluster has a price."""
+    prices = [group.price_per_device_hour for group in cluster.groups]
+    if any(price is None for price in prices):
+        return None
+    per_hour = sum(g.devices * (g.price_per_device_hour or 0.0) for g in cluster.groups)
+    per_hour *= predicted["devices"] / cluster.devices
+    step = per_hour * predicted["step_time_s"] / 3600
+    return {"step": step, "trillion_tokens": step / predicted["tokens_per_step"] * 1e12}
+
+
+def warnings(
+    strategy: Strategy, predicted: Mapping[str, Any], search: Mapping[str, Any], cluster: Cluster
+) -> list[str]:
+    """What a person should know before trusting or running the plan."""
+    found = list(predicted.get("warnings", ()))
+    capacity = predicted.get("capacity_gib")
+    if not predicted["feasible"]:
+        found.append("This strategy does not fit into the memory of the devices.")
+    elif capacity and predicted["peak_memory_gib"] > NEARLY_FULL * capacity:
+        share = numbers.percent(predicted["peak_memory_gib"] / capacity)
+        found.append(
+            f"The fullest device uses {share} of its memory: little room for what no model foresees."
+        )
+    if any(c not in ("none", "fp16", "bf16") for c in strategy.grad_sync.compression):
+        found.append("Gradients are compressed with loss beyond rounding: watch convergence.")
+    elif any(c != "none" for c in strategy.grad_sync.compression):
+        found.append("Gradients are rounded to 16 bits for synchronisation.")
+    if search.get("status") == "feasible":
+        found.append("The search ended before its proof; a better strategy may exist.")
+    if predicted["devices"] < cluster.devices:
+        found.append(f"Only {predicted['devices']} of {cluster.devices} devices are used.")
+    counted = kinds(cluster)
+    guessed = counted.get("fitted", 0)
+    if guessed and not counted.get("measured"):
+        found.append(
+            "No figure of this cluster was measured on it: predictions rest on data sheets and fits."
+        )
+    return found
