@@ -1,1 +1,7 @@
-"""From a torch module to a ModelGraph. The only part of the planner that imports torch."""
+"""Capture: a module becomes a `ModelGraph`. The only part of planning that needs torch."""
+
+from __future__ import annotations
+
+from autoparallel.planner.capture.capture import capture
+
+__all__ = ["capture"]

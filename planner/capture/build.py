@@ -1,0 +1,241 @@
+"""Turns the traces of one module at three micro-batches into a `ModelGraph`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from autoparallel.costmodel.graph import Block, Instance, ModelGraph, Parameter, TensorSpec
+from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.gradients import weight_only_launches
+from autoparallel.planner.capture.operators import OperatorMaker
+from autoparallel.planner.capture.records import Trace
+from autoparallel.planner.capture.saved import saved_by_call
+from autoparallel.planner.capture.split import Link, repeated_paths, split
+from autoparallel.planner.capture.tracer import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Which link makes and which links use each value."""
+
+    maker: dict[int, int]
+    users: dict[int, tuple[int, ...]]
+
+
+def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str) -> ModelGraph:
+    """The graph of `module`, whose training step was traced at three micro-batches."""
+    _check_alike(traces)
+    trace = traces[0]
+    links = split(trace, repeated_paths(module))
+    flow = _flow(trace, links)
+    fit = Fit(tuple(t.micro_batch for t in traces))
+    parameters = _parameters_by_link(module, trace, links)
+    blocks: list[Block] = []
+    chain: list[Instance] = []
+    saved = saved_by_call(trace, links)
+    weights = weight_only_launches(trace)
+    for position, link in enumerate(links):
+        maker = OperatorMaker(traces=traces, fit=fit, link=link, saved=saved, weight_only=weights)
+        inputs, outputs = _boundary(trace, links, flow, position)
+        block = Block(
+            name="",
+            inputs=tuple(fit.spec([t.values[v].meta for t in traces]) for v in inputs),
+            outputs=(),
+            operators=maker.operators(inputs),
+            parameters=parameters[position],
+            buffers=maker.buffers(),
+        )
+        block = replace(block, outputs=tuple(maker.value_name(v) for v in outputs))
+        if block not in blocks:
+            blocks.append(block)
+        sends = _sends(traces, flow, fit, position)
+        chain.append(Instance(block=blocks.index(block), path=link.path, repeated=link.repeated, sends=sends))
+    return ModelGraph(
+        name=name,
+        dtype=_main_dtype(module),
+        blocks=_named(blocks, chain, module),
+        chain=tuple(chain),
+        tokens_per_sample=_tokens_per_sample(trace),
+        has_loss=trace.loss >= 0,
+        pipeline_cuts=_linear(chain),
+        warnings=(f"{fit.misses} sizes are not affine in the micro-batch; they are extrapolated",)
+        if fit.misses
+        else (),
+    )
+
+
+def _check_alike(traces: Sequence[Trace]) -> None:
+    first = traces[0]
+    for other in traces[1:]:
+        if [c.name for c in other.calls] != [c.name for c in first.calls]:
+            raise ModelError(
+                f"the model runs other operators with a batch of {other.micro_batch} than with one of "
+                f"{first.micro_batch}: make its forward independent of the batch size"
+            )
+
+
+def _flow(trace: Trace, links: Sequence[Link]) -> Flow:
+    maker: dict[int, int] = {}
+    users: dict[int, list[int]] = defaultdict(list)
+    for position, link in enumerate(links):
+        for index in link.calls:
+            call = trace.calls[index]
+            for value in call.inputs:
+                if position not in users[value]:
+                    users[value].append(position)
+            for value in call.outputs:
+                maker[value] = position
+    return Flow(maker, {value: tuple(where) for value, where in users.items()})
+
+
+def _boundary(
+    trace: Trace, links: Sequence[Link], flow: Flow, position: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Values a link reads (what the link before made first, then by first use) and hands on (in the order in
+    which the next link reads them, then the rest)."""
+    inputs = _reads(trace, links, flow, position)
+    later = [v for v, made in flow.maker.items() if made == position and _leaves(trace, flow, v, position)]
+    following = _reads(trace, links, flow, position + 1) if position + 1 < len(links) else ()
+    order = {value: rank for rank, value in enumerate(following)}
+    outputs = tuple(sorted(later, key=lambda v: (order.get(v, len(order)), v)))
+    return inputs, outputs
+
+
+def _leaves(trace: Trace, flow: Flow, value: int, position: int) -> bool:
+    return value in trace.outputs or any(user != position for user in flow.users.get(value, ()))
+
+
+def _reads(trace: Trace, links: Sequence[Link], flow: Flow, position: int) -> tuple[int, ...]:
+    seen: list[int] = []
+    for index in links[position].calls:
+        for value in trace.calls[index].inputs:
+            outside = flow.maker.get(value, -1) != position
+            if outside and trace.values[value].origin in {"call", "input"} and value not in seen:
+                seen.append(value)
+    return tuple(sorted(seen, key=lambda v: flow.maker.get(v, -1) != position - 1))
+
+
+def _sends(traces: Sequence[Trace], flow: Flow, fit: Fit, position: int) -> tuple[TensorSpec, ...]:
+    """Activations made at or before `position` and used after it that carry a gradient or come from floats."""
+    trace = traces[0]
+    alive = [
+        v
+        for v, made in flow.maker.items()
+        if made <= position
+        and any(user > position for user in flow.users.get(v, ()))
+        and (trace.values[v].requires_grad or trace.values[v].on_floats)
+    ]
+    return tuple(fit.spec([t.values[v].meta for t in traces]) for v in alive)
+
+
+def _linear(chain: Sequence[Instance]) -> bool:
+    """One activation, and nothing else, passes from each repeated instance to the rest of the model."""
+    repeated = [i for i, link in enumerate(chain) if link.repeated]
+    paths = [chain[i].path for i in repeated]
+    return (
+        len(repeated) > 1
+        and len(set(paths)) == len(paths)
+        and all(len(chain[i].sends) == 1 for i in range(repeated[0], repeated[-1]))
+    )
+
+
+def _parameters_by_link(
+    module: nn.Module, trace: Trace, links: Sequence[Link]
+) -> list[tuple[Parameter, ...]]:
+    """The parameters of each link: all below a repeated module's path; elsewhere those that the glue uses, and
+    in the first glue those that nothing uses."""
+    names: dict[int, list[str]] = defaultdict(list)
+    tensors = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        tensors[id(parameter)] = parameter
+    of_name = {alias: key for key, aliases in names.items() for alias in aliases}
+    held: list[list[tuple[str, int]]] = [[] for _ in links]  # (absolute name, tensor)
+    for position, link in enumerate(links):
+        if link.repeated:
+            held[position] = [(n, key) for n, key in of_name.items() if n.startswith(link.path + ".")]
+        else:
+            held[position] = _used_names(trace, link, names, of_name)
+    placed = {key for entries in held for _, key in entries}
+    glue = next((i for i, link in enumerate(links) if not link.repeated), 0)
+    held[glue] += [(aliases[0], key) for key, aliases in names.items() if key not in placed]
+    count: dict[int, int] = defaultdict(int)
+    for entries in held:
+        for _, key in entries:
+            count[key] += 1
+
+    def make(name: str, key: int, prefix: str) -> Parameter:
+        tensor = tensors[key]
+        return Parameter(
+            name=name.removeprefix(prefix),
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            trainable=tensor.requires_grad,
+            tied=names[key][0] if count[key] > 1 else "",
+        )
+
+    return [
+        tuple(make(n, key, f"{link.path}." if link.repeated else "") for n, key in entries)
+        for link, entries in zip(links, held, strict=True)
+    ]
+
+
+def _used_names(
+    trace: Trace, link: Link, names: dict[int, list[str]], of_name: dict[str, int]
+) -> list[tuple[str, int]]:
+    """Parameters that glue uses, under the name nearest to the module that calls."""
+    used: dict[str, int] = {}
+    for index in link.calls:
+        call = trace.calls[index]
+        path = trace.frames[call.frame].path
+        for value in call.inputs:
+            if trace.values[value].origin == "param":
+                key = of_name[trace.values[value].name]
+                used[nearest_name(names[key], path)] = key
+    return list(used.items())
+
+
+def nearest_name(aliases: Sequence[str], path: str) -> str:
+    """Of the names of a tied parameter the one that belongs to the module at `path`, else the first."""
+    return next((a for a in aliases if a.rpartition(".")[0] == path), aliases[0])
+
+
+def _named(blocks: Sequence[Block], chain: Sequence[Instance], module: nn.Module) -> tuple[Block, ...]:
+    """Blocks named after the class of the module they are, numbered where a class has several."""
+    result: list[Block] = []
+    taken: dict[str, int] = defaultdict(int)
+    for index, block in enumerate(blocks):
+        link = next(link for link in chain if link.block == index)
+        base = type(module.get_submodule(link.path)).__name__ if link.repeated else "glue"
+        taken[base] += 1
+        name = base if taken[base] == 1 and link.repeated else f"{base}_{taken[base] - (not link.repeated)}"
+        result.append(replace(block, name=name))
+    return tuple(result)
+
+
+def _main_dtype(module: nn.Module) -> str:
+    sizes: dict[str, int] = defaultdict(int)
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[dtype_name(parameter.dtype)] += parameter.numel()
+    return max(sizes, key=lambda d: sizes[d]) if sizes else "float32"
+
+
+def _tokens_per_sample(trace: Trace) -> int:
+    """The length of the first (batch, length) tensor of indices that an embedding looks up; 1 without one."""
+    for call in trace.calls:
+        if call.name == "embedding":
+            for value in call.inputs:
+                meta = trace.values[value].meta
+                if (
+                    meta.dtype.startswith("int")
+                    and len(meta.shape) == 2
+                    and meta.shape[0] == trace.micro_batch
+                ):
+                    return meta.shape[1]
+    return 1

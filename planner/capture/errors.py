@@ -1,0 +1,13 @@
+"""What can go wrong while a model is captured."""
+
+from __future__ import annotations
+
+from autoparallel.errors import UserError
+
+
+class ModelError(UserError):
+    """The model cannot be loaded or called: the path, the name, the arguments or the configuration are wrong."""
+
+
+class UntraceableError(Exception):
+    """A value that only real data has was asked for while the model ran on the meta device."""

@@ -1,0 +1,202 @@
+"""Hugging Face `config.json` files: the architecture they name on the meta device, and inputs that train it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoparallel.planner.capture.errors import ModelError
+
+# The sequence length where neither the user nor the model says one (kind: chosen).
+DEFAULT_SEQ_LEN = 4096
+
+# Samples in the example inputs. Capture chooses its own batch sizes.
+_SAMPLES = 2
+
+# For a config without `architectures`: the first of these tables of transformers that knows the model type.
+_TASKS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+
+
+def load_huggingface(path: Path, seq_len: int | None) -> tuple[torch.nn.Module, dict[str, Any], str]:
+    """Module, keyword inputs and name for a `config.json` or the folder that holds it."""
+    file = path / "config.json" if path.is_dir() else path
+    raw = _read(file)
+    config = _config(file, raw)
+    module = _build(file, raw, config)
+    module.train()
+    inputs = _example_inputs(file, module, config, seq_len)
+    return module, inputs, file.parent.name if file.name == "config.json" else file.stem
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{file}: no such file; give a config.json or the folder that holds it") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file}: not a config: expected an object, found {type(raw).__name__}")
+    if raw.get("auto_map"):
+        raise ModelError(
+            f"{file}: auto_map asks for code from a repository, which is never run; load the model in a file of "
+            "your own and pass FILE.py:NAME"
+        )
+    if not isinstance(raw.get("model_type"), str):
+        raise ModelError(f"{file}: model_type is missing; is this a Hugging Face config.json?")
+    return raw
+
+
+def _config(file: Path, raw: dict[str, Any]) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ModelError(
+            "hf: models need transformers: pip install 'autoparallel-planner[transformers]'"
+        ) from error
+    settings = {k: v for k, v in raw.items() if k not in {"model_type", "auto_map", "transformers_version"}}
+    try:
+        config = AutoConfig.for_model(raw["model_type"], **settings)
+    except ValueError as error:
+        if "Unrecognized model identifier" not in str(error) and "not a" not in str(error):
+            raise ModelError(f"{file}: {error}") from error
+        raise ModelError(
+            f"{file}: transformers does not know model_type {raw['model_type']!r}; upgrade it, or pass your own "
+            "code as FILE.py:NAME"
+        ) from error
+    except Exception as error:
+        raise ModelError(f"{file}: not a valid {raw['model_type']} config: {error}") from error
+    config.use_cache = False  # a cache of keys and values is for generation
+    return config
+
+
+def _build(file: Path, raw: dict[str, Any], config: Any) -> torch.nn.Module:
+    import transformers
+
+    architecture = (raw.get("architectures") or [_architecture(raw["model_type"])])[0]
+    known = getattr(transformers, str(architecture), None)
+    if not (inspect.isclass(known) and issubclass(known, transformers.PreTrainedModel)):
+        raise ModelError(
+            f"{file}: architectures: transformers {transformers.__version__} has no {architecture!r}; use one it "
+            "has, or pass your own code as FILE.py:NAME"
+        )
+    try:
+        with torch.device("meta"):
+            module: torch.nn.Module = known._from_config(config)
+    except Exception as error:
+        raise ModelError(
+            f"{file}: {architecture} cannot be built: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _architecture(model_type: str) -> str | None:
+    from transformers.models.auto import modeling_auto
+
+    for task in _TASKS:
+        found = getattr(modeling_auto, task).get(model_type)
+        if found:
+            return str(found if isinstance(found, str) else found[0])
+    return None
+
+
+def _example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) -> dict[str, Any]:
+    """Inputs that reach the loss: what the model is made for, and labels where `forward` takes them."""
+    accepted = inspect.signature(module.forward).parameters
+    main = module.main_input_name
+    text = config.get_text_config()
+    length = seq_len or _default_length(text)
+    inputs: dict[str, Any] = {}
+    if main == "input_ids":
+        _check_length(file, module, text, length)
+        inputs["input_ids"] = _tokens(text, length)
+    elif main == "pixel_values":
+        height, width = _image_size(file, config)
+        inputs["pixel_values"] = _floats(module, getattr(config, "num_channels", 3), height, width)
+    elif main == "input_features":
+        frames = 2 * config.max_source_positions  # Whisper's second convolution halves the frames
+        inputs["input_features"] = _floats(module, config.num_mel_bins, frames)
+        length = seq_len or config.max_target_positions
+    else:
+        raise ModelError(
+            f"{file}: {type(module).__name__} is fed {main}, for which no example is known; build it in a file of "
+            "your own and pass FILE.py:NAME"
+        )
+    if "labels" in accepted:
+        inputs["labels"] = _labels(module, text, length)
+        if "next_sentence_label" in accepted:
+            inputs["next_sentence_label"] = torch.zeros(_SAMPLES, dtype=torch.int64)
+    elif main == "input_ids" and config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = _tokens(text, length)
+    return inputs
+
+
+def _default_length(config: Any) -> int:
+    for key in ("max_position_embeddings", "n_positions", "max_target_positions"):
+        length = getattr(config, key, None)
+        if isinstance(length, int) and length > 0:
+            return min(length, DEFAULT_SEQ_LEN)
+    return DEFAULT_SEQ_LEN
+
+
+def _check_length(file: Path, module: torch.nn.Module, config: Any, length: int) -> None:
+    """A learned table of positions bounds the sequence; rotary and relative positions do not."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or length <= longest:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding) and part.num_embeddings == longest:
+            raise ModelError(
+                f"{file}: sequence length {length} is more than the {longest} positions of {name}; use --seq-len "
+                f"{longest} or less, or raise max_position_embeddings"
+            )
+
+
+def _tokens(config: Any, length: int) -> torch.Tensor:
+    row = torch.arange(length) % max(getattr(config, "vocab_size", length), 1)
+    return row.expand(_SAMPLES, length).contiguous()
+
+
+def _labels(module: torch.nn.Module, config: Any, length: int) -> torch.Tensor:
+    from transformers.models.auto import modeling_auto
+
+    one_per_sample = {
+        name
+        for task in (
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+            "MODEL_FOR_IMAGE_CLASSIFICATION",
+            "MODEL_FOR_MULTIPLE_CHOICE",
+        )
+        for found in getattr(modeling_auto, f"{task}_MAPPING_NAMES").values()
+        for name in ([found] if isinstance(found, str) else found)
+    }
+    if type(module).__name__ in one_per_sample:
+        return torch.zeros(_SAMPLES, dtype=torch.int64)
+    return _tokens(config, length)
+
+
+def _image_size(file: Path, config: Any) -> tuple[int, int]:
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, list | tuple) and len(size) == 2:
+        return int(size[0]), int(size[1])
+    raise ModelError(f"{file}: image_size is missing; add it, or pass your own code as FILE.py:NAME")
+
+
+def _floats(module: torch.nn.Module, *shape: int) -> torch.Tensor:
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    return torch.empty((_SAMPLES, *shape), dtype=dtype, device="meta")

@@ -1,0 +1,171 @@
+"""Runs a model on the meta device whatever device it is written for, and remembers the values of small
+integer tensors, so that code that looks at position ids or an attention mask takes the path it takes in earnest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from autoparallel.planner.capture.errors import UntraceableError
+
+# Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
+# attention masks over the square of the sequence do not (kind: chosen; it bounds the memory of a capture).
+KNOWN_VALUES_LIMIT = 1 << 20
+
+# Factories whose contents are given by their arguments.
+_FACTORIES = frozenset(
+    {"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "linspace", "tril_indices", "triu_indices"}
+)
+
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of the storage behind `tensor`."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class MetaMode(TorchDispatchMode):
+    """Every operator runs on the meta device; `observer` is told of each, below autograd."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+        self._known: dict[tuple[object, ...], torch.Tensor] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._converted: dict[int, torch.UntypedStorage] = {}
+        self._alive: list[object] = []  # storages are told apart by address: none may be freed
+
+    def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A meta tensor that aliases as `tensor` does, with its values remembered where they are small."""
+        if tensor.device.type == "meta":
+            return tensor
+        key = storage_key(tensor)
+        if key not in self._converted:
+            size = max(tensor.untyped_storage().nbytes(), 1)
+            self._converted[key] = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+            self._alive.append(tensor)
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        with torch.no_grad():
+            meta.set_(self._converted[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() <= KNOWN_VALUES_LIMIT:
+            self.remember(meta, tensor.detach().cpu())
+        return meta
+
+    def remember(self, meta: torch.Tensor, real: torch.Tensor) -> None:
+        """From now on the values of `meta` are those of `real`."""
+        self._known[self._key(meta)] = real
+        self._alive.append(meta)
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of a tensor, where they are remembered."""
+        return self._known.get(self._key(tensor))
+
+    def _key(self, meta: torch.Tensor) -> tuple[object, ...]:
+        return (storage_key(meta), meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        leaves = [self._argument(leaf) for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, spec)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._item(args[0])
+        real = self._run_known(func, leaves, spec)
+        if real is None:
+            self._forget_mutated(func, args)
+            out = self._run(func, args, kwargs)
+        else:
+            out = self._like(func, args, kwargs, real)
+        self._alive.append(out)
+        self._observer(func, args, kwargs, out)
+        return out
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self.to_meta(leaf)
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        return leaf
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        value = self.known(tensor)
+        if value is None:
+            raise UntraceableError("its control flow depends on the values of a tensor")
+        return value.item()
+
+    def _run_known(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        """The result on real values, if all of the operator's inputs are known; else None."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        name = func._schema.name.split("::")[-1]
+        if not tensors and name not in _FACTORIES:
+            return None
+        if any(t.numel() > KNOWN_VALUES_LIMIT for t in tensors):
+            return None
+        values = {id(t): self.known(t) for t in tensors}
+        if any(value is None for value in values.values()):
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags or not _small(func, leaves, name):
+            return None
+        real_leaves = [
+            values[id(leaf)]
+            if isinstance(leaf, torch.Tensor)
+            else torch.device("cpu")
+            if isinstance(leaf, torch.device)
+            else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = tree_unflatten(real_leaves, spec)
+        if not tensors:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        if not tensors and any(a.name == "device" for a in func._schema.arguments):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
+        """The result on meta tensors, with `real` remembered as its values."""
+        if torch.Tag.dynamic_output_shape in func.tags:
+            out = tree_map(lambda t: torch.empty_like(t, device="meta") if _is_tensor(t) else t, real)
+        else:
+            out = self._run(func, args, kwargs)
+        for meta, value in zip(tree_flatten(out)[0], tree_flatten(real)[0], strict=True):
+            if _is_tensor(meta):
+                self.remember(meta, value)
+        return out
+
+    def _forget_mutated(self, func: Any, args: tuple[Any, ...]) -> None:
+        if not func._schema.is_mutable or not args:
+            return
+        for leaf in tree_flatten(args[0])[0]:
+            if _is_tensor(leaf):
+                storage = storage_key(leaf)
+                self._known = {k: v for k, v in self._known.items() if k[0] != storage}
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _small(func: Any, leaves: list[Any], name: str) -> bool:
+    """Whether the result on real values is cheap enough to compute."""
+    if name in {"expand", "repeat", "broadcast_to"} or name in _FACTORIES:
+        sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
+        product = 1
+        for size in sizes:
+            product *= max(abs(size), 1)
+        return product <= KNOWN_VALUES_LIMIT or name in {"arange", "expand"}
+    shape = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    try:
+        return torch.broadcast_shapes(*shape).numel() <= KNOWN_VALUES_LIMIT
+    except RuntimeError:
+        return True

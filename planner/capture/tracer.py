@@ -1,0 +1,273 @@
+"""Runs one forward and backward pass of a module on the meta device and notes every call, kernel and storage.
+
+The module's own Python code runs, as it does in training: a `TorchFunctionMode` sees the torch functions it
+calls, a dispatch mode the kernels below them, `saved_tensors_hooks` what autograd keeps, and the sequence number
+of the running autograd node tells which call a backward kernel belongs to.
+"""
+
+from __future__ import annotations
+
+import bisect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
+from autoparallel.planner.capture.records import Call, Frame, Launch, Meta, SavedStorage, Trace, Value
+from autoparallel.planner.capture.whole import replacement
+
+_NO_OVERRIDE = {
+    name: (lambda *_: False)
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without the prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """Shape, dtype, storage and distinct elements of a tensor."""
+    distinct = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        distinct *= size if stride else min(size, 1)
+    return Meta(tuple(tensor.shape), dtype_name(tensor.dtype), distinct, storage_key(tensor))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class Tracer(TorchFunctionMode):
+    """Collects a `Trace`; see `trace_step`."""
+
+    def __init__(self, module: torch.nn.Module, micro_batch: int) -> None:
+        super().__init__()
+        self.trace = Trace(micro_batch=micro_batch, frames=[Frame(path="", parent=-1)])
+        self.meta_mode = MetaMode(self._observe)
+        self._paths = {id(m): path for path, m in module.named_modules()}
+        self._frame = 0
+        self._values: dict[int, int] = {}  # id(tensor) -> value
+        self._by_storage: dict[int, int] = {}  # storage -> the value that made it
+        self._alive: list[object] = []
+        self._call: Call | None = None
+        self._backward_starts: list[int] | None = None
+        self._opened: dict[object, Callable[..., Any]] = {}
+
+    # -- values ------------------------------------------------------------------------------------------------
+
+    def declare(self, tensor: torch.Tensor, origin: str, name: str, on_floats: bool = False) -> int:
+        """Register a tensor that exists before the step: parameter, buffer or input."""
+        return self._new_value(
+            tensor, Value(meta=meta_of(tensor), origin=origin, name=name, on_floats=on_floats)
+        )
+
+    def _new_value(self, tensor: torch.Tensor, value: Value) -> int:
+        index = len(self.trace.values)
+        value.requires_grad = tensor.requires_grad
+        self.trace.values.append(value)
+        self._values[id(tensor)] = index
+        self._alive.append(tensor)
+        self._by_storage.setdefault(value.meta.storage, index)
+        return index
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value a tensor stands for; one never seen before becomes a constant or an alias of its storage."""
+        if id(tensor) in self._values:
+            return self._values[id(tensor)]
+        meta = self.meta_mode.to_meta(tensor)
+        if (storage := storage_key(meta)) in self._by_storage:
+            self._values[id(tensor)] = self._by_storage[storage]
+            self._alive.append(tensor)
+            return self._by_storage[storage]
+        constant = Value(meta=meta_of(meta), origin="constant", name=f"constant_{len(self.trace.values)}")
+        return self._new_value(tensor, constant)
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._call is not None or self._backward_starts is not None:
+            return func(*args, **kwargs)
+        if isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__):
+            with self:
+                return self._open(func)(*args, **kwargs)
+        return self._record(func, args, kwargs)
+
+    def _open(self, func: types.FunctionType) -> Callable[..., Any]:
+        """A copy of one of torch's Python functions that does not ask for overrides: its body is seen instead."""
+        if func not in self._opened:
+            copy = types.FunctionType(
+                func.__code__,
+                func.__globals__ | _NO_OVERRIDE,
+                func.__name__,
+                func.__defaults__,
+                func.__closure__,
+            )
+            copy.__kwdefaults__ = func.__kwdefaults__
+            self._opened[func] = copy
+        return self._opened[func]
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.__name__
+        if name in {"__get__", "__set__"}:
+            name = getattr(func.__self__, "__name__", name)
+        call = Call(name=name, frame=self._frame, first_node=torch.autograd._get_sequence_nr())
+        inputs = [self.value_of(t) for t in _tensors((args, kwargs))]
+        before = [t._version for t in _tensors((args, kwargs))]
+        self._call = call
+        try:
+            out = (replacement(name) or func)(*args, **kwargs)
+        finally:
+            self._call = None
+        results = _tensors(out)
+        mutated = [
+            t for t, version in zip(_tensors((args, kwargs)), before, strict=True) if t._version != version
+        ]
+        fresh = [t for t in results if all(t is not m for m in mutated)]
+        unchanged = [t for t in fresh if id(t) in self._values]
+        if not call.forward and len(unchanged) == len(fresh) and not mutated:
+            return out  # a size, a flag, or the argument itself: nothing ran
+        call.inputs = inputs
+        call.constants = tuple(
+            leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, int | float | bool | str)
+        )
+        index = len(self.trace.calls)
+        self.trace.calls.append(call)
+        on_floats = any(self.trace.values[i].on_floats for i in inputs)
+        for position, tensor in enumerate([*fresh, *mutated]):
+            value = Value(
+                meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats
+            )
+            call.outputs.append(self._new_value(tensor, value))
+        return out
+
+    def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        tensors_in, tensors_out = _tensors((args, kwargs)), _tensors(out)
+        metas_in, metas_out = tuple(map(meta_of, tensors_in)), tuple(map(meta_of, tensors_out))
+        storages = {m.storage for m in metas_in}
+        mutates = func._schema.is_mutable
+        launch = Launch(
+            target=str(func),
+            inputs=metas_in,
+            outputs=metas_out,
+            is_view=not mutates and all(m.storage in storages for m in metas_out),
+            mutates=mutates,
+            signature=tree_flatten((args, kwargs))[0] and (func, args, kwargs),
+        )
+        if self._backward_starts is not None:
+            node = torch._C._current_autograd_node()
+            sequence = node._sequence_nr() if node is not None else 0
+            owner = bisect.bisect_right(self._backward_starts, sequence) - 1
+            self.trace.calls[max(owner, 0)].backward.append(launch)
+            self.trace.backward.append(launch)
+        elif self._call is not None:
+            self._call.forward.append(launch)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (
+            self._backward_starts is None
+            and tensor.device.type == "meta"
+            and (self._call or self.trace.calls)
+        ):
+            # Outside a call it is a custom autograd function that saves: it belongs to the call before.
+            index = len(self.trace.calls) if self._call else len(self.trace.calls) - 1
+            call = self._call or self.trace.calls[index]
+            saved = SavedStorage(
+                storage=storage_key(tensor),
+                storage_bytes=tensor.untyped_storage().nbytes(),
+                meta=meta_of(tensor),
+                call=index,
+                position=len(call.saved),
+            )
+            call.saved.append(saved)
+            self._alive.append(tensor)
+        return tensor
+
+    # -- modules -----------------------------------------------------------------------------------------------
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        if id(module) in self._paths:
+            self.trace.frames.append(Frame(path=self._paths[id(module)], parent=self._frame))
+            self._frame = len(self.trace.frames) - 1
+
+    def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+        if id(module) in self._paths and self._frame:
+            self._frame = self.trace.frames[self._frame].parent
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything that runs inside is noted."""
+        with ExitStack() as stack:
+            hooks = torch.nn.modules.module
+            enter = hooks.register_module_forward_pre_hook(self._enter)
+            stack.callback(enter.remove)
+            leave = hooks.register_module_forward_hook(self._leave, always_call=True)
+            stack.callback(leave.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.meta_mode)
+            stack.enter_context(self)
+            yield
+
+    def run_backward(self, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        """The backward pass of `outputs` towards `wanted` (the parameters)."""
+        self._backward_starts = [call.first_node for call in self.trace.calls]
+        with self.meta_mode:
+            ones = [torch.ones_like(t) for t in outputs]
+            gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        for gradient in gradients:
+            if gradient is not None:
+                self._alive.append(gradient)
+                self.trace.parameter_gradients.add(storage_key(gradient))
+
+
+def trace_step(
+    module: torch.nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...], micro_batch: int
+) -> Trace:
+    """Trace a forward and backward pass of a module whose parameters and `inputs` are on the meta device.
+
+    `inputs` are keyword or positional arguments. A single scalar output that needs a gradient is the loss; else all outputs
+    that need one are differentiated.
+    """
+    tracer = Tracer(module, micro_batch)
+    for name, parameter in module.named_parameters():
+        tracer.declare(parameter, "param", name)
+    for name, buffer in module.named_buffers():
+        tracer.declare(buffer, "buffer", name)
+    inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
+    for position, tensor in enumerate(_tensors(inputs)):
+        tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
+    with tracer.recording():
+        result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+    outputs = _tensors(_plain(result))
+    tracer.trace.outputs = [tracer.value_of(t) for t in outputs]
+    wanted = [p for p in module.parameters() if p.requires_grad]
+    differentiable = [t for t in outputs if t.requires_grad]
+    loss = next((t for t in differentiable if t.numel() == 1), None)
+    if loss is not None:
+        tracer.trace.loss, differentiable = tracer.value_of(loss), [loss]
+    if differentiable and wanted:
+        tracer.run_backward(differentiable, wanted)
+    return tracer.trace
+
+
+def _plain(result: Any) -> Any:
+    """Model outputs as plain containers: a mapping or dataclass becomes the list of its values."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, Mapping):
+        return [_plain(v) for v in result.values()]
+    if isinstance(result, list | tuple):
+        return [_plain(v) for v in result]
+    if hasattr(result, "__dict__"):
+        return [_plain(v) for v in vars(result).values()]
+    return []

@@ -1,0 +1,69 @@
+"""Functions that stay one operator: attention, whose unfused form the meta device would otherwise show, and
+dropout, whose form on a CPU is not that of an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Attention(torch.autograd.Function):
+    """scaled_dot_product_attention as flash attention keeps it: query, key, value, output and the log-sum-exp.
+
+    Source: the saved tensors of aten::_scaled_dot_product_flash_attention in torch's derivatives.yaml. Seed and
+    offset of the random generator (32 bytes) are left out; a mask is kept, as the memory-efficient kernel does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+        # The layout that the flash kernels return: (batch, length, heads, size) seen transposed, so that the
+        # transpose that models do next is contiguous again.
+        out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(-3, -2)
+        statistics = query.new_empty(
+            (*batch, query.shape[-3], query.shape[-2]),
+            dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+        )
+        ctx.save_for_backward(query, key, value, mask, out, statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, mask, _, _ = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        tensors = (query, key, value, mask)
+        return tuple(torch.empty_like(t) if need else None for t, need in zip(tensors, needs, strict=True))
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Same signature as torch.nn.functional.scaled_dot_product_attention."""
+    if query.dim() == 3:  # heads are folded into the batch: one head each
+        out: torch.Tensor = Attention.apply(query[None], key[None], value[None], attn_mask)
+        return out[0]
+    result: torch.Tensor = Attention.apply(query, key, value, attn_mask)
+    return result
+
+
+def dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+    """torch.dropout as accelerators run it: one kernel, and a mask of one byte an element for the backward."""
+    if p == 0 or not train:
+        return input
+    return torch.native_dropout(input, p, train)[0]
+
+
+def replacement(name: str) -> Callable[..., Any] | None:
+    """What runs instead of torch's function called `name`; None for almost all."""
+    return {"scaled_dot_product_attention": attention, "dropout": dropout}.get(name)
