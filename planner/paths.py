@@ -1,150 +1,100 @@
-"""Longest paths through a pipeline schedule: how long it takes for given stage times, and which of them count.
+"""Which actions decide how long a step takes: the critical path through a timetable.
 
-Computations and their order make a directed graph: an action waits for the one before it on its rank, a forward
-for the forward of the stage before (and its hop), a backward for the backward of the stage after. Every path is
-a lower bound on the step for *all* stage times, linear in them: that is what the stage problem's cuts are.
+`costmodel.timetable.pipeline_times` is a longest-path computation. The path that it finds for one deal of blocks
+to stages is a lower bound on the step for *every* deal under the same schedule, linear in what the stages take:
+that is where the stage problem's rows come from.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoparallel.costmodel.program import Action, ActionKind
+from autoparallel.costmodel.stage_cost import StageCost
+from autoparallel.costmodel.timetable import PipelineTimes, Timetable, phase_of
 
-KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-_CODE = {kind: i for i, kind in enumerate(KINDS)}
-Times = Sequence[Sequence[float]]  # [kind][stage], seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dag:
-    """Actions in an order that respects every dependency; -1 where there is none."""
-
-    kind: tuple[int, ...]
-    stage: tuple[int, ...]
-    before: tuple[int, ...]  # the action before it on its rank
-    source: tuple[int, ...]  # the action that makes its input
-    crosses: tuple[bool, ...]  # the input comes from another rank
-    last: tuple[int, ...]  # the last action of each rank
-    stages: int
+SEND, REDUCE, STEP, TIED = "send", "reduce", "step", "tied"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """How often each (kind, stage) and each hop after a stage stands on one path that ends on `rank`."""
+    """How often each (part, stage) stands on one path. Parts: the fields of StageCost that hold a phase, "send"
+    out of a stage and back into it, "reduce" (what is left of it after the last backward), "tied"."""
 
-    rank: int
-    counts: tuple[tuple[int, ...], ...]  # [kind][stage]
-    forward_hops: tuple[int, ...]  # hops of activations out of stage s
-    backward_hops: tuple[int, ...]  # hops of gradients out of stage s
+    terms: tuple[tuple[str, int, int], ...]
 
 
-def build_dag(order: Sequence[Sequence[Action]], stages: int) -> Dag:
-    """The dependency graph of a compute order (only F, B, I and W)."""
-    seat: dict[tuple[int, int, int | None], tuple[int, int]] = {}
-    homes = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    at, done = [0] * len(order), [-1] * len(order)
-    rows: list[tuple[int, int, int, int, bool]] = []
-    waiting = True
-    while waiting:
-        waiting = False
-        for rank, actions in enumerate(order):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                need = _needs(action, stages)
-                if need is not None and need not in seat:
-                    break
-                source, home = seat[need] if need is not None else (-1, rank)
-                code = _CODE[action.kind]
-                rows.append((code, action.stage, done[rank], source, home != rank))
-                done[rank] = len(rows) - 1
-                produced = 1 if code in (1, 2) else code
-                seat[produced, action.stage, action.micro] = (done[rank], homes[action.stage])
-                at[rank] += 1
-                waiting = True
-    assert all(a == len(actions) for a, actions in zip(at, order, strict=True)), "the order deadlocks"
-    kind, stage, before, source_of, crosses = zip(*rows, strict=True)
-    return Dag(
-        kind=kind, stage=stage, before=before, source=source_of, crosses=crosses, last=tuple(done), stages=stages
-    )  # fmt: skip
+def part_s(cost: StageCost, part: str) -> float:
+    """Seconds of one part of a stage."""
+    flat = {SEND: cost.send_s, REDUCE: cost.reduce_s, TIED: cost.tied_s}
+    return flat[part] if part in flat else float(getattr(cost, part).total_s)
 
 
-def _needs(action: Action, stages: int) -> tuple[int, int, int | None] | None:
-    """(kind, stage, micro-batch) of the action whose output this one needs from another stage, if any."""
-    code = _CODE[action.kind]
-    if code == 0:
-        return (0, action.stage - 1, action.micro) if action.stage else None
-    if code == 3:
-        return None
-    return (1, action.stage + 1, action.micro) if action.stage < stages - 1 else None
+def path_s(path: Path, costs: Sequence[StageCost]) -> float:
+    """Seconds along a path: a lower bound on the step for any stage costs."""
+    return sum(count * part_s(costs[stage], part) for part, stage, count in path.terms)
 
 
-def finish_times(
-    dag: Dag, times: Times, forward_hop: Sequence[float], backward_hop: Sequence[float]
-) -> list[float]:
-    """When each action ends at the earliest, in the order of the graph."""
-    end: list[float] = []
-    for kind, stage, before, source, crosses in zip(
-        dag.kind, dag.stage, dag.before, dag.source, dag.crosses, strict=True
-    ):
-        start = end[before] if before >= 0 else 0.0
-        if source >= 0:
-            arrival = end[source]
-            if crosses:
-                arrival += forward_hop[stage - 1] if kind == 0 else backward_hop[stage + 1]
-            if arrival > start:
-                start = arrival
-        end.append(start + times[kind][stage])
-    return end
+def critical_path(timetable: Timetable, costs: Sequence[StageCost], times: PipelineTimes) -> Path:
+    """The path that makes the step as long as it is."""
+    terms: Counter[tuple[str, int]] = Counter()
+    row = _through_steps(timetable, costs, times, terms)
+    before, held = _predecessors(timetable)
+    while row >= 0:
+        start_s = 0.0
+        following = before[row]
+        if following >= 0:
+            start_s = times.end_s[following]
+        if timetable.link[row] < 0:
+            stage, column = phase_of(timetable.cost[row])
+            terms[column, stage] += 1
+            other = timetable.wait[row]
+        else:
+            message = timetable.message[row]
+            stages = len(costs)
+            terms[(SEND, message) if message < stages else (REDUCE, message - stages)] += 1
+            other = held[row]
+        if other >= 0 and times.arrival_s[other] > start_s:
+            following = other
+        row = following
+    return Path(terms=tuple((part, stage, count) for (part, stage), count in sorted(terms.items())))
 
 
-def longest_path(
-    dag: Dag,
-    times: Times,
-    forward_hop: Sequence[float],
-    backward_hop: Sequence[float],
-    tails: Sequence[float],
-) -> tuple[float, Path]:
-    """The latest end of any rank, `tails[rank]` seconds after its last action, and the path that decides it."""
-    end = finish_times(dag, times, forward_hop, backward_hop)
-    rank = max(range(len(dag.last)), key=lambda r: end[dag.last[r]] + tails[r])
-    counts = [[0] * dag.stages for _ in KINDS]
-    hops = [[0] * dag.stages, [0] * dag.stages]
-    at = dag.last[rank]
-    while at >= 0:
-        kind, stage, source = dag.kind[at], dag.stage[at], dag.source[at]
-        counts[kind][stage] += 1
-        before = dag.before[at]
-        start = end[before] if before >= 0 else 0.0
-        if source >= 0:
-            sender = stage - 1 if kind == 0 else stage + 1
-            delay = (forward_hop if kind == 0 else backward_hop)[sender] if dag.crosses[at] else 0.0
-            if end[source] + delay > start:
-                hops[0 if kind == 0 else 1][sender] += dag.crosses[at]
-                at = source
-                continue
-        at = before
-    path = Path(
-        rank=rank, counts=tuple(map(tuple, counts)), forward_hops=tuple(hops[0]), backward_hops=tuple(hops[1])
+def _predecessors(timetable: Timetable) -> tuple[list[int], list[int]]:
+    """Per row, the computation before it on its rank, and the message before it on its link (-1: none)."""
+    last_on_rank = [-1] * len(timetable.steps)
+    last_on_link = [-1] * timetable.links
+    before, held = [], []
+    for row, (rank, link) in enumerate(zip(timetable.rank, timetable.link, strict=True)):
+        before.append(last_on_rank[rank])
+        if link < 0:
+            held.append(-1)
+            last_on_rank[rank] = row
+        else:
+            held.append(last_on_link[link])
+            last_on_link[link] = row
+    return before, held
+
+
+def _through_steps(
+    timetable: Timetable, costs: Sequence[StageCost], times: PipelineTimes, terms: Counter[tuple[str, int]]
+) -> int:
+    """Follow the optimizer back from the end of the step; the row that it waited for."""
+    rank = max(range(len(times.steps)), key=lambda r: times.steps[r][-1][2] if times.steps[r] else 0.0)
+    last = max(
+        (row for row, r in enumerate(timetable.rank) if r == rank and timetable.link[row] < 0), default=-1
     )
-    return end[dag.last[rank]] + tails[rank], path
-
-
-def path_length(
-    path: Path,
-    times: Times,
-    forward_hop: Sequence[float],
-    backward_hop: Sequence[float],
-    tails: Sequence[float],
-) -> float:
-    """Seconds along a path: a lower bound on the step for any stage times."""
-    work = sum(
-        n * t
-        for row, line in zip(path.counts, times, strict=True)
-        for n, t in zip(row, line, strict=True)
-        if n
-    )
-    there = sum(n * t for n, t in zip(path.forward_hops, forward_hop, strict=True))
-    back = sum(n * t for n, t in zip(path.backward_hops, backward_hop, strict=True))
-    return work + there + back + tails[path.rank]
+    computed_s = times.end_s[last] if last >= 0 else 0.0
+    for position in range(len(times.steps[rank]) - 1, -1, -1):
+        stage, start_s, _ = times.steps[rank][position]
+        terms[STEP, stage] += 1
+        free_s = times.steps[rank][position - 1][2] if position else computed_s
+        if start_s <= free_s:
+            continue
+        if times.arrival_s[timetable.reduce_row[stage]] >= start_s:
+            return timetable.reduce_row[stage]
+        tied = [s for s, cost in enumerate(costs) if cost.tied_s > 0.0]
+        terms[TIED, max(tied, key=lambda s: costs[s].tied_s)] += 1
+        return max((timetable.reduce_row[s] for s in tied), key=lambda r: times.arrival_s[r])
+    return last

@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.errors import UserError
+from autoparallel.planner.legal import head_counts, tensor_sizes
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy import AXES
 from autoparallel.profiles.hardware import Cluster
@@ -33,8 +35,9 @@ Bools = NDArray[np.bool_]
 T = TypeVar("T")
 
 MODES = ("none", "selective", "full")  # recompute.mode
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b")
-INTERLEAVED = SCHEDULES.index("interleaved-1f1b")
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
+OPEN_SCHEDULES = SCHEDULES[:4]  # tried unasked; the others when the user names them
+NONE = SCHEDULES.index("none")
 MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPEN_AXES = frozenset({"pp", "dp_replicate", "dp_shard", "tp"})  # axes that may be larger than one
 MAX_VIRTUAL_STAGES = 8  # chunks per rank tried unasked; bubbles shrink as 1/chunks, messages grow as chunks
@@ -103,19 +106,26 @@ class Space:
     compressions: tuple[tuple[str, ...], ...]
     zeros: tuple[int, ...]
     schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
+    chunks: int | None  # number of chunks, where the user deals the blocks
+    schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
     repeated: int  # blocks that may be dealt to stages
+
+    def plan_fits(self, shapes: Shapes, schedule: int, chunks: int) -> Bools:
+        """Shapes that may run a schedule with so many chunks per rank."""
+        same = np.ones(len(shapes), dtype=np.int64)
+        fits = schedule_fits(schedule * same, chunks * same, shapes.pp, shapes.micro_batches, self.repeated)
+        if self.chunks is not None:
+            fits &= shapes.pp * chunks == self.chunks
+        return fits if self.schedule_fixed else fits & ((shapes.pp == 1) == (schedule == NONE))
 
     def counts(self) -> Ints:
         """Number of variants of each shape."""
-        pp, shard, replicas = self.shapes.pp, self.shapes.dp_shard, self.shapes.dp_replicate
+        shard, replicas = self.shapes.dp_shard, self.shapes.dp_replicate
         orders = self.meshes.placed.sum(axis=1)[self.shapes.mesh]
         zeros = sum(
             zero_fits(np.full_like(shard, z), shard * self.shapes.cp).astype(np.int64) for z in self.zeros
         )
-        plans = sum(
-            schedule_fits(np.full_like(pp, s), np.full_like(pp, v), pp, self.shapes.micro_batches, self.repeated)
-            .astype(np.int64) for s, v in self.schedules
-        )  # fmt: skip
+        plans = sum(self.plan_fits(self.shapes, s, v).astype(np.int64) for s, v in self.schedules)
         wires = np.where(shard * replicas * self.shapes.cp > 1, len(self.compressions), 1)
         return np.asarray(orders * zeros * plans * wires, dtype=np.int64)
 
@@ -137,6 +147,8 @@ def build_space(problem: Problem) -> Space:
         compressions=(fixed,) if fixed is not None else compressions(problem.cluster, lossy=lossy),
         zeros=_only(problem.fixed_int("shard.zero"), (0, 1, 2, 3)),
         schedules=_schedules(problem),
+        chunks=_fixed_chunks(problem),
+        schedule_fixed=problem.fixed_word("pipeline.schedule") is not None,
         repeated=len(problem.graph.repeated_positions),
     )
 
@@ -174,8 +186,7 @@ def variants(space: Space, rows: Ints) -> Variants:
 
 def _variant_fits(space: Space, shapes: Shapes, schedule: int, chunks: int, zero: int, wire: int) -> Bools:
     same = np.ones(len(shapes), dtype=np.int64)
-    fits = schedule_fits(schedule * same, chunks * same, shapes.pp, shapes.micro_batches, space.repeated)
-    fits &= zero_fits(zero * same, shapes.dp_shard * shapes.cp)
+    fits = space.plan_fits(shapes, schedule, chunks) & zero_fits(zero * same, shapes.dp_shard * shapes.cp)
     if wire > 0:
         fits &= shapes.dp_replicate * shapes.dp_shard * shapes.cp > 1
     return fits
@@ -187,13 +198,17 @@ def zero_fits(zero: Ints, shard_ranks: Ints) -> Bools:
 
 
 def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, repeated: int) -> Bools:
-    """ "none" without a pipeline and only there; every chunk has a block; interleaving deals micro-batches in
-    rounds of pp, and 1F1B fills the pipeline."""
-    piped = pp > 1
-    fits = ((schedule == 0) == ~piped) & (pp * chunks <= max(repeated, 1))
-    fits &= (chunks > 1) == (schedule == INTERLEAVED)
-    fits &= (schedule != INTERLEAVED) | (micro_batches % pp == 0)
-    fits &= (schedule != SCHEDULES.index("1f1b")) | (micro_batches >= pp)
+    """What `planner.schedules.schedule_problem` says, on columns; and every chunk has a block."""
+    word = {name: schedule == i for i, name in enumerate(SCHEDULES)}
+    v_shaped, looped = word["zbv"] | word["dualpipev"], word["interleaved-1f1b"] | word["zb1p"]
+    single = word["none"] | word["gpipe"] | word["1f1b"]
+    rounds = np.maximum(1, micro_batches // pp)
+    fits = (pp * chunks <= max(repeated, 1)) & np.where(word["none"], pp == 1, single | (pp > 1))
+    fits &= ~v_shaped | (chunks == 2)
+    fits &= ~word["interleaved-1f1b"] | (chunks >= 2)
+    fits &= v_shaped | looped | (chunks == 1)
+    fits &= ~looped | (micro_batches % rounds == 0)
+    fits &= ~word["dualpipev"] | (micro_batches >= 2 * pp)
     return np.asarray(fits)
 
 
@@ -202,30 +217,45 @@ def _only(fixed: T | None, choices: Iterable[T]) -> tuple[T, ...]:
 
 
 def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """(schedule, chunks per rank) that may be tried: "none" without a pipeline, and the open ones with one."""
     repeated = len(problem.graph.repeated_positions)
     word, chunks = problem.fixed_word("pipeline.schedule"), problem.fixed_int("pipeline.virtual_stages")
-    names = [i for i, name in enumerate(SCHEDULES) if word in (None, name)]
     most = max(chunks or 0, min(MAX_VIRTUAL_STAGES, repeated // 2))
-    found = []
-    for name in names:
-        counts = range(2, most + 1) if name == INTERLEAVED else (1,)
-        found += [(name, v) for v in counts if chunks in (None, v)]
-    return tuple(found)
+    several = {"interleaved-1f1b": range(2, most + 1), "zb1p": range(1, most + 1)}
+    several |= {"zbv": range(2, 3), "dualpipev": range(2, 3)}
+    return tuple(
+        (SCHEDULES.index(name), v)
+        for name in _only(word, OPEN_SCHEDULES)
+        for v in several.get(name, range(1, 2))
+        if chunks in (None, v)
+    )
+
+
+def _fixed_chunks(problem: Problem) -> int | None:
+    """Number of chunks that `stage_blocks` or `per_stage` names."""
+    blocks, full = problem.fixed_ints("pipeline.stage_blocks"), problem.fixed_ints("recompute.per_stage")
+    if blocks and full and len(blocks) != len(full):
+        raise UserError(
+            f"pipeline.stage_blocks has {len(blocks)} entries and recompute.per_stage {len(full)}: one per chunk"
+        )
+    repeated = len(problem.graph.repeated_positions)
+    if blocks and sum(blocks) != repeated:
+        raise UserError(
+            f"pipeline.stage_blocks sums to {sum(blocks)}, but {problem.graph.name} has {repeated} repeated blocks"
+        )
+    return len(blocks or full or ()) or None
 
 
 def tensor_degrees(graph: ModelGraph, degrees: Iterable[int]) -> tuple[int, ...]:
-    """Those of `degrees` that divide at least one way to shard a parameter; 1 always."""
-    divides = {
-        tuple(size.at(1) for size in sharding.divides)
-        for block in graph.blocks
-        for op in block.operators
-        for sharding in op.shardings
-        if any(
-            name.startswith("param:") and place.startswith("S")
-            for name, place in zip(op.inputs, sharding.inputs, strict=False)
-        )
-    }
-    return tuple(d for d in degrees if d == 1 or any(all(s % d == 0 for s in sizes) for sizes in divides))
+    """Those of `degrees` that `planner.legal` admits: 1, and what divides the attention heads and at least one
+    way to shard a parameter."""
+    sizes, heads = tensor_sizes(graph), head_counts(graph)
+    return tuple(
+        d
+        for d in degrees
+        if d == 1
+        or (all(h % d == 0 for h in heads) and any(all(s % d == 0 for s in group) for group in sizes))
+    )
 
 
 def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -283,29 +313,27 @@ def _orders(sizes: Ints) -> tuple[tuple[str, ...], ...]:
 
 
 def distinct_orders(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: Cluster) -> Bools:
-    """For each mesh, the orders that place it in a new way.
+    """For each mesh, the orders that place it in a new way; none where a group would leave the network.
 
-    Two orders place a mesh alike when every axis larger than one has as many of its ranks below each port of
-    each level. Where an axis straddles ports unevenly its stride itself is compared.
+    Two orders place a mesh alike when every axis has as many neighbours in a unit of each level: what
+    `costmodel.topology.crossings` prices collectives by.
     """
-    units = [level.size for level in cluster.levels]
-    signatures = np.zeros((len(orders), len(sizes), len(AXES), len(units)), dtype=np.int64)
+    units = [level.size for level in cluster.levels] or [1]
+    near = np.zeros((len(orders), len(sizes), len(AXES), len(units)), dtype=np.int64)
     for k, order in enumerate(orders):
         stride = np.ones(len(sizes), dtype=np.int64)
         for axis in reversed(order):
             size = sizes[:, MESH_KEYS.index(axis)]
             for u, unit in enumerate(units):
-                inside = np.clip(unit // stride, 1, size)
-                even = (unit % stride == 0) | (stride % unit == 0)
-                even &= (unit % (stride * inside) == 0) | (inside == 1)
-                signatures[k, :, AXES.index(axis), u] = np.where(
-                    size == 1, 0, np.where(even, inside, -stride)
-                )
+                aligned = np.gcd(size, np.maximum(unit // stride, 1))
+                near[k, :, AXES.index(axis), u] = np.where(unit % stride == 0, aligned, 1)
             stride = stride * size
+    whole = sizes[:, [MESH_KEYS.index(axis) for axis in AXES]]
     placed = np.ones((len(sizes), len(orders)), dtype=np.bool_)
     for k in range(len(orders)):
+        placed[:, k] = (near[k, :, :, -1] == whole).all(axis=1)
         for earlier in range(k):
-            placed[:, k] &= ~(signatures[k] == signatures[earlier]).all(axis=(1, 2))
+            placed[:, k] &= ~(near[k] == near[earlier]).all(axis=(1, 2))
     return placed
 
 
