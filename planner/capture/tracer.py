@@ -59,6 +59,7 @@ class Tracer(TorchFunctionMode):
         self._call: Call | None = None
         self._backward_starts: list[int] | None = None
         self._opened: dict[object, Callable[..., Any]] = {}
+        self._opening: set[object] = set()  # functions whose body is running
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -97,9 +98,15 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._call is not None or self._backward_starts is not None:
             return func(*args, **kwargs)
-        if isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__):
-            with self:
-                return self._open(func)(*args, **kwargs)
+        opens = isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__)
+        # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
+        if opens and func not in self._opening:
+            self._opening.add(func)
+            try:
+                with self:
+                    return self._open(func)(*args, **kwargs)
+            finally:
+                self._opening.discard(func)
         return self._record(func, args, kwargs)
 
     def _open(self, func: types.FunctionType) -> Callable[..., Any]:
