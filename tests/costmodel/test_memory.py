@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.costmodel.memory import live_states, memory_by_rank
+from autoparallel.costmodel.prediction import StageMemory
+from autoparallel.costmodel.program import Action, ActionKind, BlockWork, Collective, CollectiveOp, StageWork
+from autoparallel.planner.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
+
+K = ActionKind
+
+
+def block(saved: int = 100, **changes: int | Collective | tuple[Collective, ...] | None) -> BlockWork:
+    return BlockWork(
+        name="b",
+        forward=(),
+        backward_input=(),
+        backward_weight=(),
+        saved_bytes=saved,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def stage(*blocks: tuple[BlockWork, int], **changes: int) -> StageWork:
+    base = {
+        "parameter_bytes": 1000,
+        "gradient_bytes": 2000,
+        "optimizer_bytes": 6000,
+        "buffer_bytes": 50,
+        **changes,
+    }
+    return StageWork(blocks=blocks, send=None, optimizer=(), after_step=(), **base)
+
+
+def memory(
+    name: str, ranks: int, virtual: int, micro: int, work: StageWork, *, every: bool = False
+) -> tuple[StageMemory, ...]:
+    schedule = build_schedule(name, ranks, virtual, micro)
+    return memory_by_rank(
+        [live_states(actions) for actions in schedule], [work] * (ranks * virtual), reduce_every_micro=every
+    )
+
+
+def gather(size: int) -> Collective:
+    return Collective(op=CollectiveOp.ALL_GATHER, axes=("dp_shard",), size_bytes=size)
+
+
+def test_1f1b_holds_one_micro_batch_for_each_rank_behind_and_its_own() -> None:
+    found = memory("1f1b", 4, 1, 8, stage((block(), 2)))
+    assert [rank.activations for rank in found] == [4 * 200, 3 * 200, 2 * 200, 200]
+
+
+def test_1f1b_of_few_micro_batches_holds_no_more_than_those() -> None:
+    assert [rank.activations for rank in memory("1f1b", 4, 1, 2, stage((block(), 1)))] == [200, 200, 200, 100]
+
+
+def test_gpipe_holds_every_micro_batch() -> None:
+    assert [rank.activations for rank in memory("gpipe", 2, 1, 7, stage((block(), 3)))] == [2100, 2100]
+
+
+def test_static_state_is_held_by_every_stage_of_a_rank() -> None:
+    found = memory("interleaved-1f1b", 2, 2, 4, stage((block(0), 1)))
+    assert (found[0].parameters, found[0].gradients, found[0].optimizer, found[0].buffers) == (
+        2000,
+        4000,
+        12000,
+        100,
+    )
+
+
+def test_temporaries_count_on_top_of_what_is_saved_when_the_block_runs() -> None:
+    """Forward: 100 + 900 in the first block, 100 + 10 + 20 in the second; backward the reverse."""
+    first, second = block(100, forward_temp_bytes=900), block(10, forward_temp_bytes=20)
+    assert memory("none", 1, 1, 1, stage((first, 1), (second, 1)))[0].activations == 1000
+    first, second = block(100), block(10, backward_temp_bytes=30, recomputed_bytes=500)
+    assert memory("none", 1, 1, 1, stage((first, 1), (second, 1)))[0].activations == 100 + 10 + 30 + 500
+    first, second = block(100, backward_temp_bytes=700), block(10)
+    assert memory("none", 1, 1, 1, stage((first, 1), (second, 1)))[0].activations == 100 + 700
+
+
+def test_recomputation_saves_all_but_one_block() -> None:
+    kept = memory("none", 1, 1, 1, stage((block(100), 10)))[0].activations
+    recomputed = memory("none", 1, 1, 1, stage((block(5, recomputed_bytes=95), 10)))[0].activations
+    assert (kept, recomputed) == (1000, 10 * 5 + 95)
+
+
+def test_zero3_holds_the_gathered_parameters_of_a_block_and_of_the_next() -> None:
+    found = memory(
+        "none", 1, 1, 1, stage((block(0, gather=gather(70)), 3), (block(0, gather=gather(500)), 1))
+    )
+    assert found[0].buffers == 50 + 70 + 500
+
+
+def test_whole_gradients_live_until_the_reduction_of_every_micro_batch() -> None:
+    scatter = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=300)
+    work = stage((block(0, reduce=(scatter,)), 3))
+    assert memory("none", 1, 1, 1, work)[0].buffers == 50
+    assert memory("none", 1, 1, 1, work, every=True)[0].buffers == 50 + 300 + 300
+
+
+def test_a_split_backward_keeps_what_weights_need() -> None:
+    """ZB-1P on two ranks; rank 1 runs I0 F1 I1 W0: one micro-batch in flight and one that waits for its W."""
+    all_kept = memory("zb1p", 2, 1, 4, stage((block(100), 1)))[1].activations
+    part_kept = memory("zb1p", 2, 1, 4, stage((block(100, weight_saved_bytes=40), 1)))[1].activations
+    assert (all_kept, part_kept) == (200, 140)
+
+
+def walk(actions: tuple[Action, ...], works: list[StageWork]) -> int:
+    """The definition for blocks without temporaries: the largest sum of saved bytes after any forward."""
+    live = peak = 0
+    for action in actions:
+        saved = sum(b.saved_bytes * count for b, count in works[action.stage].blocks)
+        if action.kind is K.FORWARD:
+            live += saved
+        elif action.kind in (K.BACKWARD, K.BACKWARD_WEIGHT):
+            live -= saved
+        peak = max(peak, live)
+    return peak
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_peak_is_that_of_a_walk_over_all_actions_and_its_parts_sum_to_it(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(BUILT_SCHEDULES))
+    ranks = 1 if name == "none" else data.draw(st.integers(2, 4))
+    virtual = 2 if name in ("zbv", "dualpipev", "interleaved-1f1b") else 1
+    micro = data.draw(st.integers(1, 9).filter(lambda m: schedule_problem(name, ranks, virtual, m) is None))
+    works = [
+        stage((block(data.draw(st.integers(0, 1000))), data.draw(st.integers(1, 3))))
+        for _ in range(ranks * virtual)
+    ]
+    schedule = build_schedule(name, ranks, virtual, micro)
+    found = memory_by_rank([live_states(a) for a in schedule], works, reduce_every_micro=False)
+    for actions, rank in zip(schedule, found, strict=True):
+        assert rank.activations == walk(actions, works)
+        assert rank.peak == sum(
+            (rank.parameters, rank.gradients, rank.optimizer, rank.activations, rank.buffers)
+        )
+
+
+def test_states_repeat_in_the_steady_state() -> None:
+    few, many = (len(live_states(build_schedule("1f1b", 4, 1, m)[0])) for m in (16, 256))
+    assert few == many
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p"])
+def test_more_micro_batches_than_ranks_cost_no_memory(name: str) -> None:
+    work = stage((block(), 2))
+    assert memory(name, 4, 1, 8, work) == memory(name, 4, 1, 32, work)
