@@ -96,17 +96,20 @@ class _Bf16Reduction:
         self._buffer.copy_(self._sent[: self._buffer.numel()])
 
 
-def make_reducer(group: dist.ProcessGroup, compression: Sequence[str]) -> Reducer:
-    """The reducer of `grad_sync.compression` (per network level, innermost first).
+def check_compression(compression: Sequence[str]) -> str:
+    """The method that `grad_sync.compression` (per network level, innermost first) asks for.
 
     One group spans its levels up to the outermost, so that the last entry that is not "none" decides. Raises
     UserError for a compression that the runtime does not run.
     """
-    methods = [method for method in compression if method != "none"]
-    if not methods:
-        return PlainReducer(group)
-    if methods[-1] != "bf16":
+    method = next((entry for entry in reversed(compression) if entry != "none"), "none")
+    if method not in ("none", "bf16"):
         raise UserError(
-            f'grad_sync.compression "{methods[-1]}": the runtime runs "none" and "bf16"; choose one of them'
+            f'grad_sync.compression "{method}": the runtime runs "none" and "bf16"; choose one of them'
         )
-    return Bf16Reducer(group)
+    return method
+
+
+def make_reducer(group: dist.ProcessGroup, compression: Sequence[str]) -> Reducer:
+    """The reducer over `group` for `grad_sync.compression`."""
+    return Bf16Reducer(group) if check_compression(compression) == "bf16" else PlainReducer(group)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.compression import Reducer, Reduction
-from autoparallel.runtime.tensor import local
+from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import after_backward
 
 

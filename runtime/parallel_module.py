@@ -25,7 +25,7 @@ from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradient
 from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.micro_batches import as_call, loss_of, split, to_device
-from autoparallel.runtime.tensor import to_plain
+from autoparallel.runtime.tensor_tools import to_plain
 
 LossFn = Callable[[Any, Any], Tensor]
 _MEMBERS = (

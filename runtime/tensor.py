@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map_only
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy import TensorRule
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
+from autoparallel.runtime.islands import run_replicated_locally
+from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
 
 _SHARD = re.compile(r"shard\((-?\d+)\)")
 
@@ -116,7 +118,13 @@ def shard_tensors(module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMe
     allow_plain_tensors()
     _distribute_parameters(module, resolved, mesh)
     for rule in resolved:
-        _pin(module.get_submodule(rule.path), rule, mesh)
+        _pin_inputs(module.get_submodule(rule.path), rule, mesh)
+    for owner in module.modules():
+        held = [p for p in owner._parameters.values() if p is not None]
+        if held and not list(owner.children()) and all(is_replicated(p) for p in held):
+            run_replicated_locally(owner)
+    for rule in resolved:
+        _pin_outputs(module.get_submodule(rule.path), rule, mesh)
 
 
 def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh: DeviceMesh) -> None:
@@ -145,15 +153,7 @@ def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh:
         owner._parameters[name] = made[parameter]
 
 
-def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Each place a parameter is held at: owner, name there, parameter; tied ones once per place."""
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield owner, name, parameter
-
-
-def _pin(module: nn.Module, rule: ModuleRule, mesh: DeviceMesh) -> None:
+def _pin_inputs(module: nn.Module, rule: ModuleRule, mesh: DeviceMesh) -> None:
     if rule.inputs:
         names = list(inspect.signature(module.forward).parameters)
 
@@ -170,6 +170,9 @@ def _pin(module: nn.Module, rule: ModuleRule, mesh: DeviceMesh) -> None:
             return tuple(positional), named
 
         module.register_forward_pre_hook(pin_inputs, with_kwargs=True)
+
+
+def _pin_outputs(module: nn.Module, rule: ModuleRule, mesh: DeviceMesh) -> None:
     if rule.outputs:
 
         def pin_outputs(_: nn.Module, __: Any, output: Any) -> Any:
@@ -201,16 +204,3 @@ def lay_out(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
         return tensor.redistribute(mesh, [wanted])
 
     return tree_map_only(Tensor, one, value)
-
-
-def to_plain(value: Any) -> Any:
-    """Every DTensor in a nest as the full plain tensor, differentiable; the rest unchanged."""
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), value)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its storage; outside autograd."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return part

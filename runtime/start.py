@@ -1,0 +1,89 @@
+"""From a strategy and a module to a running `ParallelModule`: check, start ranks, lower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from autoparallel.costmodel.program import Program
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import Strategy
+from autoparallel.runtime.compression import check_compression
+from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
+from autoparallel.runtime.materialise import materialise
+from autoparallel.runtime.mesh import build_mesh, check_mesh, world_size
+from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
+from autoparallel.runtime.recompute import MODES
+
+
+def parallelize(
+    module: nn.Module,
+    example_inputs: Any,
+    strategy: Strategy,
+    *,
+    blocks: Sequence[str],
+    program: Callable[[], Program],
+    dtypes: Dtypes | None = None,
+) -> nn.Module:
+    """Run `module` by `strategy` on the processes of this run, in place where there is no pipeline.
+
+    `blocks` are the paths of its repeated blocks in model order. Every rank ends up with rank 0's values;
+    parameters on the meta device are made and initialised share by share. Collective. Raises UserError,
+    before anything is changed, for a strategy that does not fit the module or the processes.
+    """
+    check_strategy(module, strategy, blocks)
+    dtypes = dtypes or module_dtypes(module)
+    mesh = build_mesh(strategy.mesh)
+    if strategy.mesh.pp > 1:
+        from autoparallel.runtime.pipeline import pipeline_module
+
+        return pipeline_module(
+            module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program
+        )
+    broadcast_state(module, mesh.device)
+    full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
+    lowered = lower_module(module, blocks, strategy, mesh, dtypes, recomputed_in_full=full)
+    materialise(module, mesh)
+    run = Run(strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program)
+    return make_parallel(module, run)
+
+
+def check_strategy(module: nn.Module, strategy: Strategy, blocks: Sequence[str]) -> None:
+    """Refuse a strategy that does not fit the module, the processes or the runtime; changes nothing."""
+    check_mesh(strategy.mesh, world_size())
+    _check_batch(strategy)
+    _check_blocks(strategy, blocks)
+    if strategy.shard.zero == 0 and strategy.mesh.dp_shard > 1:
+        raise UserError(
+            "shard.zero = 0 needs mesh.dp_shard = 1: use mesh.dp_replicate, or choose zero 1, 2 or 3"
+        )
+    if strategy.recompute.mode not in MODES:
+        raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
+    if strategy.offload.optimizer or strategy.offload.activations:
+        raise UserError("[offload]: the runtime does not offload yet; set both to 0")
+    check_compression(strategy.grad_sync.compression)
+    check_rules(module, strategy)
+    check_members(module)
+
+
+def _check_batch(strategy: Strategy) -> None:
+    batch, ranks = strategy.batch, strategy.mesh.data_parallel
+    per_round = batch.micro * ranks
+    if batch.micro < 1 or batch.global_ < per_round or batch.global_ % per_round:
+        raise UserError(
+            f"batch.global = {batch.global_} is not a positive multiple of batch.micro = {batch.micro} times "
+            f"{ranks} data-parallel ranks: change one of them"
+        )
+
+
+def _check_blocks(strategy: Strategy, blocks: Sequence[str]) -> None:
+    stages = strategy.pipeline.stage_blocks
+    if stages and sum(stages) != len(blocks):
+        raise UserError(
+            f"pipeline.stage_blocks = {list(stages)} adds up to {sum(stages)} blocks but the model has "
+            f"{len(blocks)}: the strategy was made for another model"
+        )
+    if strategy.mesh.pp == 1 and strategy.pipeline.virtual_stages != 1:
+        raise UserError("pipeline.virtual_stages > 1 needs mesh.pp > 1")

@@ -1,0 +1,123 @@
+"""A strategy's losses and gradients against one process that runs the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from autoparallel.planner.strategy import Batch, GradSync, Mesh, Recompute, Shard, Strategy
+from autoparallel.runtime.micro_batches import as_call, loss_of
+from autoparallel.runtime.start import parallelize
+from tests.runtime.models import EXAMPLES, Example
+
+STEPS, LEARNING_RATE = 3, 0.05
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Largest relative difference over all gradients (with its name), and of the losses, over all steps."""
+
+    gradient: float
+    name: str
+    loss: float
+
+
+def strategy_of(
+    example: Example, *, micro: int = 2, micro_batches: int = 1, zero: int = 0, recompute: str = "none",
+    sequence_parallel: bool = False, compression: tuple[str, ...] = (), order: tuple[str, ...] | None = None,
+    bucket_mib: float = 0.01, rules: bool = True, **mesh: int,
+) -> Strategy:  # fmt: skip
+    """A strategy in which each data-parallel rank runs `micro_batches` of `micro` samples."""
+    sizes = Mesh(**mesh)
+    if order:
+        sizes = replace(sizes, order=order)
+    return Strategy(
+        batch=Batch(global_=micro * micro_batches * sizes.data_parallel, micro=micro),
+        mesh=sizes,
+        shard=Shard(zero=zero, sequence_parallel=sequence_parallel),
+        recompute=Recompute(mode=recompute),
+        grad_sync=GradSync(compression=compression, bucket_mib=bucket_mib),
+        tensor=tuple(example.rules(sequence_parallel)) if sizes.tp > 1 and rules else (),
+    )
+
+
+def build(name: str, batch: int, dtype: torch.dtype) -> Example:
+    torch.manual_seed(1)
+    example = EXAMPLES[name](batch)
+    example.module.to(dtype)
+    inputs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, example.inputs)
+    return replace(example, inputs=inputs)
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t[start:stop], batch)
+
+
+def reference_step(module: nn.Module, example: Example, micro: int, pieces: int) -> float:
+    """Forward and backward of `pieces` micro-batches in one process; the mean loss."""
+    total = 0.0
+    for index in range(pieces):
+        cut = (index * micro, (index + 1) * micro)
+        args, kwargs = as_call(part(example.inputs, *cut))
+        output = module(*args, **kwargs)
+        target = part(example.targets, *cut)
+        loss = example.loss_fn(output, target) if example.loss_fn else loss_of(output)
+        (loss / pieces).backward()
+        total += loss.item() / pieces
+    return total
+
+
+def largest_difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The criterion: norm of the difference over the larger of own norm and a thousandth of the median's."""
+    assert gradients.keys() == expected.keys(), set(gradients) ^ set(expected)
+    floor = 1e-3 * torch.stack([g.norm() for g in expected.values()]).median()
+    found = {
+        n: ((gradients[n] - g).norm() / torch.maximum(g.norm(), floor)).item() for n, g in expected.items()
+    }
+    worst = max(found, key=lambda name: found[name])
+    return found[worst], worst
+
+
+def compare(
+    rank: int, world_size: int, name: str, options: dict[str, Any], dtype: str = "float32"
+) -> Difference | None:
+    """Three optimizer steps of model `name` under `strategy_of(**options)`; the difference, on rank 0."""
+    kind: torch.dtype = getattr(torch, dtype)
+    strategy = strategy_of(build(name, 1, kind), **options)
+    example = build(name, strategy.batch.global_, kind)
+    reference = copy.deepcopy(example.module)
+    names = [n for n, _ in reference.named_parameters()]
+    share = strategy.batch.micro * strategy.micro_batches
+    model = parallelize(
+        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=lambda: None
+    )
+    assert [n for n, _ in model.named_parameters()] == names
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    first = model.data_parallel_rank * share
+    inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))
+    worst = Difference(gradient=0.0, name="", loss=0.0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
+        loss = model.step(inputs, targets, loss_fn=example.loss_fn).item()
+        pieces = strategy.micro_batches * strategy.mesh.data_parallel
+        expected_loss = reference_step(reference, example, strategy.batch.micro, pieces)
+        gradients = model.full_gradients()
+        if rank == 0:
+            expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+            gradient, where = largest_difference(gradients, expected)
+            worst = Difference(
+                gradient=max(worst.gradient, gradient),
+                name=where if gradient > worst.gradient else worst.name,
+                loss=max(worst.loss, abs(loss - expected_loss) / abs(expected_loss)),
+            )
+        optimizer.step()
+        reference_optimizer.step()
+    return worst if rank == 0 else None

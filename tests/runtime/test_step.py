@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.compare import TOLERANCE, compare
+from tests.runtime.harness import Processes
+
+pytestmark = pytest.mark.distributed
+
+# transformers computes norms and losses of Llama and Qwen in float32 whatever the model's dtype.
+MODELS = {
+    "llama": "float32", "llama_with_labels": "float32", "qwen3": "float32", "gpt2": "float64", "vit": "float64",
+    "mlp": "float64", "resnet": "float64",
+}  # fmt: skip
+ON_TWO: dict[str, dict[str, Any]] = {
+    "replicated": {"dp_replicate": 2},
+    "replicated, two micro-batches": {"dp_replicate": 2, "micro_batches": 2},
+    "zero 1": {"dp_shard": 2, "zero": 1, "micro_batches": 2},
+    "zero 2": {"dp_shard": 2, "zero": 2, "micro_batches": 2},
+    "zero 3": {"dp_shard": 2, "zero": 3, "micro_batches": 2},
+    "zero 3, full recomputation": {"dp_shard": 2, "zero": 3, "recompute": "full"},
+    "selective recomputation": {"dp_replicate": 2, "recompute": "selective"},
+    "tensor parallel": {"tp": 2, "micro_batches": 2},
+    "tensor parallel, full recomputation": {"tp": 2, "recompute": "full"},
+    "sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batches": 2},
+}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "hybrid, zero 3": {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "micro_batches": 2},
+    "hybrid, zero 1": {"dp_replicate": 2, "dp_shard": 2, "zero": 1, "micro_batches": 2},
+    "tensor parallel and zero 3": {"dp_shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
+    "tensor parallel and zero 2": {"dp_shard": 2, "tp": 2, "zero": 2, "micro_batches": 2},
+    "tensor parallel, replicated": {"dp_replicate": 2, "tp": 2, "sequence_parallel": True, "micro_batches": 2},
+    "tensor parallel outermost": {
+        "dp_shard": 2, "tp": 2, "zero": 3, "recompute": "selective",
+        "order": ("tp", "dp_shard", "pp", "cp", "dp_replicate"),
+    },
+}  # fmt: skip
+
+
+def _check(gloo: Processes, ranks: int, model: str, options: dict[str, Any], dtype: str) -> None:
+    found = gloo.run(ranks, compare, name=model, options=options, dtype=dtype)[0]
+    limit = TOLERANCE[getattr(torch, dtype)]
+    assert found.loss <= limit, found
+    assert found.gradient <= limit, found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", ON_TWO.values(), ids=ON_TWO.keys())
+def test_two_ranks_give_the_gradients_of_one(gloo: Processes, model: str, options: dict[str, Any]) -> None:
+    _check(gloo, 2, model, options, MODELS[model])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", ON_FOUR.values(), ids=ON_FOUR.keys())
+def test_four_ranks_give_the_gradients_of_one(gloo: Processes, model: str, options: dict[str, Any]) -> None:
+    _check(gloo, 4, model, options, MODELS[model])
