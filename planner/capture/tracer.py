@@ -172,8 +172,9 @@ class Tracer(TorchFunctionMode):
         )
         if self._backward_starts is not None:
             node = torch._C._current_autograd_node()
-            sequence = node._sequence_nr() if node is not None else 0
-            owner = bisect.bisect_right(self._backward_starts, sequence) - 1
+            if node is None:
+                return  # the gradient of the loss itself, set before the first node runs
+            owner = bisect.bisect_right(self._backward_starts, node._sequence_nr()) - 1
             self.trace.calls[max(owner, 0)].backward.append(launch)
             self.trace.backward.append(launch)
         elif self._call is not None:
