@@ -215,6 +215,8 @@ class _Builder:
         else:
             copy = self.graph.node_copy(node, lambda n: self.env[n])
             copy.args, copy.kwargs = self._at_home(copy.args), self._at_home(copy.kwargs)
+            if copy.target is torch.ops.aten.cross_entropy_loss.default:
+                _as_functional_loss(copy)
             self.env[node] = copy
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 self.random.add(copy.name)
@@ -267,6 +269,15 @@ class _Builder:
         if isinstance(value, dict):
             return {key: self._at_home(item) for key, item in value.items()}
         return self.device if isinstance(value, torch.device) and value == self.home else value
+
+
+def _as_functional_loss(node: fx.Node) -> None:
+    """The public function in place of its operator: a vocabulary-parallel loss steps in for that one."""
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    given["input"] = given.pop("self", given.get("input"))
+    given["reduction"] = ("none", "mean", "sum")[given.get("reduction", 1)]  # type: ignore[index]
+    node.target, node.args, node.kwargs = nn.functional.cross_entropy, (), given
 
 
 def _is_call(node: Any) -> bool:

@@ -1,0 +1,221 @@
+"""Executes the actions of a `Program` on one pipeline rank.
+
+The rows that are executed are the rows that are priced: nothing is reordered, inserted or left out. This is
+why there is an executor here and not torch's `PipelineStage`: that one wants one tensor with a gradient per
+edge and positional inputs on the first stage only, and builds its own actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autoparallel.costmodel.program import Action, ActionKind
+from autoparallel.errors import UserError
+from autoparallel.runtime.cut import StageModule
+from autoparallel.runtime.pipeline_channels import (
+    Channels,
+    Described,
+    describe,
+    gradient_part,
+    rebuild,
+)
+
+Loss = Callable[[Any, Any], Tensor]  # (the model's output, target) -> scalar
+_LAST_OF_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What surrounds the passes: called by the runner, on this rank's stages only."""
+
+    run_stage: Callable[[StageModule, Sequence[Tensor], Any], Any] = lambda stage, received, inputs: stage(
+        received, inputs
+    )
+    before_forward: Callable[[int], None] = lambda stage: None  # noqa: ARG005
+    before_backward: Callable[[int, bool], None] = lambda stage, last: None  # noqa: ARG005
+    reduce_gradients: Callable[[int], None] = lambda stage: None  # noqa: ARG005
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A micro-batch between its forward and its backward on one stage."""
+
+    received: list[Tensor]
+    outputs: list[Tensor]  # what was handed on, or the loss
+    gradients: list[Tensor | None] = field(
+        default_factory=list
+    )  # of the outputs, while input and weight split
+
+
+class PipelineRunner:
+    """Runs this rank's row, step by step.
+
+    `stages` are the stages of this rank by index, `rows` the actions of every rank of `group` (the pipeline
+    axis), `mesh` the tensor-parallel mesh that activations are laid out on, if any. Collective over `group`.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageModule],
+        rows: Sequence[Sequence[Action]],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        self.stages, self.row = stages, rows[dist.get_rank(group)]
+        self.micro_batches = 1 + max(a.micro for row in rows for a in row if a.micro is not None)
+        self._home = {a.stage: rank for rank, row in enumerate(rows) for a in row}
+        self._last_stage = max(self._home)
+        assert set(stages) == {a.stage for a in self.row}, "the program runs other stages than were cut"
+        self._final = {a.stage: a for a in self.row if a.kind in _LAST_OF_BACKWARD}
+        self._group, self._device, self._mesh = group, device, mesh
+        self._hooks = hooks or Hooks()
+        self._channels = Channels(rows, self._home, group, device)
+        self._do: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.SEND_F: self._send,
+            ActionKind.SEND_B: self._send,
+            ActionKind.RECV_F: self._channels.post,
+            ActionKind.RECV_B: self._channels.post,
+            ActionKind.REDUCE_GRAD: lambda action: self._hooks.reduce_gradients(action.stage),
+            ActionKind.STEP: lambda action: None,  # noqa: ARG005  the optimizer is the user's
+        }
+
+    def step(self, inputs: Sequence[Any], targets: Sequence[Any], loss: Loss) -> Tensor:
+        """Forward and backward of all micro-batches; adds to `.grad` the gradient of their mean loss.
+
+        `inputs` and `targets` have one entry per micro-batch, the same on every rank of the pipeline. Returns
+        the mean loss, on every rank.
+        """
+        if len(inputs) != self.micro_batches or len(targets) != self.micro_batches:
+            raise UserError(f"the program runs {self.micro_batches} micro-batches, not {len(inputs)}")
+        self._inputs, self._targets, self._loss = inputs, targets, loss
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._ready: dict[tuple[bool, int, int], list[Tensor]] = {}  # handed over, or to be sent
+        self._losses: list[Tensor] = []
+        leaves = pytree.tree_leaves(inputs[0])
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+        self._channels.begin((shapes, *(stage.training for stage in self.stages.values())))
+        for action in self.row:
+            self._do[action.kind](action)
+        self._channels.finish()
+        assert not self._flights, "the program left a backward out"
+        return self._mean_loss()
+
+    def _forward(self, action: Action) -> None:
+        stage, micro = action.stage, _micro(action)
+        received = [] if stage == 0 else self._take_activations(action)
+        self._hooks.before_forward(stage)
+        output = self._hooks.run_stage(self.stages[stage], received, self._inputs[micro])
+        if stage == self._last_stage:
+            value = self._loss(output, self._targets[micro])
+            self._losses.append(value.detach())
+            outputs = [value / self.micro_batches]
+        else:
+            outputs = list(output)
+            self._ready[True, stage + 1, micro] = [t.detach() if not t.requires_grad else t for t in outputs]
+        self._flights[stage, micro] = _Flight(received=received, outputs=outputs)
+
+    def _take_activations(self, action: Action) -> list[Tensor]:
+        """The activations handed to a stage, as leaves that collect gradients."""
+        stage, micro = action.stage, _micro(action)
+        if self._home[stage - 1] == self._home[stage]:
+            values = self._ready.pop((True, stage, micro))
+            return [value.detach().requires_grad_(value.requires_grad) for value in values]
+        parts, described = self._channels.take(Action(stage, ActionKind.RECV_F, micro))
+        return [
+            rebuild(part, d, self._mesh).requires_grad_(d.wants_gradient)
+            for part, d in zip(parts, described, strict=True)
+        ]
+
+    def _take_gradients(self, action: Action) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs that take part in the backward pass, and their gradients."""
+        stage, micro = action.stage, _micro(action)
+        outputs = [t for t in self._flights[stage, micro].outputs if t.requires_grad]
+        if stage == self._last_stage:
+            return outputs, [None]
+        if self._home[stage + 1] == self._home[stage]:
+            parts = self._ready.pop((False, stage, micro))
+        else:
+            parts, _ = self._channels.take(Action(stage, ActionKind.RECV_B, micro))
+        layouts: list[Described] = [describe(t) for t in outputs]
+        return outputs, [rebuild(part, d, self._mesh) for part, d in zip(parts, layouts, strict=True)]
+
+    def _backward(self, action: Action) -> None:
+        stage, micro = action.stage, _micro(action)
+        outputs, gradients = self._take_gradients(action)
+        self._hooks.before_backward(stage, action == self._final[stage])
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        flight = self._flights.pop((stage, micro))
+        self._hand_back(action, flight.received, [t.grad for t in flight.received])
+
+    def _backward_input(self, action: Action) -> None:
+        """Gradients of what the stage received; those of its weights follow with `W`."""
+        flight = self._flights[action.stage, _micro(action)]
+        outputs, flight.gradients = self._take_gradients(action)
+        wanted = [t for t in flight.received if t.requires_grad]
+        if not wanted or not outputs:
+            self._hand_back(action, flight.received, [None] * len(flight.received))
+            return
+        found = iter(
+            torch.autograd.grad(outputs, wanted, flight.gradients, retain_graph=True, allow_unused=True)
+        )
+        self._hand_back(
+            action, flight.received, [next(found) if t.requires_grad else None for t in flight.received]
+        )
+
+    def _backward_weight(self, action: Action) -> None:
+        flight = self._flights.pop((action.stage, _micro(action)))
+        self._hooks.before_backward(action.stage, action == self._final[action.stage])
+        outputs = [t for t in flight.outputs if t.requires_grad]
+        weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
+        if outputs and weights:
+            torch.autograd.backward(outputs, flight.gradients, inputs=weights)
+
+    def _hand_back(self, action: Action, received: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        if action.stage > 0:
+            self._ready[False, action.stage - 1, _micro(action)] = [
+                gradient_part(g, t) for t, g in zip(received, gradients, strict=True) if t.requires_grad
+            ]
+
+    def _send(self, action: Action) -> None:
+        forward = action.kind is ActionKind.SEND_F
+        stage = action.stage + (1 if forward else -1)
+        self._channels.send(action, self._ready.pop((forward, stage, _micro(action))))
+
+    def _mean_loss(self) -> Tensor:
+        """The mean of the micro-batches' losses, from the last stage to every rank of the pipeline."""
+        last = self._home[self._last_stage]
+        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._losses:
+            mean = torch.stack(self._losses).mean()
+            mine = torch.stack([mean.to(torch.float64), mine[1] + float(_DTYPES.index(mean.dtype))])
+        dist.broadcast(mine, dist.get_global_rank(self._group, last), group=self._group)
+        return mine[0].to(_DTYPES[int(mine[1].item())])
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _micro(action: Action) -> int:
+    assert action.micro is not None
+    return action.micro
+
+
+def stage_modules(stages: Mapping[int, StageModule]) -> nn.ModuleList:
+    """This rank's stages in order of their index."""
+    return nn.ModuleList([stages[index] for index in sorted(stages)])
