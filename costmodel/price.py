@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autoparallel.costmodel.collectives import collective_s
-
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
+from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, Kernel, Program, StageWork, Step
@@ -108,7 +107,8 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         last_backward=last_backward,
         last_backward_weight=last_weight,
         step=_step_phase(stage, program, device, pricer),
-        reduce_s=0.0 if every else max(tail_s, weight_tail_s),
+        reduce_s=0.0 if every else tail_s,
+        reduce_after_weight_s=0.0 if every else weight_tail_s,
         send_s=pricer.collective_s(stage.send, program.axes) if stage.send is not None else 0.0,
         tied_s=sum(pricer.collective_s(collective, program.axes) for collective in stage.tied_reduce),
     )

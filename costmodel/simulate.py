@@ -11,8 +11,15 @@ from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction, Span
 from autoparallel.costmodel.price import Pricer, device_of_rank, price_program
 from autoparallel.costmodel.program import Action, ActionKind, Kernel, Program
 from autoparallel.costmodel.program_text import show_action
-from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost
-from autoparallel.costmodel.timetable import PipelineTimes, Timetable, phase_of, pipeline_times, prepare
+from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
+from autoparallel.costmodel.timetable import (
+    PipelineTimes,
+    Timetable,
+    message_seconds,
+    phase_of,
+    pipeline_times,
+    prepare,
+)
 from autoparallel.profiles.hardware import Cluster
 
 K = ActionKind
@@ -111,10 +118,8 @@ def breakdown(
 
 
 def _phase(cost: StageCost, column: str) -> Phase:
-    if column == "reduce":
-        return Phase(parts=(("dp_comm", cost.reduce_s),), total_s=cost.reduce_s)
-    value: Phase = getattr(cost, column)
-    return value
+    value = getattr(cost, column)
+    return value if isinstance(value, Phase) else phase({"dp_comm": value})
 
 
 def _add(parts: Parts, phase: Phase, count: int) -> None:
@@ -141,12 +146,12 @@ def timeline(timetable: Timetable, times: PipelineTimes, costs: Sequence[StageCo
     """Every action that takes time, by rank and start; messages and reductions beside the computation included."""
     labels = {K.FORWARD: "forward", K.SEND_F: "pp_comm", K.SEND_B: "pp_comm", K.REDUCE_GRAD: "dp_comm"}
     spans: list[Span] = []
+    messages = message_seconds(costs)
     for row, action in enumerate(timetable.actions):
         end_s = times.arrival_s[row]
         stage, column = phase_of(timetable.cost[row])
         if timetable.link[row] >= 0:
-            on_link = costs[timetable.message[row] % len(costs)]
-            start_s = end_s - (on_link.reduce_s if action.kind is K.REDUCE_GRAD else on_link.send_s)
+            start_s = end_s - messages[timetable.message[row]]
         else:
             start_s = end_s - _phase(costs[stage], column).total_s
         if end_s > start_s:

@@ -26,6 +26,7 @@ class StageCost:
     recomputation. `last_*` are those of the last micro-batch, beside which gradients are reduced; `reduce_s` is
     what is left of that reduction when the backward has ended. `send_s` is the time from the end of a
     computation until its output has arrived at the next stage (gradients come back in the same time).
+    `reduce_after_weight_s` stands for `reduce_s` where the last backward is a W.
     """
 
     forward: Phase
@@ -36,6 +37,7 @@ class StageCost:
     last_backward_weight: Phase
     step: Phase
     reduce_s: float = 0.0
+    reduce_after_weight_s: float = 0.0
     send_s: float = 0.0
     tied_s: float = 0.0
 

@@ -27,8 +27,11 @@ _COLUMNS = (
 )
 _COMPUTE = {K.FORWARD: 0, K.BACKWARD: 1, K.BACKWARD_INPUT: 2, K.BACKWARD_WEIGHT: 3}
 _LAST = {K.BACKWARD: 4, K.BACKWARD_WEIGHT: 5}
-_REDUCE = len(_COLUMNS)  # reduction that the rank waits for
-_WIDTH = _REDUCE + 1
+_REDUCE = {
+    K.BACKWARD: len(_COLUMNS),
+    K.BACKWARD_WEIGHT: len(_COLUMNS) + 1,
+}  # a reduction that the rank waits for
+_WIDTH = len(_COLUMNS) + 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,9 @@ class Timetable:
 
 
 def phase_of(cost: int) -> tuple[int, str]:
-    """Stage, and field of its `StageCost` (or "reduce"), that an entry of `Timetable.cost` stands for."""
+    """Stage, and field of its `StageCost` (or `reduce_s`, `reduce_after_weight_s`), that an entry of `Timetable.cost` stands for."""
     stage, column = divmod(cost, _WIDTH)
-    return stage, "reduce" if column == _REDUCE else _COLUMNS[column]
+    return stage, (*_COLUMNS, "reduce_s", "reduce_after_weight_s")[column]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +120,14 @@ def prepare(ranks: Sequence[Sequence[Action]], *, overlap: bool = True) -> Timet
     )  # fmt: skip
 
 
-def _last_backwards(ranks: Sequence[Sequence[Action]]) -> frozenset[Action]:
+def _last_backwards(ranks: Sequence[Sequence[Action]]) -> dict[int, Action]:
     """The B or W of each stage beside which its gradients are reduced: the last before REDUCE_GRAD."""
     last: dict[int, Action] = {}
     for actions in ranks:
         for action in actions:
             if action.kind in _LAST:
                 last[action.stage] = action
-    return frozenset(last.values())
+    return last
 
 
 def _place(
@@ -132,7 +135,7 @@ def _place(
     rank: int,
     rows: _Rows,
     homes: tuple[int, ...],
-    last: frozenset[Action],
+    last: dict[int, Action],
     reduce_row: list[int],
     overlap: bool,
 ) -> bool:
@@ -147,7 +150,7 @@ def _place(
             wait = rows.messages.get((send, source, action.micro), -1)
             if wait < 0:
                 return False
-        if kind in _LAST and action in last:
+        if kind in _LAST and action == last[stage]:
             column = _LAST[kind]
         rows.add(action, rank, wait, stage * _WIDTH + column, None, 0)
     elif kind in (K.SEND_F, K.SEND_B):
@@ -155,10 +158,12 @@ def _place(
         row = rows.add(action, rank, -1, -1, (rank, homes[peer]), stage if kind is K.SEND_F else stage - 1)
         rows.messages[kind, stage, action.micro] = row
     elif kind is K.REDUCE_GRAD:
+        after = last[stage].kind
         if overlap:
-            reduce_row[stage] = rows.add(action, rank, -1, -1, (rank, -1), len(homes) + stage)
+            message = len(homes) * (1 if after is K.BACKWARD else 2) + stage
+            reduce_row[stage] = rows.add(action, rank, -1, -1, (rank, -1), message)
         else:
-            reduce_row[stage] = rows.add(action, rank, -1, stage * _WIDTH + _REDUCE, None, 0)
+            reduce_row[stage] = rows.add(action, rank, -1, stage * _WIDTH + _REDUCE[after], None, 0)
     return True
 
 
@@ -167,9 +172,13 @@ def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> Pipeline
     durations = [
         seconds
         for cost in costs
-        for seconds in (*(getattr(cost, column).total_s for column in _COLUMNS), cost.reduce_s)
+        for seconds in (
+            *(getattr(cost, column).total_s for column in _COLUMNS),
+            cost.reduce_s,
+            cost.reduce_after_weight_s,
+        )
     ]
-    messages = [cost.send_s for cost in costs] + [cost.reduce_s for cost in costs]
+    messages = message_seconds(costs)
     free_s = [0.0] * len(timetable.steps)
     link_free_s = [0.0] * timetable.links
     end_s: list[float] = []
@@ -195,6 +204,15 @@ def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> Pipeline
     steps = _steps(timetable, costs, free_s, arrival_s)
     step_time_s = max((spans[-1][2] for spans in steps if spans), default=0.0)
     return PipelineTimes(end_s=end_s, arrival_s=arrival_s, steps=steps, step_time_s=step_time_s)
+
+
+def message_seconds(costs: Sequence[StageCost]) -> list[float]:
+    """What `Timetable.message` points into: sends of every stage, then its reductions after a B, and after a W."""
+    return [
+        *(cost.send_s for cost in costs),
+        *(cost.reduce_s for cost in costs),
+        *(cost.reduce_after_weight_s for cost in costs),
+    ]
 
 
 def _steps(

@@ -115,5 +115,6 @@ def stage_cost(
         step=phase({"optimizer": step_s}),
         send_s=send_s,
         reduce_s=reduce_s,
+        reduce_after_weight_s=reduce_s,
         tied_s=tied_s,
     )
