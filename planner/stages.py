@@ -2,12 +2,13 @@
 
     n[c] >= 1, sum n[c] = N               every repeated block stands in one chunk, in model order
     0 <= k[c] <= n[c]                     the first k[c] blocks of chunk c are recomputed in full
-    A[q, c](n, k)                         what chunk c needs of quantity q (seconds, bytes): sums over its blocks
+    A[q, c](n, k)                         what chunk c needs of quantity q (seconds, bytes): the largest of some sums
+                                          over its blocks, and a surcharge where k[c] = n[c]
     sum a[q, c] A[q, c] + const <= T      for each path: no path through the schedule takes longer than the step
     sum a[q, c] A[q, c] + const <= cap    for each moment of each rank that can be its memory's peak
     minimise T
 
-Everything is in integer nanoseconds and bytes, rounded down: what CP-SAT proves is a true lower bound. The
+Everything is in integer picoseconds and bytes, rounded down: what CP-SAT proves is a true lower bound. The
 caller prepares all numbers (`planner/inner.py`); nothing is computed here but the model.
 """
 
@@ -27,12 +28,21 @@ Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
-    """What a chunk needs of one thing, in integers: per kind of block kept or recomputed, and per chunk besides."""
+class Form:
+    """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, and per chunk besides."""
 
     kept: tuple[int, ...]
     recomputed: tuple[int, ...]
     fixed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """What a chunk needs of one thing: the largest of its forms, and `when_all` more where the chunk recomputes
+    every block."""
+
+    forms: tuple[Form, ...]
+    when_all: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +90,21 @@ def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: i
     start = sum(deal.blocks[:chunk])
     kinds = problem.kinds[start : start + deal.blocks[chunk]]
     k = deal.recomputed[chunk]
-    total = sum(quantity.recomputed[kind] for kind in kinds[:k]) + sum(
-        quantity.kept[kind] for kind in kinds[k:]
+    largest = max(
+        form.fixed[chunk]
+        + sum(form.recomputed[kind] for kind in kinds[:k])
+        + sum(form.kept[kind] for kind in kinds[k:])
+        for form in quantity.forms
     )
-    return quantity.fixed[chunk] + total
+    return largest + (quantity.when_all if k == len(kinds) else 0)
+
+
+def most_of(problem: StageProblem, quantity: Quantity, chunk: int) -> int:
+    """More than any deal makes of a quantity in a chunk."""
+    return quantity.when_all + max(
+        abs(form.fixed[chunk]) + sum(max(form.kept[k], form.recomputed[k], 0) for k in problem.kinds)
+        for form in quantity.forms
+    )
 
 
 def row_value(problem: StageProblem, row: Row, deal: Deal) -> int:
@@ -176,6 +197,7 @@ class _Builder:
         ]
         self.uniform = len(set(problem.kinds)) <= 1
         self.sums: dict[int, list[Linear]] = {}
+        self.all: dict[int, cp_model.IntVar] = {}
         if not self.uniform:
             self._positions()
 
@@ -190,28 +212,52 @@ class _Builder:
             model.add(self.turns[c] == self.cuts[c] + recomputed)
 
     def amounts(self, index: int) -> list[Linear]:
-        """Per chunk, how much of a quantity it needs: A[q, c]."""
+        """Per chunk, how much of a quantity it needs: A[q, c], or a variable that is at least that."""
         if index not in self.sums:
             quantity = self.problem.quantities[index]
             make = self._counted if self.uniform else self._prefixed
-            self.sums[index] = make(quantity)
+            forms = [make(form) for form in quantity.forms]
+            largest = [
+                self._at_least([form[c] for form in forms], most_of(self.problem, quantity, c))
+                for c in range(self.problem.chunks)
+            ]
+            self.sums[index] = [
+                amount + quantity.when_all * self._all_recomputed(c) if quantity.when_all else amount
+                for c, amount in enumerate(largest)
+            ]
         return self.sums[index]
 
-    def _counted(self, quantity: Quantity) -> list[Linear]:
+    def _at_least(self, forms: list[Linear], most: int) -> Linear:
+        if len(forms) == 1:
+            return forms[0]
+        largest = self.model.new_int_var(-most, most, "")
+        for form in forms:
+            self.model.add(largest >= form)
+        return largest
+
+    def _all_recomputed(self, chunk: int) -> cp_model.IntVar:
+        """1 where every block of the chunk is recomputed."""
+        if chunk not in self.all:
+            self.all[chunk] = self.model.new_bool_var(f"all{chunk}")
+            left = self.blocks[chunk] - self.recomputed[chunk]
+            self.model.add(left >= 1).only_enforce_if(~self.all[chunk])
+        return self.all[chunk]
+
+    def _counted(self, form: Form) -> list[Linear]:
         kind = self.problem.kinds[0]
-        kept, extra = quantity.kept[kind], quantity.recomputed[kind] - quantity.kept[kind]
+        kept, extra = form.kept[kind], form.recomputed[kind] - form.kept[kind]
         return [
             fixed + kept * n + extra * k
-            for fixed, n, k in zip(quantity.fixed, self.blocks, self.recomputed, strict=True)
+            for fixed, n, k in zip(form.fixed, self.blocks, self.recomputed, strict=True)
         ]
 
-    def _prefixed(self, quantity: Quantity) -> list[Linear]:
+    def _prefixed(self, form: Form) -> list[Linear]:
         kinds = self.problem.kinds
-        kept = list(accumulate((quantity.kept[k] for k in kinds), initial=0))
-        extra = list(accumulate((quantity.recomputed[k] - quantity.kept[k] for k in kinds), initial=0))
+        kept = list(accumulate((form.kept[k] for k in kinds), initial=0))
+        extra = list(accumulate((form.recomputed[k] - form.kept[k] for k in kinds), initial=0))
         at_cut = [self._looked_up(cut, kept) for cut in self.cuts]
         found: list[Linear] = []
-        for c, fixed in enumerate(quantity.fixed):
+        for c, fixed in enumerate(form.fixed):
             amount = fixed + at_cut[c + 1] - at_cut[c]
             if self.problem.recompute and any(extra):
                 amount += self._looked_up(self.turns[c], extra) - self._looked_up(self.cuts[c], extra)
@@ -248,11 +294,19 @@ class _Builder:
 
     def no_path_longer_than_the_step(self, below: int | None) -> cp_model.IntVar:
         """T >= every path; T < below."""
-        most = 2**60 if below is None else max(below - 1, 0)
+        most = max(map(self._most_of_row, self.problem.paths), default=0)
+        if below is not None:
+            most = max(min(most, below - 1), 0)
         step = self.model.new_int_var(0, most, "T")
         for row in self.problem.paths:
             self.model.add(self.row(row) <= step)
         return step
+
+    def _most_of_row(self, row: Row) -> int:
+        quantities = self.problem.quantities
+        return max(0, row.constant) + sum(
+            n * most_of(self.problem, quantities[q], c) for q, c, n in row.terms
+        )
 
     def differs_from(self, deal: Deal) -> None:
         """At least one n[c] or k[c] is another than in `deal`."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autoparallel.planner.stages import (
     Deal,
+    Form,
     Quantity,
     Row,
     StageProblem,
@@ -27,10 +28,11 @@ def problem_of(
     kinds: tuple[int, ...], chunks: int, *, capacity: int = 10**9, recompute: bool = True
 ) -> StageProblem:
     """Every chunk on its own rank, weighed like a pipeline: earlier chunks keep more micro-batches."""
-    seconds = Quantity(
-        kept=(10, 17), recomputed=(14, 22), fixed=(3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
-    )
-    bytes_ = Quantity(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks)
+    ends = (3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
+    computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=ends)
+    sending = Form(kept=(12, 12), recomputed=(12, 12), fixed=(0,) * chunks)
+    seconds = Quantity(forms=(computing, sending))
+    bytes_ = Quantity(forms=(Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks),), when_all=3)
     return StageProblem(
         kinds=kinds, chunks=chunks, quantities=(seconds, bytes_), capacity_bytes=capacity, recompute=recompute,
         paths=tuple(
@@ -87,7 +89,7 @@ def test_less_memory_recomputes_blocks_and_too_little_is_no_answer() -> None:
     assert sum(free.deal.recomputed) == 0
     assert tight is not None
     assert sum(tight.deal.recomputed) > 0
-    assert solve_stages(replace(problem, capacity_bytes=7)) is None
+    assert solve_stages(replace(problem, capacity_bytes=10)) is None
 
 
 def test_what_the_user_fixes_stays() -> None:
