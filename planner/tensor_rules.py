@@ -1,0 +1,289 @@
+"""`[[tensor]]` entries: what they fix in the solve, and the entries that say what a plan does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from autoparallel.costmodel.graph import Block, ModelGraph
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import TensorRule
+from autoparallel.planner.tensor_plan import BlockPlan, TensorPlan
+from autoparallel.planner.tensor_problem import OUTSIDE, BlockProblem, layout
+from autoparallel.planner.tensor_solve import NoTensorPlan, PricedBlock, solve_blocks
+
+_Key = TypeVar("_Key", str, int)
+_Value = TypeVar("_Value", str, tuple[str, ...])
+_SHARD = re.compile(r"shard\((-?\d+)\)")
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What the entries fix in one block; `source` says which entry fixed a parameter or node."""
+
+    params: Mapping[str, str]
+    nodes: Mapping[int, tuple[str, ...]]
+    source: Mapping[str | int, str]
+
+
+# ---- entries -> constraints
+
+
+def fixed_by_rules(
+    graph: ModelGraph, problems: Sequence[BlockProblem], rules: Sequence[TensorRule]
+) -> list[Fixed]:
+    """What the entries fix in each distinct block. Raises UserError naming the entry that cannot hold."""
+    found = [Fixed(params={}, nodes={}, source={}) for _ in problems]
+    for rule in rules:
+        matched = False
+        for b, problem in enumerate(problems):
+            for module in _matches(graph, b, rule):
+                matched = True
+                found[b] = _fix(found[b], problem, module, rule)
+        if not matched:
+            raise UserError(
+                f"{_entry(rule)}: no module of {graph.name} has this name; `*` stands for one component"
+            )
+    return found
+
+
+def _entry(rule: TensorRule) -> str:
+    return f'[[tensor]] module = "{rule.module}"'
+
+
+def modules_of(block: Block) -> tuple[str, ...]:
+    """Modules of a block that entries may name: callers of operators, owners of parameters, called modules."""
+    found = {op.module: None for op in block.operators}
+    found |= {p.name.rpartition(".")[0]: None for p in block.parameters}
+    found |= {call.module: None for call in block.calls}
+    return tuple(found)
+
+
+def _joined(path: str, module: str) -> str:
+    return ".".join(part for part in (path, module) if part)
+
+
+def _matches(graph: ModelGraph, block: int, rule: TensorRule) -> Iterator[str]:
+    """Modules of a distinct block that the entry names; it must name them in all of its instances."""
+    pattern = re.compile(re.escape(rule.module).replace(r"\*", r"[^.]+"))
+    paths = [link.path for link in graph.chain if link.block == block]
+    for module in modules_of(graph.blocks[block]):
+        hits = [bool(pattern.fullmatch(_joined(path, module))) for path in paths]
+        if any(hits) and not all(hits):
+            raise UserError(
+                f"{_entry(rule)}: names {sum(hits)} of {len(hits)} equal blocks, which are planned alike; "
+                f'write "{_starred(_joined(paths[0], module))}"'
+            )
+        if all(hits):
+            yield module
+
+
+def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> Fixed:
+    params, nodes, source = dict(fixed.params), dict(fixed.nodes), dict(fixed.source)
+    shapes = {p.name: p.shape for p in problem.index.block.parameters}
+    for name, text in rule.params:
+        full = _joined(module, name)
+        if full not in shapes:
+            own = [n.rpartition(".")[2] for n in shapes if n.rpartition(".")[0] == module]
+            raise UserError(f"{_entry(rule)}: no parameter {name}; it has {', '.join(own) or 'none'}")
+        placement = _placement(text, len(shapes[full]), f"{_entry(rule)}, params.{name}")
+        if placement not in problem.params[full]:
+            legal = ", ".join(describe(p) for p in problem.params[full])
+            raise UserError(f'{_entry(rule)}: {name} = "{text}" is not legal here; legal: {legal}')
+        _once(params, full, placement, source, rule)
+    for value, scope, text, where in _pins(problem, module, rule):
+        node = next((n for n, k in enumerate(problem.nodes) if (k.value, k.scope) == (value, scope)), None)
+        if node is None:
+            continue  # nobody reads the value there
+        placement = _placement(text, len(problem.index.specs[value].shape), f"{_entry(rule)}, {where}")
+        allowed = tuple(s for s in problem.nodes[node].states if layout(s) == placement)
+        if not allowed:
+            legal = ", ".join(dict.fromkeys(describe(layout(s)) for s in problem.nodes[node].states))
+            raise UserError(f'{_entry(rule)}: {where} = "{text}" is not legal here; legal: {legal}')
+        _once(nodes, node, allowed, source, rule)
+    return Fixed(params=params, nodes=nodes, source=source)
+
+
+def _once(
+    fixed: dict[_Key, _Value], key: _Key, value: _Value, source: dict[str | int, str], rule: TensorRule
+) -> None:
+    if fixed.get(key, value) != value:
+        raise UserError(f"{_entry(rule)} contradicts {source[key]}: they fix the same thing differently")
+    fixed[key] = value
+    source[key] = _entry(rule)
+
+
+def _placement(text: str, dims: int, where: str) -> str:
+    if text == "replicate":
+        return "R"
+    if text == "partial":
+        return "P"
+    match = _SHARD.fullmatch(text)
+    if match is None:
+        raise UserError(f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)" or "partial"')
+    if not -dims <= int(match[1]) < dims:
+        raise UserError(f'{where} = "{text}": the tensor has {dims} dims')
+    return f"S{int(match[1]) % dims}"
+
+
+def describe(placement: str) -> str:
+    """A placement in the strategy file's words."""
+    if placement.startswith("S"):
+        return f"shard({placement[1:]})"
+    return "partial" if placement == "P" else "replicate"
+
+
+def arguments(problem: BlockProblem, module: str) -> tuple[tuple[str, str], ...]:
+    """(argument, value) of a module: its signature's names where capture knows them, else positions in the
+    order in which the module first uses what comes from outside."""
+    for call in problem.index.block.calls:
+        if call.module == module:
+            return call.inputs
+    return tuple((str(n), value) for n, value in enumerate(_crossing(problem, module, "input")))
+
+
+def results(problem: BlockProblem, module: str) -> tuple[str, ...]:
+    """Values that a module returns."""
+    for call in problem.index.block.calls:
+        if call.module == module:
+            return call.outputs
+    return tuple(_crossing(problem, module, "output"))
+
+
+def _crossing(problem: BlockProblem, module: str, side: str) -> list[str]:
+    edges = [e for e in problem.edges if e.module == module and e.side == side]
+    edges.sort(key=lambda e: e.position)
+    return list(dict.fromkeys(problem.nodes[e.source].value for e in edges))
+
+
+def _outer(module: str) -> str:
+    """The scope around a module."""
+    return module.rpartition(".")[0] if module else OUTSIDE
+
+
+def _pins(problem: BlockProblem, module: str, rule: TensorRule) -> Iterator[tuple[str, str, str, str]]:
+    """(value, scope, layout, where in the entry) of each pin of an entry."""
+    known = arguments(problem, module)
+    for name, text in rule.inputs:
+        hits = [v for n, v in known if n == name or n.startswith(f"{name}.")]
+        if name.isdigit() and not hits and int(name) < len(known):
+            hits = [known[int(name)][1]]
+        if not hits and len(known) == 1 and not problem.index.block.calls:
+            hits = [known[0][1]]
+        if not hits:
+            names = ", ".join(n for n, _ in known) or "none"
+            raise UserError(f"{_entry(rule)}: no tensor argument {name}; it has {names}")
+        for value in hits:
+            yield value, module, text, f"inputs.{name}"
+    made = results(problem, module)
+    if len(rule.outputs) > len(made):
+        raise UserError(
+            f"{_entry(rule)}: {len(rule.outputs)} outputs, but the module returns {len(made)} tensors"
+        )
+    for value, text in zip(made, rule.outputs, strict=False):
+        yield value, _outer(module), text, "outputs"
+
+
+def contradiction(
+    graph: ModelGraph, blocks: Sequence[PricedBlock], ties: Sequence[Sequence[tuple[int, str]]],
+    given: Sequence[Fixed], tp: int,
+) -> UserError:  # fmt: skip
+    """The error for rules that leave no choice: names the first entry that cannot hold with those before it."""
+    entries = list(dict.fromkeys(entry for fixed in given for entry in fixed.source.values()))
+    for count in range(len(entries) + 1):
+        kept = set(entries[:count])
+        trial = [_only(block, fixed, kept) for block, fixed in zip(blocks, given, strict=True)]
+        try:
+            solve_blocks(trial, ties)
+        except NoTensorPlan:
+            if count == 0:
+                return UserError(
+                    f"mesh.tp = {tp}: {graph.name} has no legal tensor-parallel plan; use mesh.tp = 1"
+                )
+            before = f" with {', '.join(entries[: count - 1])}" if count > 1 else ""
+            return UserError(
+                f"{entries[count - 1]} cannot hold{before}: no sharding of the operators allows it"
+            )
+    raise AssertionError("the rules hold after all")
+
+
+def _only(block: PricedBlock, fixed: Fixed, entries: set[str]) -> PricedBlock:
+    return replace(
+        block,
+        fixed_params={n: v for n, v in fixed.params.items() if fixed.source[n] in entries},
+        fixed_nodes={n: v for n, v in fixed.nodes.items() if fixed.source[n] in entries},
+    )
+
+
+# ---- plan -> entries
+
+
+def rules_of(graph: ModelGraph, problems: Sequence[BlockProblem], plan: TensorPlan) -> tuple[TensorRule, ...]:
+    """The entries that make the runtime do what the plan says: sharded parameters, and pins where a layout
+    changes. A module of a repeated block is written with `*` unless a block of another kind has a module of
+    that name which does something else."""
+    by_path: dict[str, TensorRule | None] = {}
+    for link in graph.chain:
+        block = graph.blocks[link.block]
+        made = {r.module: r for r in _block_rules(problems[link.block], plan.blocks[link.block])}
+        for module in modules_of(block):
+            path = _joined(link.path, module)
+            rule = made.get(module)
+            if path not in by_path or rule is not None:
+                by_path[path] = replace(rule, module=path) if rule is not None else None
+    starred: dict[str, set[TensorRule | None]] = {}
+    for path, rule in by_path.items():
+        name = _starred(path)
+        starred.setdefault(name, set()).add(replace(rule, module=name) if rule is not None else None)
+    found: dict[str, TensorRule] = {}
+    for path, rule in by_path.items():
+        if rule is not None:
+            alike = len(starred[_starred(path)]) == 1
+            written = replace(rule, module=_starred(path)) if alike else rule
+            found.setdefault(written.module, written)
+    return tuple(found.values())
+
+
+def _starred(path: str) -> str:
+    return _INDEX.sub("*", path)
+
+
+def _block_rules(problem: BlockProblem, plan: BlockPlan) -> Iterator[TensorRule]:
+    placed: dict[str, list[tuple[str, str]]] = {}
+    for name, placement in plan.params:
+        if placement != "R":
+            module, _, own = name.rpartition(".")
+            placed.setdefault(module, []).append((own, describe(placement)))
+    pinned: dict[str, dict[str, str]] = {}
+    changed: dict[str, dict[str, str]] = {}
+    for reshard in plan.reshards:
+        target = pinned if reshard.side == "input" else changed
+        target.setdefault(reshard.module, {})[reshard.value] = describe(reshard.after)
+    for module in dict.fromkeys([*placed, *pinned, *changed]):
+        inputs = {}
+        for argument, value in arguments(problem, module):
+            if value in pinned.get(module, {}):
+                inputs[argument.partition(".")[0]] = pinned[module][value]
+        yield TensorRule(
+            module=module, params=tuple(placed.get(module, ())), inputs=tuple(inputs.items()),
+            outputs=_outputs(problem, plan, module, changed.get(module, {})),
+        )  # fmt: skip
+
+
+def _outputs(
+    problem: BlockProblem, plan: BlockPlan, module: str, changed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Layouts of the module's results up to the last that changes; those that do not are pinned as they are."""
+    made = results(problem, module)
+    last = max((n for n, value in enumerate(made) if value in changed), default=-1)
+    found = []
+    for value in made[: last + 1]:
+        source = problem.index.producer.get(value)
+        kept = "R"
+        if source is not None and (sharding := plan.shardings[source]) is not None:
+            kept = sharding.outputs[0]
+        found.append(changed.get(value, describe(kept)))
+    return tuple(found)
