@@ -249,6 +249,7 @@ def run_score(request: Request, save_graph: Path | None, time_limit_s: float | N
 
 def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, console: Console) -> Any:
     """The strategy, completed where keys are missing, and its prediction, whether it fits or not."""
+    from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy
     from autoparallel.planner.outcome import InfeasiblePlan
     from autoparallel.planner.score import score as price
@@ -256,8 +257,12 @@ def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, cons
 
     constraints = {"batch.global": make_problem(checked, graph).global_batch, **checked.constraints}
     if not missing_keys(constraints):
-        strategy = strategy_from_constraints(constraints, name=str(checked.request.strategy or "--set"))
-        return strategy, price(graph, checked.cluster, strategy)
+        name = str(checked.request.strategy or "--set")
+        strategy = strategy_from_constraints(constraints, name=name)
+        try:
+            return strategy, price(graph, checked.cluster, strategy)
+        except UserError as error:
+            raise UserError("\n".join(f"{name}: {line}" for line in str(error).splitlines())) from None
     try:
         result = search(checked, graph, time_limit_s, console)
         return result.strategy, result.prediction

@@ -67,7 +67,9 @@ def check_request(request: Request) -> Checked:
     record = file.problem if file else None
     if file and record:
         _check_record(file, record, request, cluster)
-    seq_len = request.seq_len if request.seq_len is not None else record.seq_len if record else None
+    seq_len = request.seq_len
+    if seq_len is None and record and record.seq_len != 1:  # 1: its samples are no sequences
+        seq_len = record.seq_len
     objective = request.objective or (record.objective if record else None) or Objective.TIME
     return Checked(
         request=request,
@@ -144,7 +146,10 @@ def _read_graph(spec: str, checked: Checked) -> ModelGraph:
         raise UserError(f"{spec}: no such graph file; for a Hugging Face config write hf:{spec}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{spec}: cannot be read: {error}") from None
-    graph = graph_from_json(text, name=spec)
+    try:
+        graph = graph_from_json(text)
+    except UserError as error:
+        raise UserError(f"{spec}: {error}") from None
     if checked.seq_len is not None and checked.seq_len != graph.tokens_per_sample:
         raise UserError(
             f"{spec} was captured with a sequence length of {graph.tokens_per_sample}, not {checked.seq_len}; "

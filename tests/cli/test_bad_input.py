@@ -1,0 +1,323 @@
+"""Every mistake a user can make ends in a message that names file, key and remedy: never in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.runner import refused, run, save, strategy_toml
+from tests.toy_graphs import toy_transformer
+
+CLUSTER = "h100-sxm:1x4"
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(toy_transformer(heads=4), tmp_path_factory.mktemp("graph") / "graph.json")
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def config(path: Path, **changes: Any) -> Path:
+    """A small Llama's config.json with some keys changed."""
+    keys = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 256,
+    }  # fmt: skip
+    return write(path, json.dumps({k: v for k, v in {**keys, **changes}.items() if v is not None}))
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    path = config(tmp_path / "config.json", model_type="lama")
+    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[str(path), "model_type", "lama"])
+    path = config(tmp_path / "config.json", architectures=["LlamaForEverything"])
+    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[str(path), "LlamaForEverything"])
+
+
+def test_a_missing_config(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "config.json"
+    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[str(path), "no such file"])
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", "\x00\xff"])
+def test_a_malformed_config(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "config.json", text)
+    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[str(path)])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_attention_heads": 0}, {"num_attention_heads": "four"}, {"hidden_size": -1}]
+)
+def test_a_config_with_impossible_values(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = config(tmp_path / "config.json", **changes)
+    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[str(path)])
+
+
+def test_a_config_that_asks_for_remote_code_never_runs_it(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    write(tmp_path / "modeling_evil.py", f"open({str(ran)!r}, 'w').write('ran')\n")
+    path = config(tmp_path / "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    words = [str(path), "auto_map", "never run"]
+    refused("plan", f"hf:{tmp_path}", "--cluster", CLUSTER, words=words)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nothing", ["nothing", "hf:PATH", "FILE.py:NAME", "GRAPH.json"]),
+        ("missing.py:build", ["missing.py", "no such file"]),
+        ("no.such.module:build", ["no.such.module"]),
+        ("json:no_such_name", ["no_such_name"]),
+        ("missing.json", ["missing.json", "no such graph file", "hf:missing.json"]),
+    ],
+)
+def test_a_model_that_is_not_there(model: str, words: list[str]) -> None:
+    refused("plan", model, "--cluster", CLUSTER, words=words)
+
+
+def test_a_model_file_that_raises_or_returns_something_else(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.py", "def broken():\n    1 / 0\ndef number():\n    return 3\n")
+    refused("plan", f"{path}:broken", "--cluster", CLUSTER, words=["model.py:broken", "ZeroDivisionError"])
+    refused("plan", f"{path}:number", "--cluster", CLUSTER, words=["model.py:number", "int"])
+    refused("plan", f"{path}:builds", "--cluster", CLUSTER, words=["builds", "broken, number"])
+    refused(
+        "plan",
+        f"{path}:number",
+        "--cluster",
+        CLUSTER,
+        "--model-arg",
+        "x",
+        words=["--model-arg x", "KEY=VALUE"],
+    )
+
+
+def test_a_damaged_or_newer_graph(tmp_path: Path, graph: Path) -> None:
+    whole = json.loads(graph.read_text())
+    for name, text in {
+        "cut": graph.read_text()[:500],
+        "empty": "{}",
+        "newer": json.dumps({**whole, "schema": 99}),
+        "damaged": json.dumps({**whole, "blocks": [{}]}),
+    }.items():
+        path = write(tmp_path / f"{name}.json", text)
+        refused("plan", path, "--cluster", CLUSTER, words=[str(path)])
+
+
+def test_a_sequence_length_that_a_saved_graph_does_not_have(graph: Path) -> None:
+    refused(
+        "plan", graph, "--cluster", CLUSTER, "--seq-len", "99", words=[str(graph), "32", "99", "--seq-len"]
+    )
+
+
+# -- the cluster --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("h100-smx:1x8", ["h100-smx", "h100-sxm"]),
+        ("h100-sxm:8", ["h100-sxm:8", "NODESxPER_NODE"]),
+        ("h100-sxm", ["h100-sxm", "1x1"]),
+        ("h100-sxm:0x8", ["0"]),
+        ("no/such.toml", ["no/such.toml", "no such"]),
+        ("dgx-h10", ["dgx-h10", "dgx-h100"]),
+    ],
+)
+def test_an_unknown_device_or_cluster(graph: Path, cluster: str, words: list[str]) -> None:
+    refused("plan", graph, "--cluster", cluster, words=words)
+
+
+def cluster_toml(text: str = "", *, group: str = "", level: str = "", schema: int = 1) -> str:
+    return (
+        f'schema = {schema}\nname = "mine"\n{text}\n[[group]]\ndevice = "h100-sxm"\nnodes = 1\n'
+        f'devices_per_node = 4\n{group}\n[[level]]\nname = "nvlink"\nsize = 4\nbytes_per_s = 450e9\n'
+        f"latency_s = 3e-6\n{level}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (cluster_toml(group="price_per_hour = 2"), ["price_per_hour", "price_per_device_hour"]),
+        (cluster_toml(level="latencys = 2"), ["latencys", "latency_s"]),
+        (cluster_toml("levels = 2"), ["levels", "level"]),
+        (cluster_toml(schema=2), ["schema", "2"]),
+        (cluster_toml(level='oversubscription = "two"'), ["oversubscription"]),
+        ("schema = [", ["TOML"]),
+    ],
+)
+def test_a_typo_in_a_cluster_file(tmp_path: Path, graph: Path, text: str, words: list[str]) -> None:
+    path = write(tmp_path / "mine.toml", text)
+    refused("plan", graph, "--cluster", path, words=[str(path), *words])
+
+
+# -- the strategy -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[mesh]\ntpp = 2\n", ["[mesh] tpp", '"tp"']),
+        ("[pipelin]\nschedule = '1f1b'\n", ["pipelin", '"pipeline"']),
+        ("[pipeline]\nschedule = '1f1'\n", ["schedule", '"1f1b"']),
+        ("schema = 2\n", ["schema = 2", "update"]),
+        ("[mesh\n", ["TOML"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "score"])
+def test_a_typo_in_a_strategy_file(
+    tmp_path: Path, graph: Path, command: str, text: str, words: list[str]
+) -> None:
+    path = write(tmp_path / "p.toml", text)
+    refused(command, graph, "--cluster", CLUSTER, "--strategy", path, words=[str(path), *words])
+
+
+def test_options_that_contradict_the_file(tmp_path: Path, graph: Path) -> None:
+    path = write(tmp_path / "p.toml", "[batch]\nglobal = 8\n[mesh]\ntp = 2\n")
+    base = ("plan", graph, "--cluster", CLUSTER, "--strategy", path)
+    refused(*base, "--set", "mesh.tp=4", words=["mesh.tp", "contradicts", "2"])
+    refused(*base, "--global-batch", "16", words=["--global-batch", "batch.global", "contradicts", "8"])
+    refused(*base, "--set", "mesh.tq=4", words=["mesh.tq", "mesh.tp"])
+    refused(*base, "--objective", "speed", words=["--objective speed", "time, cost, memory"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh.tp": 3, "mesh.dp_shard": 1, "mesh.pp": 1, "pipeline.stage_blocks": [4]}, ["mesh.tp = 3", "heads", "try"]),
+        ({"batch.micro": 3}, ["batch.global = 16", "batch.micro 3", "try"]),
+        ({"mesh.dp_shard": 3}, ["batch.global = 16"]),
+        ({"mesh.dp_shard": 8}, ["devices", "has 4"]),
+        ({"mesh.pp": 8, "mesh.dp_shard": 1}, ["8", "has 4"]),
+        ({"pipeline.stage_blocks": [2, 3]}, ["pipeline.stage_blocks", "5", "4"]),
+        ({"pipeline.stage_blocks": [4]}, ["pipeline.stage_blocks"]),
+        ({"shard.zero": 0}, ["shard.zero = 0", "dp_shard"]),
+        ({"shard.sequence_parallel": True}, ["shard.sequence_parallel", "tp"]),
+    ],
+)  # fmt: skip
+def test_a_strategy_whose_numbers_do_not_fit_together(
+    tmp_path: Path, graph: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    tensor = "tensor = []\n" if changes.get("mesh.tp", 1) > 1 else ""
+    path = write(tmp_path / "s.toml", tensor + strategy_toml(changes))
+    refused("score", graph, "--cluster", CLUSTER, "--strategy", path, words=[str(path), *words])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["mesh.tp=3"], ["mesh.tp"]),
+        (["mesh.tp=8"], ["mesh"]),
+        (["mesh.pp=16"], ["mesh"]),
+        (["batch.micro=3"], ["batch"]),
+        (["pipeline.stage_blocks=[1, 1]"], ["stage_blocks"]),
+        (["shard.zero=0", "mesh.dp_shard=2"], ["zero"]),
+    ],
+)
+def test_constraints_that_nothing_satisfies_are_named(
+    graph: Path, settings: list[str], words: list[str]
+) -> None:
+    options = [part for setting in settings for part in ("--set", setting)]
+    answer = run("plan", graph, "--cluster", CLUSTER, "--global-batch", "16", *options)
+    assert answer.crash is None, repr(answer.crash)
+    assert answer.status in (2, 3), answer
+    assert answer.out == ""
+    for word in words:
+        assert word in answer.err
+
+
+def test_a_file_planned_for_something_else_is_refused(tmp_path: Path, graph: Path) -> None:
+    problem = '[problem]\nmodel = "hf:other"\ngraph_hash = "0123"\nseq_len = 32\n'
+    path = write(tmp_path / "s.toml", problem + strategy_toml().replace("schema = 1\n", ""))
+    base = ("score", graph, "--cluster", CLUSTER, "--strategy", path)
+    refused(*base, words=[str(path), "graph_hash", "hf:other", "remove [problem]"])
+    refused(*base, "--seq-len", "64", words=[str(path), "seq_len = 32", "--seq-len 64"])
+
+
+def test_a_model_too_large_for_the_cluster(tmp_path: Path) -> None:
+    huge = save(toy_transformer(layers=4, hidden=65536, heads=64, seq=32, vocab=256), tmp_path / "huge.json")
+    out = tmp_path / "s.toml"
+    said = refused(
+        "plan", huge, "--cluster", "h100-sxm:1x1", "-o", out, status=3, words=["no strategy fits", "GiB"]
+    )
+    assert "nearest" in said, said
+    assert not out.exists()
+    answer = run("score", huge, "--cluster", "h100-sxm:1x1", "--json")
+    assert answer.status == 0, answer
+    assert answer.json["feasible"] is False
+    assert "DOES NOT FIT" in answer.err
+
+
+# -- the output ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["-o", "--save-graph"])
+def test_an_unwritable_path_is_found_before_the_model_is_read(tmp_path: Path, option: str) -> None:
+    missing = tmp_path / "no" / "s.toml"
+    refused(
+        "plan", "hf:nothing", "--cluster", CLUSTER, option, missing, words=[str(missing), "cannot be written"]
+    )
+    refused(
+        "plan", "hf:nothing", "--cluster", CLUSTER, option, tmp_path, words=[str(tmp_path), "is a folder"]
+    )
+
+
+def test_a_report_of_a_file_without_predictions(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.toml", strategy_toml())
+    refused("report", path, "-o", tmp_path / "r.html", words=[str(path), "[predicted]", "plan"])
+    refused("report", tmp_path / "none.toml", "-o", tmp_path / "r.html", words=["none.toml", "no such"])
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan"], ["plan", "hf:x"], ["plan", "hf:x", "--cluster"], ["paln"], ["plan", "hf:x", "--clustr", "y"],
+        ["plan", "hf:x", "--cluster", "y", "--seq-len", "long"],
+        ["plan", "hf:x", "--cluster", "y", "--global-batch", "0"], ["profiles", "h100-smx"],
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_status_two(arguments: list[str]) -> None:
+    answer = run(*arguments)
+    assert answer.crash is None
+    assert answer.status == 2, answer
+
+
+def test_an_interrupt_ends_cleanly_and_leaves_no_half_file(tmp_path: Path) -> None:
+    big = save(
+        toy_transformer(layers=96, hidden=1024, heads=32, seq=2048, vocab=4096), tmp_path / "graph.json"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-m", "autoparallel", "plan", str(big), "--cluster", "h100-sxm:512x8"]
+    process = subprocess.Popen(
+        [*command, "-o", str(out / "s.toml")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    time.sleep(3.0)
+    process.send_signal(signal.SIGINT)
+    said, complaint = process.communicate(timeout=60)
+    assert "Traceback" not in complaint, complaint
+    assert said == ""
+    left = list(out.iterdir())
+    if process.returncode == 0:  # best so far, or done before the signal
+        assert [p.name for p in left] == ["s.toml"]
+    else:
+        assert process.returncode in (4, 130), complaint
+        assert left == []
+        assert "interrupted" in complaint
