@@ -33,9 +33,12 @@ class Prepared:
     states: tuple[tuple[LiveState, ...], ...]  # by rank
 
 
-def prepare_simulation(ranks: Sequence[Sequence[Action]], *, overlap: bool = True) -> Prepared:
+def prepare_simulation(
+    ranks: Sequence[Sequence[Action]], *, overlap: bool = True, blocking_sends: bool = False
+) -> Prepared:
     """The order in which all actions of a legal program (`program_check.check`) are simulated."""
-    return Prepared(timetable=prepare(ranks, overlap=overlap), states=tuple(map(live_states, ranks)))
+    timetable = prepare(ranks, overlap=overlap, blocking_sends=blocking_sends)
+    return Prepared(timetable=timetable, states=tuple(map(live_states, ranks)))
 
 
 def simulate(
@@ -48,10 +51,12 @@ def simulate(
 ) -> Prediction:
     """Step time, breakdown of the busiest rank, memory of every rank and, with `spans`, the timeline.
 
-    A caller with many programs passes one `pricer` for all, and `prepared` for those with equal `ranks` and
-    `overlap`.
+    A caller with many programs passes one `pricer` for all, and `prepared` for those with equal `ranks`,
+    `overlap` and `blocking_sends`.
     """
-    prepared = prepared or prepare_simulation(program.ranks, overlap=program.overlap)
+    prepared = prepared or prepare_simulation(
+        program.ranks, overlap=program.overlap, blocking_sends=program.blocking_sends
+    )
     costs = price_program(program, cluster, pricer)
     times = pipeline_times(prepared.timetable, costs)
     devices = [device_of_rank(program, cluster, rank) for rank in range(len(program.ranks))]

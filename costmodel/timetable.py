@@ -10,7 +10,7 @@ Gradient reductions run beside what follows on the same rank, and STEP waits for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.costmodel.stage_cost import StageCost
@@ -32,6 +32,7 @@ _REDUCE = {
     K.BACKWARD_WEIGHT: len(_COLUMNS) + 1,
 }  # a reduction that the rank waits for
 _WIDTH = len(_COLUMNS) + 2
+_BLOCKING = -2  # in place of a duration: the rank waits until its message has been sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Timetable:
     """Actions in an order that respects every dependency, as parallel columns.
 
     `wait[i]` is the row whose message row i needs (-1: none); `cost[i]` its duration's place in the table of
-    durations (-1: none); `link[i]` the link that it sends on when it is done (-1: none) and `message[i]` the
+    durations (-1: none, -2: that of its message); `link[i]` the link that it sends on when it is done (-1: none) and `message[i]` the
     place of the sending time. `ranks[r]` and `steps[r]` are the stages that rank r reduces and steps.
     """
 
@@ -75,47 +76,96 @@ class PipelineTimes:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _Builder:
     """Rows of a timetable while it is built."""
 
-    actions: list[Action]
-    columns: list[tuple[int, int, int, int, int]]  # rank, wait, cost, link, message
-    links: dict[tuple[int, int], int]
-    messages: dict[tuple[ActionKind, int, int | None], int]  # the row that carries a message, by its sender
+    homes: tuple[int, ...]
+    last: dict[int, Action]
+    overlap: bool
+    blocking_sends: bool
+    actions: list[Action] = field(default_factory=list)
+    columns: list[tuple[int, int, int, int, int]] = field(
+        default_factory=list
+    )  # rank, wait, cost, link, message
+    links: dict[tuple[int, int], int] = field(default_factory=dict)
+    sent: dict[tuple[bool, int, int | None], int] = field(
+        default_factory=dict
+    )  # (forward, stage, micro): row
+    reduce_row: dict[int, int] = field(default_factory=dict)
 
-    def add(
-        self, action: Action, rank: int, wait: int, cost: int, to: tuple[int, int] | None, message: int
-    ) -> int:
-        link = -1 if to is None else self.links.setdefault(to, len(self.links))
+    def place(self, action: Action, rank: int) -> bool:
+        """Add the row of an action; False when the message that it needs has not been sent yet."""
+        kind, stage = action.kind, action.stage
+        column = _COMPUTE.get(kind)
+        if column is not None:
+            wait = self._wait(action, rank)
+            if wait is None:
+                return False
+            if kind in _LAST and action == self.last[stage]:
+                column = _LAST[kind]
+            self._add(action, (rank, wait, stage * _WIDTH + column, -1, 0))
+        elif kind is K.SEND_F or kind is K.SEND_B:
+            forward = kind is K.SEND_F
+            link = self._link(rank, self.homes[stage + 1 if forward else stage - 1])
+            self.sent[forward, stage, action.micro] = len(self.actions)
+            cost = _BLOCKING if self.blocking_sends else -1
+            self._add(action, (rank, -1, cost, link, stage if forward else stage - 1))
+        elif kind is K.REDUCE_GRAD:
+            self.reduce_row[stage] = len(self.actions)
+            after = self.last[stage].kind
+            if self.overlap:
+                message = len(self.homes) * (1 if after is K.BACKWARD else 2) + stage
+                self._add(action, (rank, -1, -1, self._link(rank, -1), message))
+            else:
+                self._add(action, (rank, -1, stage * _WIDTH + _REDUCE[after], -1, 0))
+        return True
+
+    def _wait(self, action: Action, rank: int) -> int | None:
+        """The row of the message that a computation needs; -1 where it needs none, None where it is not sent."""
+        if action.kind is K.BACKWARD_WEIGHT:
+            return -1
+        forward = action.kind is K.FORWARD
+        source = action.stage - 1 if forward else action.stage + 1
+        if not 0 <= source < len(self.homes) or self.homes[source] == rank:
+            return -1
+        return self.sent.get((forward, source, action.micro))
+
+    def _link(self, sender: int, receiver: int) -> int:
+        return self.links.setdefault((sender, receiver), len(self.links))
+
+    def _add(self, action: Action, columns: tuple[int, int, int, int, int]) -> None:
         self.actions.append(action)
-        self.columns.append((rank, wait, cost, link, message))
-        return len(self.actions) - 1
+        self.columns.append(columns)
 
 
-def prepare(ranks: Sequence[Sequence[Action]], *, overlap: bool = True) -> Timetable:
-    """The timetable of a program that passes `check`; without `overlap` a rank waits for its reductions."""
-    homes_by_stage = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
-    homes = tuple(homes_by_stage[stage] for stage in range(len(homes_by_stage)))
-    rows = _Rows([], [], {}, {})
-    reduce_row = [-1] * len(homes)
-    last = _last_backwards(ranks)
+def prepare(
+    ranks: Sequence[Sequence[Action]], *, overlap: bool = True, blocking_sends: bool = False
+) -> Timetable:
+    """The timetable of a program that passes `check`.
+
+    Without `overlap` a rank waits for its reductions, with `blocking_sends` for each message that it sends.
+    """
+    homes = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
+    builder = _Builder(
+        homes=tuple(homes[stage] for stage in range(len(homes))), last=_last_backwards(ranks),
+        overlap=overlap, blocking_sends=blocking_sends,
+    )  # fmt: skip
     at = [0] * len(ranks)
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(ranks):
-            start = at[rank]
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                if not _place(action, rank, rows, homes, last, reduce_row, overlap):
-                    break
-                at[rank] += 1
-            progress = progress or at[rank] > start
+            start = now = at[rank]
+            while now < len(actions) and builder.place(actions[now], rank):
+                now += 1
+            at[rank] = now
+            progress = progress or now > start
     assert all(a == len(actions) for a, actions in zip(at, ranks, strict=True)), "the program deadlocks"
-    columns = tuple(zip(*rows.columns, strict=True))
+    columns = tuple(zip(*builder.columns, strict=True))
     return Timetable(
-        actions=tuple(rows.actions), rank=columns[0], wait=columns[1], cost=columns[2], link=columns[3],
-        message=columns[4], reduce_row=tuple(reduce_row), homes=homes, links=len(rows.links),
+        actions=tuple(builder.actions), rank=columns[0], wait=columns[1], cost=columns[2], link=columns[3],
+        message=columns[4], reduce_row=tuple(builder.reduce_row[stage] for stage in range(len(homes))),
+        homes=builder.homes, links=len(builder.links),
         steps=tuple(tuple(a.stage for a in actions if a.kind is K.STEP) for actions in ranks),
     )  # fmt: skip
 
@@ -128,43 +178,6 @@ def _last_backwards(ranks: Sequence[Sequence[Action]]) -> dict[int, Action]:
             if action.kind in _LAST:
                 last[action.stage] = action
     return last
-
-
-def _place(
-    action: Action,
-    rank: int,
-    rows: _Rows,
-    homes: tuple[int, ...],
-    last: dict[int, Action],
-    reduce_row: list[int],
-    overlap: bool,
-) -> bool:
-    """Add the row of an action; False when the message that it needs has not been sent yet."""
-    kind, stage = action.kind, action.stage
-    column = _COMPUTE.get(kind)
-    if column is not None:
-        wait = -1
-        source = stage - 1 if kind is K.FORWARD else stage + 1
-        if kind is not K.BACKWARD_WEIGHT and 0 <= source < len(homes) and homes[source] != rank:
-            send = K.SEND_F if kind is K.FORWARD else K.SEND_B
-            wait = rows.messages.get((send, source, action.micro), -1)
-            if wait < 0:
-                return False
-        if kind in _LAST and action == last[stage]:
-            column = _LAST[kind]
-        rows.add(action, rank, wait, stage * _WIDTH + column, None, 0)
-    elif kind in (K.SEND_F, K.SEND_B):
-        peer = stage + 1 if kind is K.SEND_F else stage - 1
-        row = rows.add(action, rank, -1, -1, (rank, homes[peer]), stage if kind is K.SEND_F else stage - 1)
-        rows.messages[kind, stage, action.micro] = row
-    elif kind is K.REDUCE_GRAD:
-        after = last[stage].kind
-        if overlap:
-            message = len(homes) * (1 if after is K.BACKWARD else 2) + stage
-            reduce_row[stage] = rows.add(action, rank, -1, -1, (rank, -1), message)
-        else:
-            reduce_row[stage] = rows.add(action, rank, -1, stage * _WIDTH + _REDUCE[after], None, 0)
-    return True
 
 
 def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> PipelineTimes:
@@ -200,6 +213,8 @@ def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> Pipeline
                 now_s = link_free_s[link]
             now_s += messages[message]
             link_free_s[link] = now_s
+            if cost_at == _BLOCKING:
+                free_s[rank] = now_s
             arrival_s.append(now_s)
     steps = _steps(timetable, costs, free_s, arrival_s)
     step_time_s = max((spans[-1][2] for spans in steps if spans), default=0.0)
