@@ -14,6 +14,7 @@ from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import weight_only_launches
 from autoparallel.planner.capture.operators import OperatorMaker
 from autoparallel.planner.capture.records import Trace
+from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.saved import saved_by_call
 from autoparallel.planner.capture.split import Link, repeated_paths, split
 from autoparallel.planner.capture.tracer import dtype_name
@@ -39,8 +40,11 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str) -> Mod
     chain: list[Instance] = []
     saved = saved_by_call(trace, links)
     weights = weight_only_launches(trace)
+    rules = Rules()
     for position, link in enumerate(links):
-        maker = OperatorMaker(traces=traces, fit=fit, link=link, saved=saved, weight_only=weights)
+        maker = OperatorMaker(
+            traces=traces, fit=fit, link=link, saved=saved, weight_only=weights, rules=rules
+        )
         inputs, outputs = _boundary(trace, links, flow, position)
         block = Block(
             name="",

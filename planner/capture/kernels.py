@@ -7,7 +7,6 @@ elements read plus the elements written, each once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def kind_of(launch: Launch) -> OpKind:
     name = short_name(launch.target)
     if name in _KIND_OF:
         return _KIND_OF[name]
-    pointwise = torch.Tag.pointwise in _signature(launch)[0].tags and name not in _COPIES
+    pointwise = torch.Tag.pointwise in launch.signature[0].tags and name not in _COPIES
     return OpKind.ELEMENTWISE if pointwise or name in _CASTS else OpKind.COPY
 
 
@@ -122,18 +121,13 @@ def launch_bytes(launch: Launch) -> int:
 
 def launch_flops(launch: Launch) -> int:
     """FLOPs by torch's own formula; 0 where it has none."""
-    func, args, kwargs = _signature(launch)
+    func, args, kwargs = launch.signature
     packet = getattr(func, "overloadpacket", func)
     if short_name(launch.target) in _KINDS[OpKind.GROUPED_GEMM]:
         return _grouped_flops(launch)
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **kwargs, out_val=_output_like(launch)))
-
-
-def _signature(launch: Launch) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    func, args, kwargs = launch.signature
-    return func, args, kwargs  # type: ignore[return-value]
 
 
 def _output_like(launch: Launch) -> Any:
@@ -163,7 +157,7 @@ def convolution_gradient(launch: Launch, position: int) -> tuple[int, int] | Non
 
     None where that gradient is not asked for. The operator computes both in one call, with one kernel each.
     """
-    func, args, _ = _signature(launch)
+    func, args, _ = launch.signature
     mask = [False, False, False]
     mask[position] = True
     if not args[-1][position]:

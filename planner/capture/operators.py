@@ -11,6 +11,8 @@ from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import gradient_of
 from autoparallel.planner.capture.labels import Labels, attention_labels, product_labels
 from autoparallel.planner.capture.records import Call, Launch, Meta, SavedStorage, Trace
+from autoparallel.planner.capture.rules import Rules
+from autoparallel.planner.capture.shardings import legal_shardings
 from autoparallel.planner.capture.split import Link
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -32,6 +34,7 @@ class OperatorMaker:
     link: Link
     saved: dict[int, list[SavedStorage]]
     weight_only: frozenset[int]
+    rules: Rules
     _names: dict[int, str] = field(default_factory=dict)
     _storages: dict[int, str] = field(default_factory=dict)
     _constants: list[int] = field(default_factory=list)
@@ -98,6 +101,7 @@ class OperatorMaker:
             forward=forward,
             backward=backward,
             saved=self._saved(index),
+            shardings=legal_shardings(self.rules, self.traces, calls, self.fit),
             labels=labels[0].names if labels[0] else (),
             sizes=self._sizes(labels),
             causal=kind is OpKind.ATTENTION and True in call.constants,

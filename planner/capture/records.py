@@ -7,16 +7,21 @@ three micro-batches into a `ModelGraph`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Shape, dtype and storage of a tensor. `distinct` counts elements, those repeated by an expand once."""
+    """Shape, dtype, storage and layout (offset, then strides) of a tensor: equal for the same view of a storage.
+
+    `distinct` counts elements, those repeated by an expand once.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     distinct: int
     storage: int
+    layout: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,8 +46,7 @@ class Launch:
     outputs: tuple[Meta, ...]
     is_view: bool
     mutates: bool
-    signature: tuple[object, ...] = ()  # arguments with tensors replaced by positions, for sharding rules
-    groups: int = 0  # grouped matrix product: how many
+    signature: tuple[Any, tuple[Any, ...], dict[str, Any]]  # the operator and its arguments, on meta tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,13 @@ def meta_of(tensor: torch.Tensor) -> Meta:
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         distinct *= size if stride else min(size, 1)
-    return Meta(tuple(tensor.shape), dtype_name(tensor.dtype), distinct, storage_key(tensor))
+    return Meta(
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        distinct=distinct,
+        storage=storage_key(tensor),
+        layout=(int(tensor.storage_offset()), *tensor.stride()),
+    )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -168,7 +174,7 @@ class Tracer(TorchFunctionMode):
             outputs=metas_out,
             is_view=not mutates and all(m.storage in storages for m in metas_out),
             mutates=mutates,
-            signature=tree_flatten((args, kwargs))[0] and (func, args, kwargs),
+            signature=(func, args, kwargs),
         )
         if self._backward_starts is not None:
             node = torch._C._current_autograd_node()

@@ -1,0 +1,167 @@
+"""DTensor's sharding rules, asked without devices or processes. The one file here that knows its private names
+(held for torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._ops.single_dim_strategy import _expand_single_dim_strategy_to_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autoparallel.planner.capture.records import Launch, Meta
+
+Row = tuple[str, ...]
+
+# Assignments of placements to the inputs of one ATen operator that are tried where its rule does not list them.
+_TRIES = 400
+
+
+class Rules:
+    """Tables from input to output placements ("R", "P", "S0", …), one for each distinct launch."""
+
+    def __init__(self) -> None:
+        self._mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+        self._propagator = copy.copy(DTensor._op_dispatcher.sharding_propagator)
+        self._tables: dict[object, dict[Row, Row]] = {}
+        self.missing: set[str] = set()  # operators that have no rule
+
+    def table(self, launch: Launch) -> dict[Row, Row]:
+        """Legal placements of one launch. Empty where there is no rule: replicated only."""
+        func, args, kwargs = launch.signature
+        leaves, spec = tree_flatten((args, kwargs))
+        key = (func, spec, tuple(_leaf_key(leaf) for leaf in leaves))
+        if key not in self._tables:
+            outputs = [_meta_of(m) for m in launch.outputs]
+            out = outputs[0] if len(outputs) == 1 else tuple(outputs)
+            self._tables[key] = self._make(func, leaves, spec, out)
+        return self._tables[key]
+
+    def flash_attention(self, query: Meta, key: Meta, value: Meta) -> dict[Row, Row]:
+        """Legal placements of flash attention's query, key and value."""
+        operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+        tensors = [torch.empty(m.shape, device="meta") for m in (query, key, value)]
+        statistics = _tensor_meta(torch.empty(query.shape[:-1], device="meta"))
+        scalar = _tensor_meta(torch.empty((), device="meta"))
+        out = (_tensor_meta(tensors[0]), statistics, None, None, None, None, scalar, scalar, scalar)
+        leaves, spec = tree_flatten((tuple(tensors), {}))
+        return self._make(operator, leaves, spec, out)
+
+    def _make(self, func: Any, leaves: list[Any], spec: Any, out: Any) -> dict[Row, Row]:
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if not positions:
+            return {}
+        tables = self._propagator
+        rows: dict[Row, Row] = {}
+        if func in tables.op_single_dim_strategy_funcs:
+            # One sharded input is enough for such a rule to list all its rows.
+            first = next((i for i in positions if leaves[i].dim()), positions[0])
+            placed = {i: Shard(0) if i == first and leaves[i].dim() else Replicate() for i in positions}
+            self._collect(rows, func, leaves, spec, placed, out)
+            return rows
+        if func not in tables.op_strategy_funcs and func not in tables.op_to_rules:
+            self.missing.add(str(func))
+            return {}
+        options = [
+            [
+                Replicate(),
+                Partial("sum"),
+                *(Shard(d) for d in range(leaves[i].dim()) if leaves[i].shape[d] > 1),
+            ]
+            for i in positions
+        ]
+        for pick in itertools.islice(itertools.product(*options), _TRIES):
+            self._collect(rows, func, leaves, spec, dict(zip(positions, pick, strict=True)), out)
+        return rows
+
+    def _collect(
+        self, rows: dict[Row, Row], func: Any, leaves: list[Any], spec: Any, placed: dict[int, Any], out: Any
+    ) -> None:
+        """Add the rows that the rule of `func` gives for inputs laid out as `placed`."""
+        specs = [
+            DTensorSpec(self._mesh, (placed[i],), _tensor_meta(leaf)) if i in placed else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        args, kwargs = tree_unflatten(specs, spec)
+        schema = OpSchema(func, args, kwargs)
+        try:
+            if func in self._propagator.op_to_rules:
+                result = self._propagator.op_to_rules[func](schema)
+                if result.output_spec is not None and result.redistribute_schema is None:
+                    _add(rows, [placed[i] for i in placed], result.output_spec, out)
+                return
+            strategy = self._strategy(func, schema, out)
+        except Exception:  # a rule that cannot take these placements is not a rule for them
+            return
+        if isinstance(strategy, OpStrategy):
+            for choice in strategy.strategies:
+                needed = choice.input_specs
+                wanted = (
+                    [s.placements[0] for s in needed]
+                    if needed
+                    else [choice.output_specs.placements[0]] * len(placed)
+                )
+                _add(rows, wanted, choice.output_specs, out)
+
+    def _strategy(self, func: Any, schema: OpSchema, out: Any) -> Any:
+        wrapped = self._propagator._wrap_with_op_strategy(schema)
+        if func in self._propagator.op_single_dim_strategy_funcs:
+            info = self._propagator.op_single_dim_strategy_funcs[func]
+            expand = _expand_single_dim_strategy_to_mesh(self._mesh, wrapped, info, out)
+            return expand(func, wrapped.args_meta, wrapped.kwargs_meta)
+        return self._propagator.op_strategy_funcs[func](wrapped)
+
+
+def _add(rows: dict[Row, Row], inputs: list[Any], output_specs: Any, out: Any) -> None:
+    count = len(out) if isinstance(out, tuple) and not isinstance(out, TensorMeta) else 1
+    outputs = list(output_specs) if isinstance(output_specs, tuple | list) else [output_specs] * count
+    names = [_name(p) for p in inputs]
+    results = [_name(s.placements[0]) if s is not None else "R" for s in outputs]
+    metas = out if isinstance(out, tuple) and not isinstance(out, TensorMeta) else (out,)
+    if "" in results or not all(map(_fits, results, metas)):
+        return
+    # Embedding's rule lists its indices as partial beside a table sharded by rows: they are replicated.
+    row = tuple("R" if type(p).__name__ == "_MaskPartial" else n for p, n in zip(inputs, names, strict=True))
+    if "" not in row:
+        rows.setdefault(row, tuple(results))
+
+
+def _name(placement: Any) -> str:
+    """ "R", "P", "S0"…; "" for placements that a strategy file cannot say (strided shards, averages)."""
+    if isinstance(placement, _StridedShard):
+        return ""
+    if isinstance(placement, Shard):
+        return f"S{placement.dim}"
+    if isinstance(placement, Partial):
+        return "P" if placement.reduce_op == "sum" else ""
+    return "R"
+
+
+def _fits(name: str, meta: TensorMeta | None) -> bool:
+    """Whether a tensor has the dim that the placement shards (rules for scalar results may list one)."""
+    return meta is None or not name.startswith("S") or int(name[1:]) < len(meta.shape)
+
+
+def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _meta_of(meta: Meta) -> TensorMeta:
+    return TensorMeta(torch.Size(meta.shape), meta.layout[1:], getattr(torch, meta.dtype))
+
+
+def _leaf_key(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype)
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return leaf

@@ -1,0 +1,169 @@
+"""Legal shardings of an operator on a one-dimensional mesh, from DTensor's own rules.
+
+An operator launches one or several ATen operators. For each of them DTensor's rule gives a table from input to
+output placements; the shardings of the whole are the assignments to its inputs that pass through all of them
+with nothing redistributed. The rules are asked on a mesh of size one, where every size divides: what a degree
+must divide is noted beside each sharding instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from autoparallel.costmodel.graph import OpKind, Sharding, Size
+from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.records import Call, Launch, Meta, Trace
+from autoparallel.planner.capture.rules import Row, Rules
+
+# More assignments than this are thinned to those that treat inputs of one shape alike (kind: chosen).
+_CANDIDATE_LIMIT = 1500
+
+_Environment = dict[Meta, str]
+
+
+def legal_shardings(
+    rules: Rules, traces: Sequence[Trace], calls: Sequence[Call], fit: Fit
+) -> tuple[Sharding, ...]:
+    """All legal shardings of one call, seen in each trace; first the one that replicates everything."""
+    trace, call = traces[0], calls[0]
+    inputs = [trace.values[v].meta for v in call.inputs]
+    outputs = [trace.values[v].meta for v in call.outputs]
+    everything = Sharding(inputs=("R",) * len(inputs), outputs=("R",) * len(outputs))
+    if not inputs:
+        return (everything,)
+    if call.name == "scaled_dot_product_attention":
+        rows = _attention_rows(rules, inputs)
+        passes = [(i, o, _touched((*i, *o), 0)) for i, o in rows]
+    else:
+        passes = _compose(rules, trace, call, inputs, outputs)
+        passes += _vocabulary(call, inputs)
+    found = [everything]
+    for placements, results, touched in passes:
+        divides = _divides(touched, traces, calls, fit)
+        if divides is None:
+            continue
+        sharding = Sharding(inputs=placements, outputs=results, divides=divides)
+        if sharding not in found and any(p != "R" for p in (*placements, *results)):
+            found.append(sharding)
+    return tuple(found)
+
+
+# A sharded dim on the way: (index into the call's launches, or -1 for the call itself; tensor; dim)
+_Touched = tuple[tuple[int, int, int], ...]
+_Pass = tuple[tuple[str, ...], tuple[str, ...], _Touched]
+
+
+def _compose(
+    rules: Rules, trace: Trace, call: Call, inputs: Sequence[Meta], outputs: Sequence[Meta]
+) -> list[_Pass]:
+    fixed = [trace.values[v].origin in {"param", "buffer"} for v in call.inputs]
+    tables = [rules.table(launch) for launch in call.forward]
+    result = []
+    for placements in _candidates(inputs, fixed):
+        environment: _Environment = {}
+        if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
+            continue  # one tensor passed twice cannot be laid out in two ways
+        touched = list(_touched(placements, 0))
+        if not _walk(call.forward, tables, environment, touched):
+            continue
+        results = tuple(environment.get(m, "R") for m in outputs)
+        touched += _touched(results, len(inputs))
+        result.append((placements, results, tuple(touched)))
+    return result
+
+
+def _walk(
+    launches: Sequence[Launch],
+    tables: Sequence[dict[Row, Row]],
+    environment: _Environment,
+    touched: list[tuple[int, int, int]],
+) -> bool:
+    """Carry the placements through the launches; False where a rule would redistribute."""
+    for index, (launch, table) in enumerate(zip(launches, tables, strict=True)):
+        row = tuple(environment.get(m, "R") for m in launch.inputs)
+        if all(p == "R" for p in row):
+            results: Row | None = ("R",) * len(launch.outputs)
+        else:
+            results = table.get(row)
+        if results is None or len(results) != len(launch.outputs):
+            return False
+        for meta, placement in zip(launch.outputs, results, strict=True):
+            environment[meta] = placement
+        for tensor, (meta, placement) in enumerate(zip(launch.outputs, results, strict=True)):
+            if placement.startswith("S") and len(meta.shape) > int(placement[1:]):
+                touched.append((index, tensor, int(placement[1:])))
+    return True
+
+
+def _touched(placements: Sequence[str], offset: int) -> _Touched:
+    """Sharded dims of the call's own tensors, which are counted from `offset`."""
+    return tuple((-1, offset + i, int(p[1:])) for i, p in enumerate(placements) if p.startswith("S"))
+
+
+def _candidates(inputs: Sequence[Meta], fixed: Sequence[bool]) -> Iterable[tuple[str, ...]]:
+    options = []
+    for meta, held in zip(inputs, fixed, strict=True):
+        partial = [] if held or not meta.dtype.startswith(("float", "bfloat")) else ["P"]
+        shards = [f"S{d}" for d, size in enumerate(meta.shape) if size > 1]
+        options.append(["R", *partial, *shards])
+    count = 1
+    for choices in options:
+        count *= len(choices)
+    if count <= _CANDIDATE_LIMIT:
+        return itertools.product(*options)
+    shapes = sorted({m.shape for m in inputs}, key=lambda s: -len(s))[:2]
+    alike = itertools.product(*(options[[m.shape for m in inputs].index(s)] for s in shapes))
+    return (tuple(dict(zip(shapes, pick, strict=True)).get(m.shape, "R") for m in inputs) for pick in alike)
+
+
+def _divides(
+    touched: _Touched, traces: Sequence[Trace], calls: Sequence[Call], fit: Fit
+) -> tuple[Size, ...] | None:
+    """The sizes that the degree must divide, without those that follow from others; None if one of them is 1."""
+    sizes = set()
+    for launch, tensor, dim in touched:
+        sizes.add(fit.size([_shape(t, c, launch, tensor)[dim] for t, c in zip(traces, calls, strict=True)]))
+    if Size(1) in sizes:
+        return None
+    return tuple(sorted(s for s in sizes if not any(_follows(s, other) for other in sizes - {s})))
+
+
+def _follows(size: Size, other: Size) -> bool:
+    """Whether what divides `other` divides `size` too."""
+    if other.per_sample and other.const or not (other.per_sample or other.const):
+        return False
+    if other.per_sample:
+        return not size.const and size.per_sample % other.per_sample == 0
+    return size.const % other.const == 0 and size.per_sample % other.const == 0
+
+
+def _shape(trace: Trace, call: Call, launch: int, tensor: int) -> tuple[int, ...]:
+    if launch >= 0:
+        return call.forward[launch].outputs[tensor].shape
+    return trace.values[(*call.inputs, *call.outputs)[tensor]].meta.shape
+
+
+def _attention_rows(rules: Rules, inputs: Sequence[Meta]) -> list[tuple[Row, Row]]:
+    """Flash attention's rule for query, key and value. A mask that differs by head is sharded with the heads."""
+    rows: list[tuple[Row, Row]] = []
+    for row, (out, *_) in rules.flash_attention(*inputs[:3]).items():
+        rest = []
+        for mask in inputs[3:]:
+            shared = len(mask.shape) < len(inputs[0].shape) or not row[0].startswith("S")
+            own = row[0].startswith("S") and not shared and mask.shape[int(row[0][1:])] > 1
+            rest.append(row[0] if own else "R")
+        rows.append(((*row, *rest), (out,)))
+    return rows
+
+
+def _vocabulary(call: Call, inputs: Sequence[Meta]) -> list[_Pass]:
+    """Cross-entropy over logits sharded by class: torch.distributed.tensor.parallel.loss_parallel runs it."""
+    if call.name != "cross_entropy_loss" or len(inputs[0].shape) != 2 or len(inputs) != 2:
+        return []
+    return [(("S1", "R"), ("R",), ((-1, 0, 1),))]
+
+
+def is_ruled(kind: OpKind, shardings: Sequence[Sharding]) -> bool:
+    """Whether anything but replication is legal."""
+    return kind is OpKind.LEAF or len(shardings) > 1
