@@ -41,6 +41,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in strategy files."""
+    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
+
+
 def module_dtypes(
     module: nn.Module, dtype: str | None = None, param_dtype: str | None = None, grad_dtype: str | None = None
 ) -> Dtypes:

@@ -1,0 +1,173 @@
+"""`auto_parallelize`: a module and its inputs in, the same module running in parallel out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache as call_once
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph_json import graph_hash
+from autoparallel.costmodel.program import Program
+from autoparallel.errors import UserError
+from autoparallel.plan_cache import StrategySource, find_strategy, read_source
+from autoparallel.planner.strategy import Execution, Strategy
+from autoparallel.profiles import Cluster, load_cluster
+from autoparallel.runtime.lower import Dtypes, dtype_name, module_dtypes
+from autoparallel.runtime.mesh import start_ranks, world_size
+from autoparallel.runtime.start import parallelize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """What rank 0 found out and every rank needs."""
+
+    graph: ModelGraph
+    strategy: Strategy
+    cluster: Cluster | None
+
+
+def auto_parallelize(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    strategy: Strategy | str | os.PathLike[str] | None = None,
+    cluster: Cluster | str | None = None,
+    cache: str | os.PathLike[str] | None = ".autoparallel",
+    global_batch: int | None = None,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    grad_dtype: str | None = None,
+    allow_lossy: bool = False,
+    time_limit_s: float | None = None,
+) -> nn.Module:
+    """Run `module` by a strategy on the processes of this run (torchrun's, or this one alone).
+
+    `example_inputs` — a tensor, a tuple, or a dict of keyword arguments — has this rank's share of the batch.
+    `strategy` is a `Strategy` or the path of a strategy file; without one, and for keys that a file leaves
+    out, rank 0 plans for `cluster` (a `Cluster`, a cluster file, a shipped cluster's name, or
+    DEVICE:NODESxPER_NODE; by default, on CPUs, `cpu-gloo` with this run's processes) and keeps the plan in the
+    folder `cache` (None: nowhere) under a key of graph, cluster, inputs and version. `global_batch` defaults
+    to the file's, else to the samples of `example_inputs` times the number of processes. `dtype`,
+    `param_dtype` and `grad_dtype` (names as in strategy files) default to the module's own.
+
+    Without a pipeline the module itself is returned, changed in place: called, trained and saved as before,
+    with the same parameter names. It gains `step`, `data_parallel_rank`, `data_parallel_size`,
+    `clip_grad_norm_`, `full_state_dict`, `full_gradients`, `strategy` and `program`. With a pipeline, `step`
+    runs the schedule. Every rank ends up with rank 0's values; parameters on the meta device are made and
+    initialised share by share.
+
+    Collective. Raises UserError, on every rank and before anything is changed, for a strategy that does not
+    fit the module, the processes, or the graph that it was planned for.
+    """
+    rank, _ = start_ranks()
+    dtypes = module_dtypes(module, dtype, param_dtype, grad_dtype)
+
+    def decide() -> _Decision:
+        graph = _captured(module, example_inputs)
+        source = read_source(strategy)
+        source.check_graph(graph_hash(graph))
+        found = _cluster(cluster, source)
+        batch = global_batch or source.global_batch or _samples(example_inputs) * world_size()
+        chosen = find_strategy(
+            graph,
+            found,
+            source,
+            global_batch=batch,
+            # What runs here: eager kernels, and no float32 copy but the one the user's optimizer may keep.
+            execution=_with_dtypes(Execution(master_weights=False, kernels="eager"), dtypes),
+            cache=Path(cache) if cache is not None else None,
+            allow_lossy=allow_lossy,
+            time_limit_s=time_limit_s,
+        )
+        return _Decision(graph=graph, strategy=chosen, cluster=found)
+
+    decision = _on_first_rank(decide, rank)
+    execution = _with_dtypes(decision.strategy.execution, dtypes)
+    return parallelize(
+        module,
+        example_inputs,
+        replace(decision.strategy, execution=execution),
+        blocks=[link.path for link in decision.graph.chain if link.repeated],
+        dtypes=dtypes,
+        program=_program(decision, execution),
+    )
+
+
+def _captured(module: nn.Module, example_inputs: Any) -> ModelGraph:
+    from autoparallel.planner.capture import capture
+    from autoparallel.planner.capture.load import keyword_inputs
+
+    return capture(module, keyword_inputs(module, example_inputs), name=type(module).__name__)
+
+
+def _on_first_rank(decide: Callable[[], _Decision], rank: int) -> _Decision:
+    """`decide()` on rank 0, its result or its UserError on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide()
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [decide()]
+        except (ValueError, TimeoutError) as error:  # UserError, InfeasiblePlan, SearchTimeout
+            answer = [error]
+        except BaseException as error:
+            dist.broadcast_object_list([UserError(f"rank 0 failed: {error}")], src=0)
+            raise
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    assert isinstance(answer[0], _Decision)
+    return answer[0]
+
+
+def _cluster(given: Cluster | str | None, source: StrategySource) -> Cluster | None:
+    """The cluster to plan for and to price the program on; None where nothing says which."""
+    if isinstance(given, Cluster):
+        return given
+    if given is not None:
+        return load_cluster(given)
+    if source.cluster is not None:
+        return source.cluster
+    if torch.cuda.is_available():
+        return None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
+    return load_cluster(f"cpu-gloo:{max(world_size() // per_node, 1)}x{per_node}")
+
+
+def _samples(example_inputs: Any) -> int:
+    for leaf in tree_leaves(example_inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    raise UserError("example_inputs hold no tensor with a batch dimension")
+
+
+def _with_dtypes(execution: Execution, dtypes: Dtypes) -> Execution:
+    return replace(
+        execution,
+        dtype=dtype_name(dtypes.compute),
+        param_dtype=dtype_name(dtypes.param),
+        grad_dtype=dtype_name(dtypes.grad),
+    )
+
+
+def _program(decision: _Decision, execution: Execution) -> Callable[[], Program]:
+    strategy = replace(decision.strategy, execution=execution)
+
+    @call_once
+    def program() -> Program:
+        from autoparallel.planner.expand import Expander
+
+        if decision.cluster is None:
+            raise UserError("the program depends on the cluster: pass cluster= to auto_parallelize")
+        return Expander(decision.graph, decision.cluster).program(strategy)
+
+    return program

@@ -1,0 +1,146 @@
+"""Where `auto_parallelize` gets its strategy: from a file, from an earlier plan, or from the planner."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from autoparallel import __version__
+from autoparallel.answer import predicted_table, problem_table, search_table
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph_json import graph_hash
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.strategy import Execution, Strategy
+from autoparallel.planner.strategy_file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy_write import write_strategy
+from autoparallel.profiles import Cluster, cluster_from_dict, cluster_to_dict, device_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySource:
+    """What the user gave: a whole strategy, or the constraints of a (perhaps partial) file, or nothing."""
+
+    name: str = "strategy"
+    strategy: Strategy | None = None
+    constraints: Mapping[str, object] = field(default_factory=dict)
+    graph_hash: str | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def global_batch(self) -> int | None:
+        """The global batch that the source fixes, if it does."""
+        if self.strategy is not None:
+            return self.strategy.batch.global_
+        batch = self.constraints.get("batch.global")
+        return batch if isinstance(batch, int) else None
+
+    def check_graph(self, hash_: str) -> None:
+        """Refuse a file that was planned for a graph with another hash."""
+        if self.graph_hash is not None and self.graph_hash != hash_:
+            raise UserError(
+                f"{self.name}: [problem] graph_hash = {self.graph_hash} but this model and its inputs have {hash_}: "
+                "the file was planned for another model or sequence length; plan again, or remove [problem] "
+                "from the file to use its other keys as constraints"
+            )
+
+
+def read_source(strategy: Strategy | str | os.PathLike[str] | None) -> StrategySource:
+    """A `Strategy`, or what a strategy file says. Raises UserError."""
+    if strategy is None:
+        return StrategySource()
+    if isinstance(strategy, Strategy):
+        return StrategySource(strategy=strategy)
+    file = read_strategy_file(Path(strategy))
+    record = file.problem
+    cluster = record.cluster if record else None
+    return StrategySource(
+        name=file.path,
+        constraints=file.constraints,
+        graph_hash=record.graph_hash if record else None,
+        cluster=cluster_from_dict(cluster, f"{file.path}: problem.cluster") if cluster else None,
+    )
+
+
+def find_strategy(
+    graph: ModelGraph,
+    cluster: Cluster | None,
+    source: StrategySource,
+    *,
+    global_batch: int,
+    execution: Execution,
+    cache: Path | None,
+    allow_lossy: bool,
+    time_limit_s: float | None,
+) -> Strategy:
+    """The strategy as given, or planned where it leaves something open; plans are kept in `cache`."""
+    if source.strategy is not None:
+        return source.strategy
+    constraints = {"batch.global": global_batch, **source.constraints}
+    if not missing_keys(constraints):
+        return strategy_from_constraints(constraints, name=source.name)
+    if cluster is None:
+        raise UserError(
+            'auto_parallelize has to plan but does not know the cluster: pass cluster="DEVICE:NODESxPER_NODE" '
+            f"(devices: {', '.join(device_names())}), a cluster file, or a complete strategy"
+        )
+    problem = Problem(
+        graph=graph,
+        cluster=cluster,
+        global_batch=global_batch,
+        constraints=constraints,
+        execution=_told(execution, constraints),
+        allow_lossy=allow_lossy,
+    )
+    if cache is None:
+        return _plan(problem, None, time_limit_s)
+    path = cache / f"{plan_key(problem)}.toml"
+    if path.exists():
+        kept = read_strategy_file(path)
+        return strategy_from_constraints(kept.constraints, name=str(path))
+    return _plan(problem, path, time_limit_s)
+
+
+def _told(execution: Execution, constraints: Mapping[str, object]) -> Execution:
+    """`execution` with what the strategy file says; dtypes stay the module's."""
+    names = [f.name for f in fields(Execution) if f"execution.{f.name}" in constraints]
+    told = {name: constraints[f"execution.{name}"] for name in names if not name.endswith("dtype")}
+    return replace(execution, **told)  # type: ignore[arg-type]
+
+
+def plan_key(problem: Problem) -> str:
+    """Twenty hex digits of graph, cluster, inputs and version: equal exactly where a kept plan serves."""
+    inputs = {
+        "graph": graph_hash(problem.graph),
+        "cluster": cluster_to_dict(problem.cluster),
+        "global_batch": problem.global_batch,
+        "objective": str(problem.objective),
+        "constraints": sorted((key, repr(value)) for key, value in problem.constraints.items()),
+        "execution": asdict(problem.execution),
+        "allow_lossy": problem.allow_lossy,
+        "version": __version__,
+    }
+    text = json.dumps(inputs, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> Strategy:
+    from autoparallel.planner.search import plan
+
+    result = plan(problem, time_limit_s=time_limit_s, progress=None)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = problem_table(
+            problem,
+            model=problem.graph.name,
+            model_args={},
+            hash_=graph_hash(problem.graph),
+            cluster=cluster_to_dict(problem.cluster),
+        )
+        predicted = predicted_table(problem.graph, result.prediction)
+        write_strategy(path, result.strategy, table, predicted, search_table(result))
+    return result.strategy
