@@ -80,21 +80,30 @@ def memory_s(bytes_moved: float, device: Device, efficiency_key: str) -> float:
 
 
 def gemm_s(kernel: Kernel, device: Device) -> float:
-    """A (batched, grouped, convolution's implicit) matrix product of sizes batch, m, n, k, less the start."""
+    """A (batched, grouped, convolution's implicit) matrix product of sizes batch, m, n, k, less the start.
+
+    A chip that its power limits runs products of around `gemm.boost_s` and less faster, by up to
+    `gemm.boost`. Experts are launched one by one where `gemm.grouped_expert_s` is not 0.
+    """
     assert kernel.product is not None
     constants = device.constants
     dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
     batch, m, n, k = kernel.product
     peak = peak_flops(device, dtype) * constants[_efficiency_key(dtype)]
+    host_s = 0.0
     if kernel.kind == OpKind.GROUPED_GEMM:
         peak *= constants["gemm.grouped_efficiency"]
+        host_s = batch * constants["gemm.grouped_expert_s"]
     elif kernel.kind == OpKind.CONV:
         peak *= constants["gemm.conv_efficiency"]
-    operand_bytes = OPERAND_BYTES[dtype]
-    compute_s = tiled_s(batch, m, n, k, peak, operand_bytes, constants)
+    ideal_s = 2.0 * batch * m * n * k / peak
+    short_s = constants["gemm.boost_s"]
+    peak *= 1.0 + constants["gemm.boost"] * short_s / (short_s + ideal_s)
+    compute_s = tiled_s(batch, m, n, k, peak, OPERAND_BYTES[dtype], constants)
     bandwidth = device.hbm_bytes_per_s * constants["gemm.memory_efficiency"]
     memory = kernel.bytes_moved / bandwidth
-    return _overlapped(compute_s, memory, constants) + _quantise_s(dtype, batch * k * (m + n), device)
+    device_s = _overlapped(compute_s, memory, constants) + _quantise_s(dtype, batch * k * (m + n), device)
+    return max(device_s, host_s)
 
 
 def tiled_s(
@@ -131,31 +140,29 @@ def tiled_s(
 
 
 def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> float:
-    """One fused attention kernel: its products over the unmasked part, tiles of queries dealt in waves.
+    """One fused attention kernel: max(longest tile, work + tail * longest tile), or its memory traffic.
 
     FLOPs forward 2 b h s t (d + v), backward 2 b h s t (3 d + 2 v); a causal mask leaves (t + tile) / 2t of
-    them. A tile runs over its keys plus `attention.fill_keys`.
+    them. Tiles of queries are dealt to the compute units; at the end some wait for the longest, which under
+    a causal mask runs over all keys.
     """
     constants = device.constants
     side = "backward" if kernel.backward else "forward"
     d, v = shape.head_size, shape.value_size
-    head_flops = 2.0 * ((3 * d + 2 * v) if kernel.backward else (d + v))
+    flops_per_pair = 2.0 * ((3 * d + 2 * v) if kernel.backward else (d + v))
     fill = constants["attention.head_fill"]
-    head_share = (d / (d + fill)) * ((128 + fill) / 128)
+    head_share = min(1.0, d / (d + fill) * (128 + fill) / 128)
     if d > 128:
         head_share *= constants[f"attention.large_head_{side}"]
     rate = peak_flops(device, _attention_dtype(kernel.dtype)) * constants[f"attention.{side}"] * head_share
-    tile = constants["attention.tile"]
-    units = constants["gemm.units"]
-    tiles = shape.batch * shape.heads * ceil(shape.query_length / tile)
-    full = tiles / units
-    waves = full + constants[f"attention.wave_share_{side}"] * (ceil(full) - full) if full > 1 else 1.0
+    tile = min(constants[f"attention.tile_{side}"], shape.query_length)
     keys = float(shape.key_length)
-    if shape.causal:
-        keys = (keys + tile) / 2 if full > 1 else keys  # in a single wave the longest tile is waited for
-    compute_s = waves * tile * (keys + constants["attention.fill_keys"]) * head_flops / (rate / units)
+    seen = (keys + tile) / 2 if shape.causal else keys
+    work_s = shape.batch * shape.heads * shape.query_length * seen * flops_per_pair / rate
+    longest_s = tile * keys * flops_per_pair / (rate / constants["gemm.units"])
+    compute_s = max(longest_s, work_s + constants[f"attention.tail_{side}"] * longest_s)
     memory = kernel.bytes_moved / (device.hbm_bytes_per_s * constants["gemm.memory_efficiency"])
-    return _overlapped(compute_s, memory, constants)
+    return max(compute_s, memory)
 
 
 def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, kernels: str) -> float:

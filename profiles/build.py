@@ -56,6 +56,12 @@ def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) ->
             hint = nearest(dtype, DTYPES)
             raise UserError(f"{where}: `peak_flops.{dtype}`: unknown dtype{hint}; known: {', '.join(DTYPES)}")
     constants = _constants(inherited, where) | _constants(table.constants, where)
+    missing = sorted(set(CONSTANTS) - set(constants))
+    if missing:
+        raise UserError(
+            f"{where}: constants missing: {', '.join(missing[:5])}{' …' if missing[5:] else ''}; "
+            "name an `architecture` that has them"
+        )
     box = table.box
     return Device(
         name=table.name,

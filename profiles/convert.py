@@ -52,6 +52,7 @@ def device_to_dict(device: Device) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "name": device.name,
+        "architecture": "",
         "memory": {"bytes": device.memory_bytes, "reserve_bytes": device.reserve_bytes},
         "peak_flops": dict(device.peak_flops),
         "hbm_bytes_per_s": device.hbm_bytes_per_s,

@@ -117,7 +117,7 @@ class DeviceFile(Strict):
 
     schema_: int = Field(alias="schema", default=SCHEMA)
     name: str
-    architecture: str = ""
+    architecture: str = "generic"
     memory: MemoryTable
     peak_flops: dict[str, Figure] = Field(min_length=1)
     hbm_bytes_per_s: Figure
