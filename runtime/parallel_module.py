@@ -7,7 +7,7 @@ names, `state_dict`, `train`/`eval`, attributes and the call signature stay what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -44,6 +44,10 @@ class Run:
     lowered: Lowered
     program: Callable[[], Program]
 
+    def numerics(self) -> AbstractContextManager[None]:
+        """What forward passes run under."""
+        return numerics(self.strategy, self.dtypes, self.mesh)
+
 
 class ParallelModule(nn.Module):
     """Put in front of the bases of the user's class; see `docs` of `auto_parallelize` for its members."""
@@ -52,7 +56,7 @@ class ParallelModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; whatever the strategy, the output is plain tensors."""
-        with _numerics(self._run):
+        with self._run.numerics():
             return to_plain(super().__call__(*args, **kwargs))
 
     def step(self, inputs: Any, targets: Any = None, *, loss_fn: LossFn | None = None) -> Tensor:
@@ -83,7 +87,7 @@ class ParallelModule(nn.Module):
         if loss_fn is not None:
             return to_plain(loss_fn(self(*args, **kwargs), target))  # type: ignore[no-any-return]
         # Only the loss is made plain: logits sharded over tp are never gathered.
-        with _numerics(self._run), VocabParallel():
+        with self._run.numerics(), VocabParallel():
             return to_plain(loss_of(super().__call__(*args, **kwargs)))  # type: ignore[no-any-return]
 
     @property
@@ -171,11 +175,11 @@ def mean_over_replicas(value: Tensor, mesh: RankMesh) -> Tensor:
 
 
 @contextmanager
-def _numerics(run: Run) -> Iterator[None]:
+def numerics(strategy: Strategy, dtypes: Dtypes, mesh: RankMesh) -> Iterator[None]:
     """Attention kernel and, where FSDP2 does not cast, autocast to the compute dtype."""
     with ExitStack() as stack:
-        if run.strategy.execution.attention == "unfused":
+        if strategy.execution.attention == "unfused":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if run.dtypes.compute != run.dtypes.param and run.mesh.sizes.dp_shard == 1:
-            stack.enter_context(torch.autocast(run.mesh.device.type, dtype=run.dtypes.compute))
+        if dtypes.compute != dtypes.param and mesh.sizes.dp_shard == 1:
+            stack.enter_context(torch.autocast(mesh.device.type, dtype=dtypes.compute))
         yield

@@ -37,7 +37,7 @@ def parallelize(
     dtypes = dtypes or module_dtypes(module)
     mesh = build_mesh(strategy.mesh)
     if strategy.mesh.pp > 1:
-        from autoparallel.runtime.pipeline import pipeline_module
+        from autoparallel.runtime.pipeline_module import pipeline_module
 
         return pipeline_module(
             module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program

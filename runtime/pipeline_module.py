@@ -1,0 +1,271 @@
+"""`PipelineModule`: what `auto_parallelize` returns with a pipeline — this rank's stages, driven by a program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autoparallel.costmodel.program import Program
+from autoparallel.errors import UserError
+from autoparallel.planner.schedules import build_schedule, rank_of_stage
+from autoparallel.planner.strategy import Strategy, TensorRule
+from autoparallel.runtime.cross_entropy import VocabParallel
+from autoparallel.runtime.cut import StageModule, cut, release
+from autoparallel.runtime.gradients import gradient_norm_squared
+from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
+from autoparallel.runtime.materialise import materialise
+from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.micro_batches import loss_of, split, to_device
+from autoparallel.runtime.parallel_module import (
+    LossFn,
+    clip_gradients,
+    gather_full,
+    mean_over_replicas,
+    numerics,
+)
+from autoparallel.runtime.pipeline import Hooks, PipelineRunner
+from autoparallel.runtime.pipeline_ties import TiedGradients, separate_ties
+from autoparallel.runtime.tensor_tools import to_plain
+
+
+def pipeline_module(
+    module: nn.Module,
+    example_inputs: Any,
+    strategy: Strategy,
+    *,
+    blocks: Sequence[str],
+    mesh: RankMesh,
+    dtypes: Dtypes,
+    program: Callable[[], Program],
+) -> PipelineModule:
+    """This rank's pipeline stages of `module`, lowered by `strategy`; collective.
+
+    `module` keeps only what this rank's stages hold; the rest of it moves to the meta device.
+    """
+    pipeline, ranks = strategy.pipeline, strategy.mesh.pp
+    if strategy.mesh.dp_shard > 1 and pipeline.schedule in ("zb1p", "zbv", "dualpipev"):
+        raise UserError(
+            f'pipeline.schedule = "{pipeline.schedule}" with mesh.dp_shard = {strategy.mesh.dp_shard}: the '
+            "runtime does not split the backward of sharded parameters; use 1f1b, or dp_replicate"
+        )
+    rows = build_schedule(pipeline.schedule, ranks, pipeline.virtual_stages, strategy.micro_batches)
+    homes = rank_of_stage(pipeline.schedule, ranks, pipeline.virtual_stages)
+    if len(pipeline.stage_blocks) != len(homes):
+        raise UserError(
+            f"pipeline.stage_blocks = {list(pipeline.stage_blocks)} must have one entry for each of the "
+            f"{len(homes)} stages (mesh.pp = {ranks} times pipeline.virtual_stages = {pipeline.virtual_stages})"
+        )
+    broadcast_state(module, mesh.device)
+    mine = [stage for stage, rank in enumerate(homes) if rank == mesh.coordinate("pp")]
+    aliases = _aliases(module)
+    stages = cut(
+        module,
+        example_inputs,
+        repeated_paths=blocks,
+        stage_blocks=pipeline.stage_blocks,
+        stages=mine,
+        device=mesh.device,
+    )
+    separate_ties(stages)
+    release(module, stages)
+    full = strategy.recompute.per_stage or (0,) * len(homes)
+    lowered = []
+    for stage in stages:
+        rules = rules_within(strategy.tensor, stage) if strategy.mesh.tp > 1 else ()
+        own = stage.stage_cut.blocks
+        lowered.append(
+            lower_module(
+                stage,
+                own,
+                strategy,
+                mesh,
+                dtypes,
+                recomputed_in_full=full[stage.stage_cut.index],
+                rules=rules,
+            )
+        )
+        materialise(stage, mesh)
+    return PipelineModule(
+        stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases
+    )
+
+
+def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorRule, ...]:
+    """The rules that name a module of `stage`; where there are none, one that replicates its parameters, so
+    that every stage computes on the same kind of tensor."""
+    paths = [path for path, _ in stage.named_modules()]
+
+    def matches(rule: TensorRule) -> bool:
+        pattern = re.compile(re.escape(rule.module).replace(r"\*", r"[^.]+"))
+        return any(pattern.fullmatch(path) for path in paths if path)
+
+    found = tuple(rule for rule in rules if matches(rule))
+    return found or ((TensorRule(module=""),) if rules else ())
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Every name in the module's state and the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    every = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: every.get(name, name) for name in module.state_dict()}
+
+
+class PipelineModule(nn.Module):
+    """This rank's stages of a model. Parameters have the original's names; `step` runs the program."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        lowered: Sequence[Lowered],
+        rows: Sequence[Sequence[Any]],
+        *,
+        strategy: Strategy,
+        mesh: RankMesh,
+        dtypes: Dtypes,
+        program: Callable[[], Program],
+        aliases: Mapping[str, str],
+    ) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.training = stages[0].training
+        self._by_index = {stage.stage_cut.index: stage for stage in stages}
+        self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
+        self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
+        self._names = aliases
+        self._fused_loss = False
+        tensor_axis = mesh.axis("tp") if mesh.sizes.tp > 1 else None
+        self._ties = TiedGradients(stages, mesh.group("pp"), tensor_axis)
+        self._runner = PipelineRunner(
+            self._by_index,
+            rows,
+            group=mesh.group("pp"),
+            device=mesh.device,
+            mesh=tensor_axis,
+            hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A pipeline has no single forward: use `step`."""
+        del args, kwargs
+        raise UserError("a model with pipeline stages is run by step(inputs, targets), not called")
+
+    def step(self, inputs: Any, targets: Any = None, *, loss_fn: LossFn | None = None) -> Tensor:
+        """Forward and backward of one optimizer step, as without a pipeline (see `ParallelModule.step`).
+
+        `inputs` and `targets` are the same on every rank of the pipeline.
+        """
+        count, micro = self._strategy.micro_batches, self._strategy.batch.micro
+        batches = split(inputs, micro=micro, count=count, what="inputs")
+        wanted = split(targets, micro=micro, count=count, what="targets")
+        batches, wanted = to_device((batches, wanted), self._mesh.device)
+        self._fused_loss = loss_fn is None
+
+        def loss(output: Any, target: Any) -> Tensor:
+            value = loss_of(output) if loss_fn is None else loss_fn(to_plain(output), target)
+            return to_plain(value)  # type: ignore[no-any-return]
+
+        self._ties.begin()
+        for lowered in self._lowered.values():
+            lowered.begin(count)
+        mean = self._runner.step(batches, wanted, loss)
+        for lowered in self._lowered.values():
+            lowered.finish()
+        self._ties.reduce()
+        return mean_over_replicas(mean, self._mesh)
+
+    def _run_stage(self, stage: StageModule, received: Sequence[Tensor], inputs: Any) -> Any:
+        with numerics(self._strategy, self._dtypes, self._mesh):
+            if stage.stage_cut.is_last and self._fused_loss:
+                with VocabParallel():
+                    return stage(received, inputs)
+            return stage(received, inputs)
+
+    def _before_backward(self, stage: int, last: bool) -> None:
+        self._lowered[stage].announce(last=last)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the global batch this rank's data loader reads."""
+        return self._mesh.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self._mesh.data_parallel_size
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy this module runs."""
+        return self._strategy
+
+    @property
+    def program(self) -> Program:
+        """The program that the planner prices for this strategy."""
+        return self._program()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the original's names."""
+        seen: set[nn.Parameter] = set()
+        for stage in self._by_index.values():
+            for name, parameter in stage.named_parameters(
+                prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate
+            ):
+                if not remove_duplicate or parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's part of the model's state under the original's names."""
+        merged: dict[str, Any] = {}
+        for stage in self._by_index.values():
+            merged |= stage.state_dict(*args, **kwargs)
+        return merged
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; that norm."""
+        counted = [p for p in self.parameters() if not self._ties.is_copy(p)]
+        squared = gradient_norm_squared(counted).to(self._mesh.device, torch.float64)
+        dist.all_reduce(squared, group=self._mesh.group("pp"))
+        return clip_gradients(list(self.parameters()), squared, max_norm)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's state under the original names on rank 0, `{}` elsewhere; collective."""
+        held = self._gather(self.state_dict())
+        first = {self._names[name]: value for name, value in reversed(held.items()) if name in self._names}
+        return {name: first[same] for name, same in self._names.items() if held and same in first}
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole model's gradients by parameter name on rank 0 (tied ones once), `{}` elsewhere; collective."""
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        held = self._gather(gradients)
+        first = {self._names[name]: value for name, value in reversed(held.items())}
+        return {name: first[name] for name in self._names if name in first}
+
+    def _gather(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of all stages, whole, on rank 0; the first stage's where several hold a name."""
+        group = self._mesh.group("pp")
+        axes = ("dp_replicate", "dp_shard", "tp")
+        keeps = not any(self._mesh.coordinate(axis) for axis in axes)
+        full = gather_full(values, 0 if keeps else 1)
+        target = dist.get_global_rank(group, 0)
+        parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+        dist.gather_object(full, parts, dst=target, group=group)
+        merged: dict[str, Any] = {}
+        if parts is not None and self._mesh.rank == 0:
+            for part in reversed(parts):
+                merged |= part
+        return merged
