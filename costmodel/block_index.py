@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.graph import Block, Operator, OpKind, Size, TensorSpec
 
@@ -40,6 +40,7 @@ def output_names(op: Operator) -> tuple[str, ...]:
 
 def index_block(block: Block, *, carried: tuple[int, ...], dropout: bool) -> BlockIndex:
     """Index a block; `carried` are the positions of the inputs that a gradient flows back through."""
+    block = _with_own_names(block)
     specs: dict[str, TensorSpec] = {f"input:{i}": s for i, s in enumerate(block.inputs)}
     for parameter in block.parameters:
         shape = tuple(Size(n, 0) for n in parameter.shape)
@@ -69,6 +70,19 @@ def index_block(block: Block, *, carried: tuple[int, ...], dropout: bool) -> Blo
         block=block, specs=specs, producer=producer, consumers={v: tuple(c) for v, c in consumers.items()},
         storage=storage, aliases=frozenset(aliases), needs_grad=frozenset(grads),
     )  # fmt: skip
+
+
+def _with_own_names(block: Block) -> Block:
+    """The block with tied parameters read under the name that the block itself has for them."""
+    own = {p.name for p in block.parameters}
+    alias = {f"param:{p.tied}": f"param:{p.name}" for p in block.parameters if p.tied and p.tied not in own}
+    if not alias:
+        return block
+    operators = tuple(
+        replace(op, inputs=tuple(alias.get(v, v) for v in op.inputs)) if alias.keys() & set(op.inputs) else op
+        for op in block.operators
+    )
+    return replace(block, operators=operators)
 
 
 def enclosing(module: str) -> Iterator[str]:

@@ -58,9 +58,9 @@ def _before_gather(local: LocalBlock, op: int, value: str) -> str:
     module = local.index.block.operators[op].module
     storage = local.index.storage.get(value, value)
     for reshard in local.plan.reshards:
-        around = reshard.module == "" or f"{module}.".startswith(f"{reshard.module}.")
+        inside = reshard.module == "" or f"{module}.".startswith(f"{reshard.module}.")
         same = local.index.storage.get(reshard.value, reshard.value) == storage
-        if same and reshard.side == "input" and reshard.after == "R" and around:
+        if same and reshard.after == "R" and inside == (reshard.side == "input"):
             return reshard.before
     return "R"
 

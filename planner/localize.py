@@ -145,7 +145,7 @@ def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[list[Step], lis
 
 def _regather(local: LocalBlock, reshard: Reshard) -> list[Collective]:
     """Megatron gathers a sequence-sharded product input once more for the weight gradients."""
-    gathers = reshard.before.startswith("S") and reshard.after == "R" and reshard.side == "input"
+    gathers = reshard.before.startswith("S") and reshard.after == "R"
     if not gathers or not local.setting.regathers or not reshard.partial_gradient:
         return []
     return _collectives(local, reshard, backward=False)

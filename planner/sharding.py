@@ -9,7 +9,7 @@ sequence parallelism. Blocks that share a tied parameter are solved together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.block_index import FLOATING, BlockIndex
 from autoparallel.costmodel.graph import ModelGraph, TensorSpec
@@ -26,7 +26,7 @@ from autoparallel.planner.tensor_problem import (
     build_problem,
     layout,
 )
-from autoparallel.planner.tensor_rules import Fixed, contradiction, fixed_by_rules
+from autoparallel.planner.tensor_rules import Fixed, contradiction, fixed_by_rules, rules_of
 from autoparallel.planner.tensor_solve import BlockAnswer, NoTensorPlan, PricedBlock, solve_blocks
 from autoparallel.profiles.hardware import Cluster
 
@@ -60,15 +60,25 @@ def solve_tensor_plan(
             costs=price_problem(problem, cluster, axis, request.execution, graph.dtype),
             fixed_params=given.params,
             fixed_nodes=given.nodes,
+            sizes=_matrices(graph, b),
         )
-        for problem, given in zip(problems, fixed, strict=True)
+        for b, (problem, given) in enumerate(zip(problems, fixed, strict=True))
     ]
     plans: dict[int, BlockPlan] = {}
     for group, ties in tied_groups(graph):
         answers = _solve(graph, [priced[b] for b in group], ties, [fixed[b] for b in group], request)
         for b, answer in zip(group, answers, strict=True):
             plans[b] = block_plan(priced[b].problem, answer)
-    return TensorPlan(blocks=tuple(plans[b] for b in range(len(graph.blocks))))
+    plan = TensorPlan(blocks=tuple(plans[b] for b in range(len(graph.blocks))))
+    return replace(plan, rules=rules_of(graph, problems, plan))
+
+
+def _matrices(graph: ModelGraph, block: int) -> dict[str, int]:
+    """Matrices of a repeated block: who asks for tensor parallelism wants them sharded, even where replicas
+    would take less time. Elsewhere time decides."""
+    if not any(link.block == block and link.repeated for link in graph.chain):
+        return {}
+    return {p.name: p.numel for p in graph.blocks[block].parameters if len(p.shape) > 1}
 
 
 def _solve(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoparallel.costmodel.graph import Block, Sharding
 from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.planner.strategy import TensorRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,10 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """A plan per distinct block, by index into `ModelGraph.blocks`."""
+    """A plan per distinct block, by index into `ModelGraph.blocks`, and the `[[tensor]]` entries that say it."""
 
     blocks: tuple[BlockPlan, ...]
+    rules: tuple[TensorRule, ...] = ()
 
 
 def replicated_plan(block: Block) -> BlockPlan:

@@ -245,8 +245,7 @@ def _of_sharding(
     params = {v.removeprefix("param:"): p for v, p in zip(op.inputs, inputs, strict=True)
               if v.startswith("param:")}  # fmt: skip
     partial = tuple(n for n, p in params.items() if p == "R" and splits and f"param:{n}" in index.needs_grad)
-    # A view hands a partial gradient through; any other operator wants it whole.
-    passes = (False, True) if i in index.aliases and not splits else (False,)
+    passes = (False, True) if not splits and _passes_sums(index, op, i) else (False,)
     for passing in passes:
         states: dict[int, str] = {}
         agrees = True
@@ -264,6 +263,22 @@ def _of_sharding(
                 sharding=sharding, states=tuple(states.items()), params=tuple(params.items()),
                 partial_params=partial,
             )  # fmt: skip
+
+
+def _passes_sums(index: BlockIndex, op: Operator, i: int) -> bool:
+    """Whether a partial gradient may flow back through a replicated operator: through views, and through what
+    DTensor also runs on partial sums forward (casts, sums); any other wants it whole."""
+    if i in index.aliases:
+        return True
+    flowing = [n for n, v in enumerate(op.inputs) if v in index.needs_grad]
+    return any(
+        s.outputs[:1] == ("P",) and all(s.inputs[n] == "P" for n in flowing) and not _reads_parameters(op)
+        for s in op.shardings
+    )
+
+
+def _reads_parameters(op: Operator) -> bool:
+    return any(v.startswith("param:") for v in op.inputs)
 
 
 def _states(

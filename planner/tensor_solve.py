@@ -9,8 +9,7 @@ Unknowns, all 0 or 1:
 
 Constraints: an operator's nodes and parameters are as its variant demands (sum over the variants that demand
 s of node n equals state[n, s]); at an edge, what leaves the source in state s arrives in s or is changed, and
-likewise at the target; what is fixed from outside stays so. The objective is lexicographic: nanoseconds, then
-kibibytes.
+likewise at the target; what is fixed from outside stays so. The objective is lexicographic: see `solve_blocks`.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ class PricedBlock:
     costs: BlockCosts
     fixed_params: Mapping[str, str]
     fixed_nodes: Mapping[int, tuple[str, ...]]
+    sizes: Mapping[str, int]  # numbers in each matrix that is better sharded, whatever it costs
 
 
 @dataclass(slots=True)
@@ -62,8 +62,9 @@ class NoTensorPlan(Exception):
 def solve_blocks(
     blocks: Sequence[PricedBlock], ties: Sequence[Sequence[tuple[int, str]]]
 ) -> list[BlockAnswer]:
-    """The cheapest choice for all blocks together; `ties` are groups of (block, parameter) that are one tensor.
+    """The best choice for all blocks together; `ties` are groups of (block, parameter) that are one tensor.
 
+    Lexicographic: fewest numbers in the matrices of `sizes` that stay replicated, nanoseconds, kibibytes.
     Raises NoTensorPlan where nothing is legal.
     """
     model = cp_model.CpModel()
@@ -75,17 +76,38 @@ def solve_blocks(
         _partial_gradients_are_summed(model, block.problem, unknown)
         _what_is_fixed_stays(model, block, unknown)
     _tied_parameters_agree(model, unknowns, ties)
+    whole = [term for block, unknown in zip(blocks, unknowns, strict=True) for term in _whole(block, unknown)]
+    if whole:
+        model.minimize(sum(whole))
+        solver = _solved(model)
+        model.add(sum(whole) <= round(solver.objective_value))
     weight = 1 + sum(_most_memory(block.costs) for block in blocks)
     model.minimize(
         sum(term for b, u in zip(blocks, unknowns, strict=True) for term in _objective(b.costs, u, weight))
     )
+    solver = _solved(model)
+    return [_extract(solver, b, u) for b, u in zip(blocks, unknowns, strict=True)]
+
+
+def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
+    """One worker, so that equal inputs give equal answers."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = SOLVE_LIMIT_S
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise NoTensorPlan
-    return [_extract(solver, b, u) for b, u in zip(blocks, unknowns, strict=True)]
+    return solver
+
+
+def _whole(block: PricedBlock, unknown: _Unknowns) -> list[cp_model.LinearExpr]:
+    """Numbers that stay replicated, of matrices that could be sharded."""
+    return [
+        var * block.sizes[name]
+        for name, places in unknown.place.items()
+        if name in block.sizes and len(places) > 1
+        for placement, var in places.items()
+        if placement == "R"
+    ]
 
 
 def _unknowns(model: cp_model.CpModel, block: PricedBlock) -> _Unknowns:
