@@ -167,8 +167,11 @@ def print_table(scored: Sequence[Scored], skipped: Sequence[dict[str, str]], *, 
             f" {100 * s['bias']:+5.1f} {tau} {s['fit']['accuracy']:6.3f}"
         )
     print(json.dumps(summary["overall"], indent=1))
+    reasons: dict[str, list[str]] = {}
     for entry in skipped:
-        print(f"skipped {entry['id']}: {entry['skipped']}")
+        reasons.setdefault(entry["skipped"], []).append(entry["id"])
+    for reason, ids in reasons.items():
+        print(f"skipped {len(ids)} rows ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}): {reason}")
 
 
 def main() -> None:
