@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.planner.outcome import Alternative, Explored, PlanResult
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy import Strategy
+from autoparallel.profiles import Cluster
+
+if TYPE_CHECKING:
+    from autoparallel.whatif import Outcome
 
 GIB = 1024**3
 # Spans per pipeline rank that a strategy file keeps of a timeline: enough to see fill, steady state and drain,
@@ -243,3 +247,36 @@ def plan_answer(graph: ModelGraph, result: PlanResult, seconds: Mapping[str, flo
 def score_answer(graph: ModelGraph, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
     """What `score --json` prints."""
     return {**prediction_table(graph, prediction), "strategy": strategy_table(strategy)}
+
+
+def outcome_table(outcome: Outcome) -> dict[str, Any]:
+    """One case of a what-if: its settings, and its prediction or the reason why there is none."""
+    table: dict[str, Any] = {
+        "settings": dict(outcome.case.settings),
+        "cluster": outcome.cluster.name,
+        "cluster_devices": outcome.cluster.devices,
+    }
+    if outcome.result is None:
+        return {**table, "feasible": False, "reason": outcome.reason}
+    prediction = outcome.result.prediction
+    tokens_per_s = prediction.tokens / prediction.step_time_s
+    table |= {
+        **prediction_table(outcome.graph, prediction),
+        "tokens_per_s": tokens_per_s,
+        "label": strategy_label(outcome.result.strategy),
+        "strategy": strategy_table(outcome.result.strategy),
+        "search": {"status": outcome.result.status, "gap": outcome.result.gap},
+    }
+    price = price_per_hour(outcome.cluster, prediction.devices)
+    if price is not None:
+        table["price_per_trillion_tokens"] = price / 3600 / tokens_per_s * 1e12
+    return table
+
+
+def price_per_hour(cluster: Cluster, devices: int) -> float | None:
+    """Price of an hour of that many devices, at the average of the groups; None where a group has no price."""
+    prices = [group.price_per_device_hour for group in cluster.groups]
+    if any(price is None for price in prices):
+        return None
+    whole = sum(g.devices * (g.price_per_device_hour or 0.0) for g in cluster.groups)
+    return whole * devices / cluster.devices

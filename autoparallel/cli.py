@@ -6,6 +6,7 @@ import typer
 
 from autoparallel.cli_plan import plan, score
 from autoparallel.cli_show import profiles, report
+from autoparallel.cli_whatif import whatif
 
 app = typer.Typer(
     name="autoparallel",
@@ -15,7 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-for command in (plan, score, report, profiles):
+for command in (plan, score, whatif, report, profiles):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

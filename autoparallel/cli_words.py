@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -95,3 +95,22 @@ def print_explanation(
     if search["alternatives"]:
         console.print()
         console.print(table)
+
+
+def print_outcomes(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The cases of a what-if, one a line, as they were asked for."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = list(rows[0]["settings"])
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in ("tokens/s", "step time", "MFU", "peak memory"):
+        table.add_column(name, justify="right")
+    table.add_column("strategy", overflow="fold")
+    for row in rows:
+        given = [row["settings"][name] for name in names]
+        if "reason" in row:
+            table.add_row(*given, "-", "-", "-", "-", row["reason"].splitlines()[0])
+        else:
+            speed, peak = significant(row["tokens_per_s"]), gib(row["peak_memory_gib"])
+            table.add_row(*given, speed, seconds(row["step_time_s"]), percent(row["mfu"]), peak, row["label"])
+    console.print(table)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from autoparallel.answer import read_timeline
+from autoparallel.answer import price_per_hour, read_timeline
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy import Strategy
 from autoparallel.planner.strategy_file import StrategyFile, missing_keys, strategy_from_constraints
@@ -20,6 +20,8 @@ from autoparallel.report.words import choices, cluster_words, places, why
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
 NEARLY_FULL = 0.95
+
+_LOADER = PackageLoader("autoparallel.report", package_path="")
 
 _MEANINGS = {
     "forward": "computing the loss",
@@ -54,14 +56,15 @@ def render_report(file: StrategyFile) -> str:
         raise UserError(
             f"{file.path}: [predicted] or [search] is not as plan writes it ({error!r}); plan again"
         ) from None
-    return _environment().from_string(_resource("page.html.j2")).render(context)
+    return environment().get_template("page.html.j2").render(context)
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+def environment() -> Environment:
+    """Templates with numbers as people read them; everything that comes from a file is escaped."""
+    made = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=_LOADER
     )
-    environment.filters |= {
+    made.filters |= {
         "seconds": numbers.seconds,
         "gib": numbers.gib,
         "percent": numbers.percent,
@@ -69,10 +72,11 @@ def _environment() -> Environment:
         "significant": numbers.significant,
         "px": lambda value: f"{value:.1f}",
     }
-    return environment
+    return made
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """A file that ships beside this module."""
     return (files("autoparallel.report") / name).read_text(encoding="utf-8")
 
 
@@ -94,7 +98,7 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
     )
     capacity = predicted.get("capacity_gib")
     return {
-        "style": _resource("style.css"),
+        "style": resource("style.css"),
         "path": file.path,
         "problem": file.problem,
         "predicted": predicted,
@@ -135,11 +139,9 @@ def _settings(strategy: Strategy) -> list[tuple[str, str]]:
 
 def _cost(cluster: Cluster, predicted: Mapping[str, Any]) -> dict[str, float] | None:
     """Price of a step and of a trillion tokens where every group of the cluster has a price."""
-    prices = [group.price_per_device_hour for group in cluster.groups]
-    if any(price is None for price in prices):
+    per_hour = price_per_hour(cluster, predicted["devices"])
+    if per_hour is None:
         return None
-    per_hour = sum(g.devices * (g.price_per_device_hour or 0.0) for g in cluster.groups)
-    per_hour *= predicted["devices"] / cluster.devices
     step = per_hour * predicted["step_time_s"] / 3600
     return {"step": step, "trillion_tokens": step / predicted["tokens_per_step"] * 1e12}
 

@@ -1,0 +1,90 @@
+"""`whatif`: plan many cases, compare them on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoparallel.cli_errors import NOTHING_FITS, exits
+from autoparallel.cli_plan import (
+    AllowLossy,
+    GlobalBatch,
+    JsonFlag,
+    Model,
+    ModelArgs,
+    ObjectiveOption,
+    SeqLen,
+    Settings,
+    print_json,
+)
+
+
+@exits
+def whatif(
+    model: Model,
+    clusters: Annotated[
+        list[str], typer.Option("--cluster", metavar="CLUSTER", help="A cluster to plan on. Repeatable.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="REPORT.html", help="Where the page goes.")
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary", metavar="KEY=V1,V2,…", help="A strategy key, seq_len or global_batch. Repeatable."
+        ),
+    ] = None,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(
+            "--strategy", metavar="PARTIAL.toml", help="Keys that are in this file stay as they are."
+        ),
+    ] = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    settings: Settings = None,
+    model_args: ModelArgs = None,
+    allow_lossy: AllowLossy = False,
+    objective: ObjectiveOption = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", min=0.0, metavar="SECONDS", help="For each case.")
+    ] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Plan on several clusters, or with several values of a key, and compare."""
+    from autoparallel.answer import outcome_table
+    from autoparallel.cli_progress import stderr_console, working
+    from autoparallel.cli_words import print_outcomes
+    from autoparallel.inputs import Request
+    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.report.compare import render_comparison
+    from autoparallel.whatif import cases, run_cases
+
+    console = stderr_console()
+    if output:
+        check_writable(output)
+    base = Request(
+        model=model,
+        cluster=clusters[0],
+        strategy=strategy,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        settings=settings or (),
+        model_args=model_args or (),
+        allow_lossy=allow_lossy,
+        objective=objective,
+    )
+    found = cases(base, clusters, vary or ())
+    with working(console, "planning") as say:
+        outcomes = run_cases(found, time_limit_s=time_limit, say=say)
+    rows = [outcome_table(outcome) for outcome in outcomes]
+    print_outcomes(console, rows)
+    if output:
+        write_text(output, render_comparison(model, rows))
+        console.print(f"comparison written to {output}", markup=False)
+    if json_:
+        print_json({"model": model, "cases": rows})
+    if not any(row["feasible"] for row in rows):
+        raise typer.Exit(NOTHING_FITS)
