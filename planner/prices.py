@@ -51,14 +51,10 @@ class PriceBook:
 
     expander: Expander
     pricer: Pricer
+    device: Device  # what bounds are priced on: the fastest that a stage may stand on
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
     _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
-
-    @property
-    def device(self) -> Device:
-        """The device that bounds are priced on: the fastest, as any stage may stand on it."""
-        return max((g.device for g in self.pricer.cluster.groups), key=lambda d: max(d.peak_flops.values()))
 
     def link(self, strategy: Strategy, block: int, mode: str, *, held: bool = True) -> LinkPrice:
         """The price of a link; `held` False leaves out tied parameters, which another link may hold for it."""
@@ -104,6 +100,11 @@ class PriceBook:
             backward_temp=work.backward_temp_bytes,
             buffer_bytes=work.buffer_bytes,
         )
+
+    def send_s(self, axes: tuple[Axis, ...], size_bytes: int) -> float:
+        """Seconds of a message to the next stage."""
+        message = Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size_bytes, label="pp")
+        return self.pricer.collective_s(message, axes)
 
     def block_s(
         self, strategy: Strategy, work: BlockWork, axes: tuple[Axis, ...]

@@ -29,20 +29,20 @@ Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, and per chunk besides."""
+    """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, per chunk besides, and
+    `when_all` more where the chunk recomputes every block."""
 
     kept: tuple[int, ...]
     recomputed: tuple[int, ...]
     fixed: tuple[int, ...]
+    when_all: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """What a chunk needs of one thing: the largest of its forms, and `when_all` more where the chunk recomputes
-    every block."""
+    """What a chunk needs of one thing: the largest of its forms."""
 
     forms: tuple[Form, ...]
-    when_all: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,19 +90,21 @@ def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: i
     start = sum(deal.blocks[:chunk])
     kinds = problem.kinds[start : start + deal.blocks[chunk]]
     k = deal.recomputed[chunk]
-    largest = max(
+    return max(
         form.fixed[chunk]
         + sum(form.recomputed[kind] for kind in kinds[:k])
         + sum(form.kept[kind] for kind in kinds[k:])
+        + (form.when_all if k == len(kinds) else 0)
         for form in quantity.forms
     )
-    return largest + (quantity.when_all if k == len(kinds) else 0)
 
 
 def most_of(problem: StageProblem, quantity: Quantity, chunk: int) -> int:
     """More than any deal makes of a quantity in a chunk."""
-    return quantity.when_all + max(
-        abs(form.fixed[chunk]) + sum(max(form.kept[k], form.recomputed[k], 0) for k in problem.kinds)
+    return max(
+        form.when_all
+        + abs(form.fixed[chunk])
+        + sum(max(form.kept[k], form.recomputed[k], 0) for k in problem.kinds)
         for form in quantity.forms
     )
 
@@ -215,17 +217,18 @@ class _Builder:
         """Per chunk, how much of a quantity it needs: A[q, c], or a variable that is at least that."""
         if index not in self.sums:
             quantity = self.problem.quantities[index]
-            make = self._counted if self.uniform else self._prefixed
-            forms = [make(form) for form in quantity.forms]
-            largest = [
+            forms = [self._form(form) for form in quantity.forms]
+            self.sums[index] = [
                 self._at_least([form[c] for form in forms], most_of(self.problem, quantity, c))
                 for c in range(self.problem.chunks)
             ]
-            self.sums[index] = [
-                amount + quantity.when_all * self._all_recomputed(c) if quantity.when_all else amount
-                for c, amount in enumerate(largest)
-            ]
         return self.sums[index]
+
+    def _form(self, form: Form) -> list[Linear]:
+        amounts = self._counted(form) if self.uniform else self._prefixed(form)
+        if not form.when_all:
+            return amounts
+        return [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
 
     def _at_least(self, forms: list[Linear], most: int) -> Linear:
         if len(forms) == 1:

@@ -32,7 +32,7 @@ def problem_of(
     computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=ends)
     sending = Form(kept=(12, 12), recomputed=(12, 12), fixed=(0,) * chunks)
     seconds = Quantity(forms=(computing, sending))
-    bytes_ = Quantity(forms=(Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks),), when_all=3)
+    bytes_ = Quantity(forms=(Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks, when_all=3),))
     return StageProblem(
         kinds=kinds, chunks=chunks, quantities=(seconds, bytes_), capacity_bytes=capacity, recompute=recompute,
         paths=tuple(

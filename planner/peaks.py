@@ -1,0 +1,96 @@
+"""Peak bytes of one action of a chunk above what the rank holds when it starts: lower bounds as integer forms.
+
+As `costmodel.memory` walks them: a link runs on top of what the links before it saved; its temporaries, what its
+recomputation makes, its gathered parameters and the next link's, and gradients on their way live beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autoparallel.planner.forms import Links, PricedChain
+from autoparallel.planner.prices import LinkPrice
+from autoparallel.planner.stages import Form, Quantity
+
+
+def forward_peak(chain: PricedChain) -> Quantity:
+    """The last unit's forward on top of all that is saved; and those of the links of head and tail."""
+    saved = chain.sums(lambda link: link.saved, 1.0)
+    tail_saved = sum(link.saved for link in chain.tail)
+    units = (*chain.kept, *chain.recomputed)
+    last = min((_running(links, _forward_of) for links in units), default=0)
+    first_tail = chain.tail[0].gather_bytes if chain.tail else 0
+    on_units = _shifted(saved, [last] * (chain.chunks - 1) + [last - tail_saved + first_tail])
+    ends = _running(chain.tail, _forward_of) if chain.tail else last - tail_saved
+    on_tail = _shifted(saved, [last] * (chain.chunks - 1) + [ends])
+    on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
+    forms = [on_units, on_tail, on_head]
+    if chain.chunks == 1 and chain.count > 1:
+        forms.append(_two_gathers(chain, saved, tail_saved))
+    return Quantity(forms=tuple(dict.fromkeys(forms)))
+
+
+def backward_peak(chain: PricedChain) -> Quantity:
+    """The first link to run backwards with all that is saved beside it: of the tail, or of the units."""
+    saved = chain.sums(lambda link: link.saved, 1.0)
+    tail_saved = sum(link.saved for link in chain.tail)
+    kept = min((_backward_of(links[-1]) for links in chain.kept), default=0)
+    every = min((_backward_of(links[-1]) for links in chain.recomputed), default=0)
+    reducing = chain.tail[0].reduce_bytes if chain.tail else 0
+    on_units = _shifted(saved, [kept] * (chain.chunks - 1) + [kept - tail_saved + reducing])
+    ends = kept - tail_saved
+    held, before = 0, 0
+    for number in range(len(chain.tail) - 1, -1, -1):
+        link = chain.tail[number]
+        gathers = chain.tail[number - 1].gather_bytes if number else 0
+        ends = max(ends, held + _backward_of(link) + gathers + before)
+        held, before = held - link.saved, link.reduce_bytes
+    on_tail = _shifted(saved, [kept] * (chain.chunks - 1) + [ends])
+    on_head = _alone(chain, max((_backward_of(link) + link.saved for link in chain.head), default=0))
+    on_units = replace(on_units, when_all=max(0, every - kept) if chain.kept else 0)
+    return Quantity(forms=tuple(dict.fromkeys((on_units, on_tail, on_head))))
+
+
+def weight_peak(chain: PricedChain) -> Quantity:
+    """What a split backward kept for the weight gradients, and the gradients of one link."""
+    kept = chain.sums(lambda link: link.weight_saved, 1.0)
+    gradients = min((links[0].reduce_bytes for links in chain.kept), default=0)
+    return Quantity(forms=(_shifted(kept, [gradients] * chain.chunks),))
+
+
+def _forward_of(link: LinkPrice) -> int:
+    return link.forward_temp + link.gather_bytes
+
+
+def _backward_of(link: LinkPrice) -> int:
+    return link.recomputed + link.backward_temp + link.gather_bytes + link.reduce_bytes
+
+
+def _running(links: Links, peak: Callable[[LinkPrice], int]) -> int:
+    """Largest of: a link's peak less what the links after it save."""
+    after, found = 0, []
+    for number in range(len(links) - 1, -1, -1):
+        gathers = links[number + 1].gather_bytes if number + 1 < len(links) else 0
+        found.append(peak(links[number]) + gathers - after)
+        after += links[number].saved
+    return max(found, default=0)
+
+
+def _two_gathers(chain: PricedChain, saved: Form, tail_saved: int) -> Form:
+    """In one chunk of several units the last but one runs while the last one's parameters come in."""
+    units = (*chain.kept, *chain.recomputed)
+    own = min(links[-1].forward_temp + links[-1].gather_bytes + links[0].gather_bytes for links in units)
+    most = max(sum(link.saved for link in links) for links in units)
+    return _shifted(saved, [own - most - tail_saved])
+
+
+def _shifted(form: Form, more: Sequence[int]) -> Form:
+    fixed = tuple(a + b for a, b in zip(form.fixed, more, strict=True))
+    return Form(kept=form.kept, recomputed=form.recomputed, fixed=fixed)
+
+
+def _alone(chain: PricedChain, first: int) -> Form:
+    """A peak in the first chunk that does not depend on its units."""
+    zero = (0,) * len(chain.kept)
+    return Form(kept=zero, recomputed=zero, fixed=(first, *(0,) * (chain.chunks - 1)))
