@@ -115,12 +115,13 @@ def _tree_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str,
 def _nvls_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str, float]) -> float:
     """The switch of the innermost level adds and multicasts; trees join the switches.
 
-    A device sends its n-th of what the switch asks for and multicasts: bytes * (1 + 1/n) each way.
+    A device sends its n-th of what the switch asks for and multicasts: bytes * (1 + 1/n) each way. The start
+    grows with the devices that the switch joins.
     """
     first = path[0]
     rate = first.level.bytes_per_s / first.level.oversubscription * constants["collective.nvls_efficiency"]
     slowest = (1 + 1 / first.fan) / (rate * first.inside)
-    hop_s = constants["collective.nvls_start_s"]
+    hop_s = constants["collective.start_s.simple"] + constants["collective.nvls_rank_s"] * first.fan
     for crossing in path[1:]:
         hop_s += 2 * ceil(log2(crossing.fan)) * crossing.level.latency_s
         slowest = max(slowest, 2 * (crossing.fan - 1) / crossing.fan / crossing.port_bytes_per_s)
@@ -193,19 +194,25 @@ def _send_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str,
 def _best_protocol_s(
     hop_s: float, wire: float, bytes_per_s: float, message: float, constants: Mapping[str, float]
 ) -> float:
-    """The cheapest protocol: each has its own start, hop latency and bandwidth; Simple pays for its fill."""
+    """The cheapest protocol: start, hops at its latency, bytes at its bandwidth, and the fill of its chunks."""
     best = float("inf")
     for start, latency, bandwidth in _PROTOCOL_KEYS:
-        rate = bytes_per_s * constants[bandwidth]
-        best = min(
-            best, constants[start] + hop_s * constants[latency] + _filled_s(wire, rate, message, constants)
-        )
+        hop_ratio = constants[latency]
+        wire_s = _filled_s(wire, bytes_per_s * constants[bandwidth], message, constants, hop_ratio)
+        best = min(best, constants[start] + hop_s * hop_ratio + wire_s)
     return best
 
 
-def _filled_s(wire: float, bytes_per_s: float, message: float, constants: Mapping[str, float]) -> float:
-    """wire / rate * (1 + sqrt(ramp / message)): chunks of the best size, pipelined."""
-    return wire / bytes_per_s * (1.0 + sqrt(constants["collective.ramp_bytes"] / message))
+def _filled_s(
+    wire: float, bytes_per_s: float, message: float, constants: Mapping[str, float], hop_ratio: float = 1.0
+) -> float:
+    """wire / rate * (1 + sqrt(ramp / message)): a pipeline of chunks of the best size, by its hop latency.
+
+    n chunks over a hop of latency l take (n + 1) (l + bytes / (n rate)), least at bytes / rate + l +
+    2 sqrt(l bytes / rate).
+    """
+    ramp = constants["collective.ramp_bytes"] * hop_ratio
+    return wire / bytes_per_s * (1.0 + sqrt(ramp / message))
 
 
 def _compressed_s(

@@ -43,7 +43,7 @@ _SINGLE = {
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
     "collective.nvls_efficiency": "bus bandwidth of in-switch reduction, as a share of the level's",
-    "collective.nvls_start_s": "time to start an in-switch reduction",
+    "collective.nvls_rank_s": "time per device on the switch to start an in-switch reduction",
     "collective.tree_efficiency": "bus bandwidth of a tree relative to a ring's",
     "collective.all_to_all_efficiency": "all-to-all's bandwidth relative to a ring's",
     "collective.peer_s": "further start of each peer in an all-to-all",
