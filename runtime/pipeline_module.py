@@ -18,7 +18,7 @@ from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut, release
 from autoparallel.runtime.gradients import gradient_norm_squared
 from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
-from autoparallel.runtime.materialise import materialise
+from autoparallel.runtime.materialise import common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.micro_batches import loss_of, split, to_device
 from autoparallel.runtime.parallel_module import (
@@ -61,6 +61,7 @@ def pipeline_module(
             f"{len(homes)} stages (mesh.pp = {ranks} times pipeline.virtual_stages = {pipeline.virtual_stages})"
         )
     broadcast_state(module, mesh.device)
+    seed = common_seed(mesh.device) if on_meta(module) else 0
     mine = [stage for stage, rank in enumerate(homes) if rank == mesh.coordinate("pp")]
     aliases = _aliases(module)
     stages = cut(
@@ -77,19 +78,18 @@ def pipeline_module(
     lowered = []
     for stage in stages:
         rules = rules_within(strategy.tensor, stage) if strategy.mesh.tp > 1 else ()
-        own = stage.stage_cut.blocks
         lowered.append(
             lower_module(
                 stage,
-                own,
+                stage.stage_cut.blocks,
                 strategy,
                 mesh,
                 dtypes,
                 recomputed_in_full=full[stage.stage_cut.index],
                 rules=rules,
+                origin=module,
             )
         )
-        materialise(stage, mesh)
     return PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases
     )

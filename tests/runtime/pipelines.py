@@ -1,0 +1,122 @@
+"""Models deep enough for four stages, and pipelines of them against one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from autoparallel.planner.strategy import Pipeline, Strategy
+from autoparallel.runtime.start import parallelize
+from tests.runtime.compare import (
+    LEARNING_RATE,
+    STEPS,
+    build,
+    largest_difference,
+    part,
+    reference_step,
+    strategy_of,
+)
+from tests.runtime.models import Example
+
+DEPTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What three steps of a pipeline gave, on rank 0."""
+
+    gradient: float
+    name: str
+    loss: float
+    state: float  # largest difference of the final parameters and buffers
+    missing: tuple[str, ...]  # names of the state that differ
+    norm: float  # relative difference of the gradients' norm
+
+
+def deep(name: str, batch: int, dtype: torch.dtype, layers: int = DEPTH) -> Example:
+    """The example with its blocks repeated until there are `layers`, all parameters drawn anew."""
+    example = build(name, batch, dtype)
+    parent, _, _ = example.blocks[0].rpartition(".")
+    blocks = example.module.get_submodule(parent)
+    pattern = list(blocks.children())
+    for index in range(layers):
+        setattr(blocks, str(index), copy.deepcopy(pattern[index % len(pattern)]))
+    config = getattr(example.module, "config", None)
+    if config is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = [config.layer_types[i % len(pattern)] for i in range(layers)]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in example.module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += 0.1 * noise.to(parameter.dtype)
+    return replace(example, blocks=tuple(f"{parent}.{index}" for index in range(layers)))
+
+
+def pipeline_strategy(example: Example, pipeline: dict[str, Any], options: dict[str, Any]) -> Strategy:
+    return replace(strategy_of(example, **options), pipeline=Pipeline(**pipeline))
+
+
+def run_pipeline(
+    rank: int, world_size: int, name: str, pipeline: dict[str, Any], options: dict[str, Any], dtype: str
+) -> Found | None:
+    """Three optimizer steps of a pipeline beside one process."""
+    kind: torch.dtype = getattr(torch, dtype)
+    strategy = pipeline_strategy(deep(name, 1, kind), pipeline, options)
+    example = deep(name, strategy.batch.global_, kind)
+    reference = copy.deepcopy(example.module)
+    share = strategy.batch.micro * strategy.micro_batches
+    model = parallelize(
+        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=lambda: None
+    )
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=LEARNING_RATE, momentum=0.9) for m in (model, reference)
+    ]
+    first = model.data_parallel_rank * share
+    inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))
+    worst, where, loss_difference = 0.0, "", 0.0
+    norm = expected_norm = torch.ones(())
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model.step(inputs, targets, loss_fn=example.loss_fn).item()
+        pieces = strategy.micro_batches * strategy.mesh.data_parallel
+        expected_loss = reference_step(reference, example, strategy.batch.micro, pieces)
+        gradients = model.full_gradients()
+        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        if rank == 0:
+            found, at = largest_difference(gradients, expected)
+            worst, where = max((worst, where), (found, at))
+        loss_difference = max(loss_difference, abs(loss - expected_loss) / abs(expected_loss))
+        norm = model.clip_grad_norm_(1e9)
+        expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+        for optimizer in optimizers:
+            optimizer.step()
+    state, wanted = model.full_state_dict(), reference.state_dict()
+    if rank:
+        assert loss_difference < 1e-3, "the mean loss is the same on every rank"
+        return None
+    differences = [_difference(state[n], wanted[n]) for n in wanted if n in state]
+    # Running statistics of a replica are those of its own samples.
+    return Found(
+        gradient=worst,
+        name=where,
+        loss=loss_difference,
+        state=max(differences),
+        missing=tuple(set(state) ^ set(wanted)),
+        norm=float((norm - expected_norm).abs() / expected_norm),
+    )
+
+
+def _difference(value: Tensor, wanted: Tensor) -> float:
+    return float((value.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-6))
+
+
+def on_device(batch: Any, device: str) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.compare import TOLERANCE
+from tests.runtime.harness import Processes
+from tests.runtime.pipelines import run_pipeline
+
+pytestmark = pytest.mark.distributed
+
+DTYPE = {
+    "llama": "float32", "llama_with_labels": "float32", "qwen3": "float32", "gpt2": "float64", "vit": "float64",
+    "mlp": "float64", "resnet": "float64",
+}  # fmt: skip
+GPIPE = {"schedule": "gpipe", "stage_blocks": (2, 2)}
+ONE_F_ONE_B = {"schedule": "1f1b", "stage_blocks": (2, 2)}
+UNEVEN = {"schedule": "1f1b", "stage_blocks": (1, 3)}
+EMPTY_FIRST = {"schedule": "1f1b", "stage_blocks": (0, 4)}
+INTERLEAVED = {"schedule": "interleaved-1f1b", "virtual_stages": 2, "stage_blocks": (1, 1, 1, 1)}
+FOUR = {"schedule": "1f1b", "stage_blocks": (1, 1, 1, 1)}
+Case = tuple[str, dict[str, Any], dict[str, Any]]  # model, pipeline, the rest
+
+ON_TWO: dict[str, Case] = {
+    "llama, gpipe": ("llama", GPIPE, {"micro_batches": 2}),
+    "llama, loss inside, 1f1b": ("llama_with_labels", ONE_F_ONE_B, {"micro_batches": 3}),
+    "llama, interleaved": ("llama", INTERLEAVED, {"micro_batches": 4}),
+    "gpt2, 1f1b, uneven": ("gpt2", UNEVEN, {"micro_batches": 4}),
+    "gpt2, 1f1b, only embeddings first": ("gpt2", EMPTY_FIRST, {"micro_batches": 2}),
+    "gpt2, interleaved": ("gpt2", INTERLEAVED, {"micro_batches": 2}),
+    "qwen3, one micro-batch": ("qwen3", ONE_F_ONE_B, {"micro_batches": 1}),
+    "vit, gpipe, full recomputation": ("vit", GPIPE, {"micro_batches": 2, "recompute": "full"}),
+    "mlp, interleaved": ("mlp", INTERLEAVED, {"micro_batches": 2}),
+    "resnet, 1f1b": ("resnet", ONE_F_ONE_B, {"micro_batches": 3}),
+    "micro-batch of one": ("llama", ONE_F_ONE_B, {"micro": 1, "micro_batches": 2}),
+}
+ON_FOUR: dict[str, Case] = {
+    "four stages": ("llama", FOUR, {"pp": 4, "micro_batches": 4}),
+    "replicas": ("gpt2", ONE_F_ONE_B, {"dp_replicate": 2, "micro_batches": 2}),
+    "zero 1": ("llama", ONE_F_ONE_B, {"dp_shard": 2, "zero": 1, "micro_batches": 2}),
+    "zero 2, interleaved": ("gpt2", INTERLEAVED, {"dp_shard": 2, "zero": 2, "micro_batches": 2}),
+    "zero 3": ("vit", ONE_F_ONE_B, {"dp_shard": 2, "zero": 3, "micro_batches": 3}),
+    "tensor parallel": ("llama_with_labels", ONE_F_ONE_B, {"tp": 2, "micro_batches": 2}),
+    "tensor parallel, interleaved": ("gpt2", INTERLEAVED, {"tp": 2, "micro_batches": 2}),
+    "sequence parallel": ("llama", ONE_F_ONE_B, {"tp": 2, "sequence_parallel": True, "micro_batches": 2}),
+    "resnet, tensor parallel": ("resnet", UNEVEN, {"tp": 2, "micro_batches": 2}),
+}
+
+
+def _check(gloo: Processes, ranks: int, case: Case) -> None:
+    model, pipeline, options = case
+    dtype = DTYPE[model]
+    found = gloo.run(
+        ranks, run_pipeline, name=model, pipeline=pipeline, options={"pp": 2, **options}, dtype=dtype
+    )[0]
+    limit = TOLERANCE[getattr(torch, dtype)]
+    assert found.gradient <= limit, found
+    assert found.loss <= limit, found
+    assert found.norm <= limit, found
+    assert not found.missing, found
+    assert found.state <= limit, found
+
+
+@pytest.mark.parametrize("case", ON_TWO.values(), ids=ON_TWO.keys())
+def test_two_stages_give_the_gradients_of_one_process(gloo: Processes, case: Case) -> None:
+    _check(gloo, 2, case)
+
+
+@pytest.mark.parametrize("case", ON_FOUR.values(), ids=ON_FOUR.keys())
+def test_pipelines_with_other_axes_give_the_gradients_of_one_process(gloo: Processes, case: Case) -> None:
+    _check(gloo, 4, case)
