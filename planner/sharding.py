@@ -60,6 +60,7 @@ def solve_tensor_plan(
             costs=price_problem(problem, cluster, axis, request.execution, graph.dtype),
             fixed_params=given.params,
             fixed_nodes=given.nodes,
+            pins=given.pins,
             sizes=_matrices(graph, b),
         )
         for b, (problem, given) in enumerate(zip(problems, fixed, strict=True))

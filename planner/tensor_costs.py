@@ -113,7 +113,7 @@ def _change_cost(whole: LocalBlock, value: str, change: tuple[str, str], seconds
     for _, op in conjugates(layout(before), layout(after), after == PARTIAL_GRADIENT):
         local = size // tp if op is CollectiveOp.ALL_TO_ALL else size
         total += seconds(Collective(op=op, axes=("tp",), size_bytes=local, label="tp"))
-    return Cost(time_ns=round(total * NS_PER_S), memory_kib=1)  # of two equal plans, the one with fewer pins
+    return Cost(time_ns=round(total * NS_PER_S), memory_kib=0)
 
 
 def _parameter_cost(p: Parameter, placement: str, setting: Setting, seconds: partial[float]) -> Cost:

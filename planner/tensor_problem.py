@@ -242,9 +242,14 @@ def _of_sharding(
     if any(v.startswith("buffer:") and p not in ("R", "") for v, p in zip(op.inputs, inputs, strict=True)):
         return  # buffers stay whole on every rank
     splits = any(p[:1] in ("S", "P") for p in outputs)
-    params = {v.removeprefix("param:"): p for v, p in zip(op.inputs, inputs, strict=True)
+    # A parameter that joins a sum of parts (a bias) is held whole; DTensor lets one rank add it.
+    joins = [v for v, p in zip(op.inputs, inputs, strict=True) if p == SUM]
+    params = {v.removeprefix("param:"): "R" if v in joins else p for v, p in zip(op.inputs, inputs, strict=True)
               if v.startswith("param:")}  # fmt: skip
-    partial = tuple(n for n, p in params.items() if p == "R" and splits and f"param:{n}" in index.needs_grad)
+    partial = tuple(
+        n for n, p in params.items()
+        if p == "R" and splits and f"param:{n}" in index.needs_grad and f"param:{n}" not in joins
+    )  # fmt: skip
     passes = (False, True) if not splits and _passes_sums(index, op, i) else (False,)
     for passing in passes:
         states: dict[int, str] = {}

@@ -22,10 +22,14 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """What the entries fix in one block; `source` says which entry fixed a parameter or node."""
+    """What the entries fix in one block; `source` says which entry fixed a parameter or node.
+
+    `pins` are the edges that entries pin: where two plans cost the same, the one with these pins is meant.
+    """
 
     params: Mapping[str, str]
     nodes: Mapping[int, tuple[str, ...]]
+    pins: frozenset[int]
     source: Mapping[str | int, str]
 
 
@@ -36,7 +40,7 @@ def fixed_by_rules(
     graph: ModelGraph, problems: Sequence[BlockProblem], rules: Sequence[TensorRule]
 ) -> list[Fixed]:
     """What the entries fix in each distinct block. Raises UserError naming the entry that cannot hold."""
-    found = [Fixed(params={}, nodes={}, source={}) for _ in problems]
+    found = [Fixed(params={}, nodes={}, pins=frozenset(), source={}) for _ in problems]
     for rule in rules:
         matched = False
         for b, problem in enumerate(problems):
@@ -82,7 +86,7 @@ def _matches(graph: ModelGraph, block: int, rule: TensorRule) -> Iterator[str]:
 
 
 def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> Fixed:
-    params, nodes, source = dict(fixed.params), dict(fixed.nodes), dict(fixed.source)
+    params, nodes, pins, source = dict(fixed.params), dict(fixed.nodes), set(fixed.pins), dict(fixed.source)
     shapes = {p.name: p.shape for p in problem.index.block.parameters}
     for name, text in rule.params:
         full = _joined(module, name)
@@ -104,7 +108,8 @@ def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> 
             legal = ", ".join(dict.fromkeys(describe(layout(s)) for s in problem.nodes[node].states))
             raise UserError(f'{_entry(rule)}: {where} = "{text}" is not legal here; legal: {legal}')
         _once(nodes, node, allowed, source, rule)
-    return Fixed(params=params, nodes=nodes, source=source)
+        pins |= {n for n, e in enumerate(problem.edges) if e.module == module and e.target == node}
+    return Fixed(params=params, nodes=nodes, pins=frozenset(pins), source=source)
 
 
 def _once(

@@ -43,6 +43,7 @@ class PricedBlock:
     costs: BlockCosts
     fixed_params: Mapping[str, str]
     fixed_nodes: Mapping[int, tuple[str, ...]]
+    pins: frozenset[int]  # edges that rules pin: free of the tie-break against pins
     sizes: Mapping[str, int]  # numbers in each matrix that is better sharded, whatever it costs
 
 
@@ -83,7 +84,7 @@ def solve_blocks(
         model.add(sum(whole) <= round(solver.objective_value))
     weight = 1 + sum(_most_memory(block.costs) for block in blocks)
     model.minimize(
-        sum(term for b, u in zip(blocks, unknowns, strict=True) for term in _objective(b.costs, u, weight))
+        sum(term for b, u in zip(blocks, unknowns, strict=True) for term in _objective(b, u, weight))
     )
     solver = _solved(model)
     return [_extract(solver, b, u) for b, u in zip(blocks, unknowns, strict=True)]
@@ -178,17 +179,25 @@ def _tied_parameters_agree(
                 model.add(first.get(placement, 0) == second.get(placement, 0))
 
 
-def _objective(costs: BlockCosts, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
+def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
+    costs = block.costs
+
     def term(var: cp_model.IntVar, cost: Cost) -> cp_model.LinearExpr:
         return var * (cost.time_ns * weight + cost.memory_kib)
 
     return [
         *(term(x, c) for xs, cs in zip(unknown.pick, costs.variants, strict=True)
           for x, c in zip(xs, cs, strict=True)),
-        *(term(x, cs[c]) for xs, cs in zip(unknown.change, costs.changes, strict=True) for c, x in xs.items()),
+        *(term(x, change_cost(block, e, c)) for e, xs in enumerate(unknown.change) for c, x in xs.items()),
         *(term(x, costs.params[name][a]) for name, xs in unknown.place.items() for a, x in xs.items()),
         *(term(x, costs.partial_params[name]) for name, x in unknown.summed.items()),
     ]  # fmt: skip
+
+
+def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
+    """Cost of a pin; of equally good plans the one with fewer pins, and with those that rules ask for."""
+    cost = block.costs.changes[edge][change]
+    return cost if edge in block.pins else Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + 1)
 
 
 def _most_memory(costs: BlockCosts) -> int:
@@ -198,7 +207,7 @@ def _most_memory(costs: BlockCosts) -> int:
         *costs.params.values(),
     ]
     rows = [*costs.variants, *(tuple(choice.values()) for choice in choices)]
-    return sum(max((c.memory_kib for c in row), default=0) for row in rows)
+    return sum(max((c.memory_kib for c in row), default=0) + 1 for row in rows)
 
 
 def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) -> BlockAnswer:
@@ -226,11 +235,11 @@ def answer_cost(
         assert all(params[n] == a for n, a in variant.params), problem.index.block.operators[o].name
         found.append(costs.variants[o][k])
         summed.update(variant.partial_params)
-    for edge, changes in zip(problem.edges, costs.changes, strict=True):
+    for e, (edge, changes) in enumerate(zip(problem.edges, costs.changes, strict=True)):
         before, after = states[edge.source], states[edge.target]
         if before != after:
             assert (before, after) in changes, (problem.nodes[edge.source], before, after)
-            found.append(changes[before, after])
+            found.append(change_cost(block, e, (before, after)))
     for node, allowed in [*problem.fixed.items(), *block.fixed_nodes.items()]:
         assert states[node] in allowed, problem.nodes[node]
     found += [costs.params[name][placement] for name, placement in params.items()]

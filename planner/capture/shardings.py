@@ -60,6 +60,9 @@ def _compose(
     fixed = [trace.values[v].origin in {"param", "buffer"} for v in call.inputs]
     tables = [rules.table(launch) for launch in call.forward]
     result = []
+    # addmm's bias may join a sum of parts: DTensor turns the replicated bias into one without communication.
+    adds = any("addmm" in str(launch.signature[0]) for launch in call.forward)
+    fixed = [held and not (adds and len(m.shape) == 1) for held, m in zip(fixed, inputs, strict=True)]
     for placements in _candidates(inputs, fixed):
         environment: _Environment = {}
         if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
