@@ -36,7 +36,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     module.__dict__[_SET_ASIDE] = (held, mesh)
     for name, parameter in held.items():
-        module._parameters[name] = _plain(parameter)  # type: ignore[assignment]
+        module._parameters[name] = _plain(parameter)
     return tree_map_only(DTensor, _plain, (args, kwargs))
 
 

@@ -14,6 +14,7 @@ from autoparallel.planner.strategy import Strategy, TensorRule
 from autoparallel.runtime.compression import make_reducer
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.gradients import GradientSync
+from autoparallel.runtime.materialise import materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
@@ -101,12 +102,15 @@ def lower_module(
     *,
     recomputed_in_full: int = 0,
     rules: Sequence[TensorRule] | None = None,
+    origin: nn.Module | None = None,
+    seed: int = 0,
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
     `blocks` are the paths of its repeated blocks in model order, `recomputed_in_full` of which are recomputed
-    wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules). Every
-    rank must hold the same values before (see `broadcast_state`); afterwards each holds its share.
+    wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
+    the model of which `module` is a stage. Every rank must hold the same values before (see
+    `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share.
     """
     zero = strategy.shard.zero
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
@@ -123,7 +127,9 @@ def lower_module(
         param_dtype=dtypes.param,
         grad_dtype=dtypes.grad,
     )
-    if not any(p.is_meta for p in module.parameters()):
+    if on_meta(module):
+        materialise(module, mesh.device, seed=seed, origin=origin if origin is not None else module)
+    else:
         module.to(mesh.device)
     group = mesh.group("dp_replicate") if mesh.sizes.dp_replicate > 1 else None
     sharded = mesh.sizes.dp_shard > 1

@@ -1,28 +1,128 @@
-"""Parameters on the meta device made real, share by share, with the values that one process would draw.
+"""Parameters and buffers on the meta device made real, share by share.
 
-Modules are visited in the order of `module.modules()`; each one's own parameters are drawn whole, by its
-`reset_parameters()` or by the model's `_init_weights(module)` (transformers), cut to this rank's share and
-dropped, so that no rank ever holds more than its share and one module's own tensors. All ranks draw from the
-same generator state (rank 0's), which leaves every rank with parts of the same values.
+Module by module: a module's own tensors are made whole, initialised by its `reset_parameters()` and the
+model's `_init_weights(module)` (transformers), cut to this rank's share and dropped. So no rank ever holds
+more than its share and one module's own tensors. Every module draws from a seed of its own, made of rank 0's
+generator and the module's path: the values depend neither on the strategy nor on the number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.mesh import RankMesh
-from autoparallel.runtime.tensor_tools import own_parameters
+
+_SEED_BITS = 62
 
 
-def materialise(module: nn.Module, mesh: RankMesh) -> None:
-    """Give every parameter and buffer of `module` that is on the meta device memory and initial values."""
-    if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
-        return
-    raise UserError("modules on the meta device are not supported yet: build it on the CPU")
-    _ = Callable, torch, dist, Tensor, DTensor, own_parameters
+def on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer of `module` is on the meta device."""
+    return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
+def check_initialisable(module: nn.Module) -> None:
+    """Refuse a module with tensors on the meta device that nothing initialises."""
+    known = _initialises_others(module)
+    for path, owner in module.named_modules():
+        names = _meta_names(owner)
+        if names and not known and _reset(owner) is None:
+            raise UserError(
+                f"{path or 'the model'} ({type(owner).__name__}) has {', '.join(names)} on the meta device and no "
+                "reset_parameters() to initialise them: write one, or build the model on the CPU"
+            )
+
+
+def materialise(module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module) -> None:
+    """Give every tensor of `module` that is on the meta device memory on `device`, and its initial values.
+
+    In place; parameters may already be sharded. `origin` is the whole model, whose `_init_weights` is used if
+    it has one; `module` is it or a stage of it.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        if not _meta_names(owner):
+            continue
+        held = {name: p for name, p in owner._parameters.items() if p is not None}
+        for name, parameter in held.items():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            owner._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+        _initialise(owner, origin, _seed(seed, path), device)
+        for name, parameter in held.items():
+            whole = owner._parameters[name].detach()
+            if parameter.is_meta and parameter not in made:
+                made[parameter] = nn.Parameter(share_of(whole, parameter), parameter.requires_grad)
+            owner._parameters[name] = made.get(parameter, parameter)
+
+
+def common_seed(device: torch.device) -> int:
+    """A number drawn from rank 0's generator, the same on every rank; collective."""
+    seed = torch.randint(0, 2**_SEED_BITS, ()).to(device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(seed, src=0)
+    return int(seed.item())
+
+
+def _meta_names(owner: nn.Module) -> list[str]:
+    held = {**owner._parameters, **owner._buffers}
+    return [name for name, tensor in held.items() if tensor is not None and tensor.is_meta]
+
+
+def _reset(owner: nn.Module) -> Callable[[], None] | None:
+    # torch's own MultiheadAttention and Transformer spell it with an underscore.
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(method := getattr(owner, name, None)):
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def _initialises_others(origin: nn.Module) -> bool:
+    return hasattr(origin, "_init_weights")
+
+
+@torch.no_grad()
+def _initialise(owner: nn.Module, origin: nn.Module, seed: int, device: torch.device) -> None:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        if (reset := _reset(owner)) is not None:
+            reset()
+        if _initialises_others(origin):
+            origin._init_weights(owner)  # type: ignore[operator]
+
+
+def _seed(common: int, path: str) -> int:
+    digest = hashlib.sha256(f"{common}:{path}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> (64 - _SEED_BITS)
+
+
+def share_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's share of `whole`, laid out like `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    part = whole
+    for mesh_dim, dim in _cuts(parameter):
+        size = parameter.device_mesh.size(mesh_dim)
+        rank = parameter.device_mesh.get_local_rank(mesh_dim)
+        chunks = part.chunk(size, dim)
+        part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
+    return DTensor.from_local(
+        part.contiguous().clone(), parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
+    """(mesh dim, tensor dim) in the order in which the tensor was cut: tp (last in the mesh) before dp_shard."""
+    for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
+        placement = parameter.placements[mesh_dim]
+        if placement.is_shard():
+            assert isinstance(placement, Shard) or hasattr(placement, "dim")
+            yield mesh_dim, placement.dim

@@ -61,7 +61,8 @@ def pipeline_module(
             f"{len(homes)} stages (mesh.pp = {ranks} times pipeline.virtual_stages = {pipeline.virtual_stages})"
         )
     broadcast_state(module, mesh.device)
-    seed = common_seed(mesh.device) if on_meta(module) else 0
+    drawn = on_meta(module)
+    seed = common_seed(mesh.device) if drawn else 0
     mine = [stage for stage, rank in enumerate(homes) if rank == mesh.coordinate("pp")]
     aliases = _aliases(module)
     stages = cut(
@@ -88,11 +89,15 @@ def pipeline_module(
                 recomputed_in_full=full[stage.stage_cut.index],
                 rules=rules,
                 origin=module,
+                seed=seed,
             )
         )
-    return PipelineModule(
+    result = PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases
     )
+    if drawn:
+        result.share_tied_values()
+    return result
 
 
 def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorRule, ...]:
@@ -152,6 +157,10 @@ class PipelineModule(nn.Module):
             mesh=tensor_axis,
             hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
         )
+
+    def share_tied_values(self) -> None:
+        """Make tied parameters equal again where each stage has initialised its own copy; collective."""
+        self._ties.share_values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A pipeline has no single forward: use `step`."""

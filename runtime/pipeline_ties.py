@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.runtime.cut import StageModule, Tie
+from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.tensor_tools import local, own_parameters
 
 
@@ -73,6 +74,17 @@ class TiedGradients:
                 if parameter.grad is not None:
                     self._before[parameter] = parameter.grad
                     parameter.grad = None
+
+    @torch.no_grad()
+    def share_values(self) -> None:
+        """Give every copy the first copy's values (stages that initialise their own draw different ones)."""
+        for copies in self._copies:
+            first = copies.parameters[0]
+            whole = first.full_tensor() if isinstance(first, DTensor) else first.detach().clone()
+            if copies.group is not None:
+                dist.broadcast(whole, dist.get_global_rank(copies.group, 0), group=copies.group)
+            for parameter in copies.parameters:
+                local(parameter).copy_(local(share_of(whole, parameter)))
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -12,7 +12,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy import Strategy
 from autoparallel.runtime.compression import check_compression
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
-from autoparallel.runtime.materialise import materialise
+from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.mesh import build_mesh, check_mesh, world_size
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
@@ -44,8 +44,8 @@ def parallelize(
         )
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
-    lowered = lower_module(module, blocks, strategy, mesh, dtypes, recomputed_in_full=full)
-    materialise(module, mesh)
+    seed = common_seed(mesh.device) if on_meta(module) else 0
+    lowered = lower_module(module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed)
     run = Run(strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program)
     return make_parallel(module, run)
 
@@ -66,6 +66,7 @@ def check_strategy(module: nn.Module, strategy: Strategy, blocks: Sequence[str])
     check_compression(strategy.grad_sync.compression)
     check_rules(module, strategy)
     check_members(module)
+    check_initialisable(module)
 
 
 def _check_batch(strategy: Strategy) -> None:

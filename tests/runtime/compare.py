@@ -14,6 +14,7 @@ from autoparallel.planner.strategy import Batch, GradSync, Mesh, Recompute, Shar
 from autoparallel.runtime.micro_batches import as_call, loss_of
 from autoparallel.runtime.start import parallelize
 from tests.runtime.models import EXAMPLES, Example
+from tests.runtime.shared import no_program
 
 STEPS, LEARNING_RATE = 3, 0.05
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -95,7 +96,7 @@ def compare(
     names = [n for n, _ in reference.named_parameters()]
     share = strategy.batch.micro * strategy.micro_batches
     model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=lambda: None
+        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program
     )
     assert [n for n, _ in model.named_parameters()] == names
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)

@@ -185,6 +185,9 @@ class MlpBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.scale = nn.Parameter(torch.tensor(0.5))  # a scalar parameter
 
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+
     def forward(self, x: Tensor) -> Tensor:
         return x + self.scale * self.down(F.gelu(self.up(x)))
 
