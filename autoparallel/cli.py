@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from autoparallel.cli_plan import plan, score
-from autoparallel.cli_show import profiles, report
+from autoparallel.cli_show import export, profiles, report
 from autoparallel.cli_whatif import whatif
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-for command in (plan, score, whatif, report, profiles):
+for command in (plan, score, whatif, report, export, profiles):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

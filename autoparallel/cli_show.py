@@ -1,4 +1,4 @@
-"""`report` and `profiles`: commands that show what is already there."""
+"""`report`, `export` and `profiles`: commands that show what is already there."""
 
 from __future__ import annotations
 
@@ -131,3 +131,34 @@ def _show(thing: Device | Cluster) -> None:
     console.print(table)
     if is_cluster:
         console.print("Devices in full: autoparallel profiles DEVICE", markup=False)
+
+
+@exits
+def export(
+    strategy: Annotated[
+        Path, typer.Argument(metavar="STRATEGY.toml", help="A file that plan wrote.", show_default=False)
+    ],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="torchtitan|megatron|deepspeed|accelerate|torchrun|slurm|kubernetes"),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Where it goes (default: standard output)."),
+    ] = None,
+) -> None:
+    """Write a plan as another framework's configuration, or as a file that launches it."""
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.exports import export as export_text
+    from autoparallel.exports import plan_of
+    from autoparallel.planner.strategy_file import read_strategy_file
+    from autoparallel.planner.strategy_write import check_writable, write_text
+
+    if output:
+        check_writable(output)
+    text = export_text(plan_of(read_strategy_file(strategy)), to)
+    if output:
+        write_text(output, text)
+        stderr_console().print(f"{to} written to {output}", markup=False)
+    else:
+        print(text, end="")

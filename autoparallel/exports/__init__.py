@@ -1,0 +1,36 @@
+"""Exports: a plan as the configuration of a framework, or as a file that launches it.
+
+An export is a function from a `Plan` to text. What the other framework cannot say stands in the text as a
+comment: nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from autoparallel.errors import UserError
+from autoparallel.exports.accelerate import accelerate
+from autoparallel.exports.deepspeed import deepspeed
+from autoparallel.exports.launch import kubernetes, slurm, torchrun
+from autoparallel.exports.megatron import megatron
+from autoparallel.exports.plan import Plan, plan_of
+from autoparallel.exports.torchtitan import torchtitan
+
+EXPORTS: Mapping[str, Callable[[Plan], str]] = {
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+    "torchrun": torchrun,
+    "slurm": slurm,
+    "kubernetes": kubernetes,
+}
+
+__all__ = ["EXPORTS", "Plan", "export", "plan_of"]
+
+
+def export(plan: Plan, target: str) -> str:
+    """The plan as text for `target`. Raises UserError for a target that is not known, or that cannot run it."""
+    if target not in EXPORTS:
+        raise UserError(f"--to {target}: not known; use one of {', '.join(EXPORTS)}")
+    return EXPORTS[target](plan)

@@ -1,0 +1,57 @@
+"""DeepSpeed: a ds_config.json.
+
+Keys: DeepSpeed configuration reference (deepspeed.ai/docs/config-json). Pipeline stages are chosen in code
+there (`PipelineModule(num_stages=…)`), so a plan with a pipeline is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autoparallel.errors import UserError
+from autoparallel.exports.plan import Plan, unsaid_everywhere
+
+MIB = 1024**2
+_ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def deepspeed(plan: Plan) -> str:
+    """ds_config.json; what it cannot say stands under "_autoparallel". Raises UserError for a pipeline."""
+    s = plan.strategy
+    if s.mesh.pp > 1 or s.mesh.cp > 1:
+        raise UserError(
+            f"{plan.path}: a ds_config.json cannot say pipeline or context parallelism; plan again with --set "
+            "mesh.pp=1 --set mesh.cp=1, or export to torchtitan or megatron"
+        )
+    bucket = round(s.grad_sync.bucket_mib * MIB / _ITEM_BYTES[s.execution.grad_dtype])
+    zero: dict[str, Any] = {
+        "stage": s.shard.zero,
+        "overlap_comm": s.grad_sync.overlap,
+        "reduce_bucket_size": bucket,  # in elements
+        "allgather_bucket_size": bucket,
+        "contiguous_gradients": True,
+    }
+    unsaid = unsaid_everywhere(s)
+    if s.mesh.dp_replicate > 1 and s.shard.zero:
+        if s.shard.zero == 3:
+            zero["mics_shard_size"] = s.mesh.dp_shard
+        else:
+            unsaid.append(f"dp_replicate = {s.mesh.dp_replicate}: state is sharded over all ranks instead")
+    if s.offload.optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": s.offload.optimizer}
+    if s.recompute.mode != "none" or any(s.recompute.per_stage):
+        unsaid.append(f'recompute.mode = "{s.recompute.mode}": switch it on in the model')
+    config: dict[str, Any] = {
+        "train_batch_size": s.batch.global_,
+        "train_micro_batch_size_per_gpu": s.batch.micro,
+        "gradient_accumulation_steps": s.micro_batches,
+        "bf16": {"enabled": s.execution.dtype == "bf16"},
+        "fp16": {"enabled": s.execution.dtype == "fp16"},
+        "data_types": {"grad_accum_dtype": s.execution.grad_dtype},
+        "zero_optimization": zero,
+    }
+    if s.mesh.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": s.mesh.tp}
+    note = {"from": plan.path, "not_said_here": unsaid}
+    return json.dumps({"_autoparallel": note, **config}, indent=2) + "\n"

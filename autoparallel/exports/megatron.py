@@ -1,0 +1,110 @@
+"""Megatron-LM: arguments of pretrain_gpt.py and its siblings.
+
+Names: megatron/training/arguments.py.
+"""
+
+from __future__ import annotations
+
+from autoparallel.errors import UserError
+from autoparallel.exports.plan import Plan, header, unsaid_everywhere
+from autoparallel.planner.strategy import Strategy
+
+
+def megatron(plan: Plan) -> str:
+    """A shell file that sets the array MEGATRON_ARGS. Raises UserError for schedules Megatron-LM lacks."""
+    s = plan.strategy
+    if s.mesh.pp > 1 and s.pipeline.schedule not in ("1f1b", "interleaved-1f1b"):
+        raise UserError(
+            f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": Megatron-LM has 1f1b and interleaved-1f1b; '
+            "plan again with --set pipeline.schedule=1f1b"
+        )
+    groups = [_sizes(plan), _pipeline(s), _precision(s), _recompute(s), _data_parallel(s)]
+    body = "".join(f"    {flag}\n" for group in groups for flag in group)
+    return f"{header(plan, 'Megatron-LM', _unsaid(s))}MEGATRON_ARGS=(\n{body})\n"
+
+
+def _sizes(plan: Plan) -> list[str]:
+    s = plan.strategy
+    flags = [
+        f"--tensor-model-parallel-size {s.mesh.tp}",
+        f"--pipeline-model-parallel-size {s.mesh.pp}",
+        f"--context-parallel-size {s.mesh.cp}",
+        f"--micro-batch-size {s.batch.micro}",
+        f"--global-batch-size {s.batch.global_}",
+        f"--seq-length {plan.seq_len}",
+    ]
+    if s.mesh.ep > 1:
+        flags.insert(3, f"--expert-model-parallel-size {s.mesh.ep}")
+    if s.shard.sequence_parallel:
+        flags.append("--sequence-parallel")
+    return flags
+
+
+def _pipeline(s: Strategy) -> list[str]:
+    blocks = s.pipeline.stage_blocks
+    if s.mesh.pp == 1:
+        return []
+    if len(set(blocks)) > 1:
+        chunks = [f"t*{count}" if count else "" for count in blocks]
+        chunks[0], chunks[-1] = f"E{chunks[0]}", f"{chunks[-1]}L"
+        return [f"--pipeline-model-parallel-layout '{'|'.join(chunks)}'"]
+    if s.pipeline.virtual_stages > 1:
+        return [f"--num-layers-per-virtual-pipeline-stage {blocks[0]}"]
+    return []
+
+
+def _precision(s: Strategy) -> list[str]:
+    flags = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}.get(
+        s.execution.dtype, []
+    )
+    if s.execution.grad_dtype == "bf16":
+        flags = [*flags, "--grad-reduce-in-bf16"]
+    if s.execution.attention == "flash":
+        flags = [*flags, "--attention-backend flash"]
+    optimizer = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "sgd-momentum": "sgd"}.get(
+        s.execution.optimizer
+    )
+    return [*flags, f"--optimizer {optimizer}"] if optimizer else flags
+
+
+def _recompute(s: Strategy) -> list[str]:
+    full = s.recompute.per_stage
+    if s.recompute.mode == "full":
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    if any(full):
+        return [
+            "--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {max(full)}",
+        ]  # fmt: skip
+    return ["--recompute-granularity selective"] if s.recompute.mode == "selective" else []
+
+
+def _data_parallel(s: Strategy) -> list[str]:
+    sharding = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
+    flags: list[str] = []
+    if s.shard.zero == 1:
+        flags = ["--use-distributed-optimizer"]
+        if s.mesh.dp_replicate > 1:
+            flags.append(f"--num-distributed-optimizer-instances {s.mesh.dp_replicate}")
+    elif s.shard.zero > 1:
+        flags = ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {sharding[s.shard.zero]}",
+                 "--use-distributed-optimizer", "--ckpt-format fsdp_dtensor"]  # fmt: skip
+    if s.grad_sync.overlap and s.mesh.data_parallel > 1:
+        flags.append("--overlap-grad-reduce")
+        if s.shard.zero:
+            flags.append("--overlap-param-gather")
+    return flags
+
+
+def _unsaid(s: Strategy) -> list[str]:
+    found = unsaid_everywhere(s)
+    full = s.recompute.per_stage
+    if any(full) and s.recompute.mode != "full":
+        if len(set(full)) > 1:
+            found.append(f"recompute.per_stage = {list(full)}: every chunk recomputes the most of them")
+        if s.recompute.mode == "selective":
+            found.append("selective recomputation of the blocks that are not recomputed in full")
+    if s.execution.optimizer == "adafactor":
+        found.append('execution.optimizer = "adafactor"')
+    if s.mesh.order[-1] != "tp" and s.mesh.tp > 1:
+        found.append(f"mesh.order = {list(s.mesh.order)}: see --use-tp-pp-dp-mapping for the one other order")
+    return found

@@ -1,0 +1,72 @@
+"""What every export starts from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.strategy_file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.profiles import Cluster, cluster_from_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A complete strategy, the machines it is for, and the file it stands in."""
+
+    path: str
+    strategy: Strategy
+    cluster: Cluster
+    seq_len: int
+
+    @property
+    def devices_per_node(self) -> int:
+        """Processes on each node: fewer than the node's devices only where the plan needs fewer in all."""
+        return min(self.cluster.groups[0].devices_per_node, self.strategy.mesh.devices)
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.strategy.mesh.devices / self.devices_per_node)
+
+    @property
+    def on_cpu(self) -> bool:
+        """The devices are processes of a CPU: launch files then ask for no GPU."""
+        return self.cluster.groups[0].device.name.startswith("cpu")
+
+
+def plan_of(file: StrategyFile) -> Plan:
+    """The plan in a strategy file. Raises UserError where the file is not complete."""
+    missing = missing_keys(file.constraints)
+    if missing or file.problem is None or file.problem.cluster is None:
+        what = ", ".join([*missing, *([] if file.problem and file.problem.cluster else ["problem.cluster"])])
+        raise UserError(
+            f"{file.path}: {what} missing; run plan with it as --strategy, and export what that writes"
+        )
+    cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
+    per_node = {group.devices_per_node for group in cluster.groups}
+    if len(per_node) > 1:
+        raise UserError(
+            f"{file.path}: nodes with {sorted(per_node)} devices cannot be launched alike; no export can"
+        )
+    strategy = strategy_from_constraints(file.constraints, name=file.path)
+    return Plan(path=file.path, strategy=strategy, cluster=cluster, seq_len=file.problem.seq_len or 1)
+
+
+def header(plan: Plan, framework: str, unsaid: list[str], mark: str = "#") -> str:
+    """Comment lines: where the text comes from, and what of the plan the framework cannot say."""
+    lines = [f"{mark} {framework}, from {plan.path} by `autoparallel export`."]
+    if unsaid:
+        lines.append(f"{mark} Not said here, because {framework} has no setting for it:")
+        lines += [f"{mark}   - {item}" for item in unsaid]
+    return "\n".join(lines) + "\n"
+
+
+def unsaid_everywhere(strategy: Strategy) -> list[str]:
+    """Decisions that no other framework has a switch for."""
+    found = []
+    if any(c != "none" for c in strategy.grad_sync.compression):
+        found.append(f"grad_sync.compression = {list(strategy.grad_sync.compression)}")
+    if strategy.grad_sync.algorithm != "auto":
+        found.append(f'grad_sync.algorithm = "{strategy.grad_sync.algorithm}" (NCCL chooses)')
+    return found

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoparallel.exports import EXPORTS, plan_of
+from autoparallel.planner.strategy import Pipeline, Recompute
+from autoparallel.planner.strategy_file import read_strategy_file
+from tests.cli.runner import refused, run
+from tests.report.sample import write_sample
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("plan") / "pp4.toml", pp=4, micro_batches=16)
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("plan") / "pp1.toml", pp=1, micro_batches=8)
+
+
+def exported(path: Path, target: str) -> str:
+    answer = run("export", path, "--to", target)
+    assert answer.status == 0, answer
+    return answer.out
+
+
+def test_torchtitan_is_toml_whose_sizes_multiply_to_the_devices(pipelined: Path) -> None:
+    text = exported(pipelined, "torchtitan")
+    job = tomllib.loads(text)
+    sizes = job["parallelism"]
+    product = 1
+    for axis in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel"):
+        product *= sizes[f"{axis}_degree"]
+    assert product == 16, text
+    assert job["training"]["global_batch_size"] == job["training"]["local_batch_size"] * 2
+    assert "grad_sync.compression" in text  # what it cannot say is said
+
+
+def test_uneven_stages_name_every_module_of_torchtitan_once(pipelined: Path) -> None:
+    plan = plan_of(read_strategy_file(pipelined))
+    uneven = replace(plan.strategy, pipeline=Pipeline(schedule="1f1b", stage_blocks=(9, 8, 8, 7)))
+    parts = tomllib.loads(EXPORTS["torchtitan"](replace(plan, strategy=uneven)))["parallelism"][
+        "module_fqns_per_model_part"
+    ]
+    flat_names = [name for part in parts for name in part]
+    assert flat_names == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "output"]
+    assert [len(part) for part in parts] == [10, 8, 8, 9]
+
+
+def megatron_flags(text: str, tmp_path: Path) -> list[str]:
+    """The array as bash reads it."""
+    script = tmp_path / "args.sh"
+    script.write_text(text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"\n')
+    return subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout.split("\n")[
+        :-1
+    ]
+
+
+def test_megatron_flags_survive_the_shell(pipelined: Path, tmp_path: Path) -> None:
+    plan = plan_of(read_strategy_file(pipelined))
+    flags = megatron_flags(EXPORTS["megatron"](plan), tmp_path)
+    for name, value in {
+        "--tensor-model-parallel-size": "2",
+        "--pipeline-model-parallel-size": "4",
+        "--global-batch-size": "32",
+        "--recompute-granularity": "selective",
+    }.items():
+        assert flags[flags.index(name) + 1] == value, flags
+    uneven = replace(
+        plan.strategy,
+        pipeline=Pipeline(schedule="1f1b", stage_blocks=(9, 8, 8, 7)),
+        recompute=Recompute(mode="none", per_stage=(2, 1, 0, 0)),
+    )
+    text = EXPORTS["megatron"](replace(plan, strategy=uneven))
+    flags = megatron_flags(text, tmp_path)
+    assert flags[flags.index("--pipeline-model-parallel-layout") + 1] == "Et*9|t*8|t*8|t*7L"
+    assert flags[flags.index("--recompute-num-layers") + 1] == "2"
+    assert "every chunk recomputes the most" in text
+
+
+def test_deepspeed_batch_sizes_agree_with_each_other(flat: Path) -> None:
+    config = json.loads(exported(flat, "deepspeed"))
+    ranks = 16 // config["tensor_parallel"]["autotp_size"]
+    assert (
+        config["train_batch_size"]
+        == config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * ranks
+    )
+
+
+def test_yaml_exports_are_yaml(pipelined: Path, flat: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    config: dict[str, Any] = yaml.safe_load(exported(flat, "accelerate"))
+    assert config["num_processes"] == 16
+    assert config["parallelism_config"]["parallelism_config_tp_size"] == 2
+    service, job = yaml.safe_load_all(exported(pipelined, "kubernetes"))
+    assert service["kind"] == "Service"
+    assert job["spec"]["completions"] == 2
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert "--nproc-per-node=8" in container["command"]
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm"])
+def test_launch_scripts_are_bash_for_two_nodes_of_eight(pipelined: Path, tmp_path: Path, target: str) -> None:
+    script = tmp_path / "launch.sh"
+    assert run("export", pipelined, "--to", target, "-o", script).status == 0
+    assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "--nnodes 2 --nproc-per-node 8" in text
+
+
+def test_what_a_framework_cannot_run_is_refused(pipelined: Path, tmp_path: Path) -> None:
+    refused("export", pipelined, "--to", "accelerate", words=["pipeline", "mesh.pp=1"])
+    refused("export", pipelined, "--to", "deepspeed", words=["pipeline", "mesh.pp=1"])
+    refused("export", pipelined, "--to", "ray", words=["--to ray", "torchtitan"])
+    partial = tmp_path / "p.toml"
+    partial.write_text("[mesh]\ntp = 2\n")
+    refused("export", partial, "--to", "slurm", words=["p.toml", "missing", "plan"])
