@@ -51,8 +51,10 @@ def crossings(names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> t
     inside = 1
     for index, level in enumerate(cluster.levels):
         within = 1
+        outermost = index == len(cluster.levels) - 1
         for axis in members:
-            within *= _aligned(axis, level.size)
+            whole = outermost and axis.stride * axis.size <= level.size
+            within *= axis.size if whole else _aligned(axis, level.size)
         within = max(within, inside)
         if within > inside:
             share = constants["collective.efficiency_inner" if index == 0 else "collective.efficiency_outer"]

@@ -123,7 +123,7 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield f"pipeline.schedule: {problem}"
     if pp > 1 and not graph.pipeline_cuts:
         yield f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages; use mesh.pp = 1"
-    if chunks > max(repeated, 1):
+    if chunks > max(repeated, 1) and not pipeline.stage_blocks:
         yield (
             f"mesh.pp x pipeline.virtual_stages = {chunks} chunks, but {graph.name} has {repeated} repeated "
             "blocks; lower one of them"
@@ -135,9 +135,23 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield (
             f"pipeline.stage_blocks sums to {sum(blocks)}, but {graph.name} has {repeated} repeated blocks"
         )
-    elif any(count < 1 for count in blocks) and repeated:
-        yield f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block"
+    elif repeated and any(
+        count < least for count, least in zip(blocks, _least_blocks(graph, chunks), strict=True)
+    ):
+        yield (
+            f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block, but for a first or last chunk that "
+            "holds what stands before or after the blocks"
+        )
     yield from _recompute(strategy, chunks, blocks)
+
+
+def _least_blocks(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
+    """Blocks that each chunk must have at least: an end with glue of its own may do without."""
+    least = [1] * chunks
+    for end in (0, -1):
+        if chunks > 1 and not graph.chain[end].repeated:
+            least[end] = 0
+    return tuple(least)
 
 
 def _recompute(strategy: Strategy, chunks: int, blocks: tuple[int, ...]) -> Iterator[str]:
