@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autoparallel.planner.capture.capture import capture
+from autoparallel.planner.capture.model_graph import capture
 
 __all__ = ["capture"]

@@ -11,6 +11,7 @@ from torch import nn
 from autoparallel.costmodel.graph import Block, Instance, ModelGraph, Parameter, TensorSpec
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.fold import FoldError, FoldPlan
 from autoparallel.planner.capture.gradients import weight_only_launches
 from autoparallel.planner.capture.operators import OperatorMaker
 from autoparallel.planner.capture.records import Trace
@@ -28,8 +29,11 @@ class Flow:
     users: dict[int, tuple[int, ...]]
 
 
-def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str) -> ModelGraph:
-    """The graph of `module`, whose training step was traced at three micro-batches."""
+def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: FoldPlan) -> ModelGraph:
+    """The graph of `module`, whose training step was traced at three micro-batches, folded by `plan`.
+
+    Raises FoldError where the blocks that should be equal are not.
+    """
     _check_alike(traces)
     trace = traces[0]
     links = split(trace, repeated_paths(module))
@@ -41,7 +45,13 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str) -> Mod
     saved = saved_by_call(trace, links)
     weights = weight_only_launches(trace)
     rules = Rules()
+    of_path: dict[str, int] = {}
     for position, link in enumerate(links):
+        sends = _sends(traces, flow, fit, position)
+        if link.model:
+            index = of_path[link.model]
+            chain.append(Instance(block=index, path=link.path, repeated=True, sends=sends))
+            continue
         maker = OperatorMaker(
             traces=traces, fit=fit, link=link, saved=saved, weight_only=weights, rules=rules
         )
@@ -57,8 +67,12 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str) -> Mod
         block = replace(block, outputs=tuple(maker.value_name(v) for v in outputs))
         if block not in blocks:
             blocks.append(block)
-        sends = _sends(traces, flow, fit, position)
-        chain.append(Instance(block=blocks.index(block), path=link.path, repeated=link.repeated, sends=sends))
+        index = blocks.index(block)
+        of_path[link.path] = index
+        chain.append(Instance(block=index, path=link.path, repeated=link.repeated, sends=sends))
+    for second, last in plan.pairs:
+        if of_path[second] != of_path[last]:
+            raise FoldError(f"{second} and {last} trace to different blocks")
     return ModelGraph(
         name=name,
         dtype=_main_dtype(module),

@@ -95,3 +95,4 @@ class Trace:
     backward: list[Launch] = field(default_factory=list)  # of all calls, in order of execution
     parameter_gradients: set[int] = field(default_factory=set)  # storages of the gradients of parameters
     loss: int = -1  # value of the scalar loss, -1 where there is none
+    stand_ins: dict[int, str] = field(default_factory=dict)  # call -> path of the module that stands for it

@@ -47,12 +47,16 @@ class Rules:
     def flash_attention(self, query: Meta, key: Meta, value: Meta) -> dict[Row, Row]:
         """Legal placements of flash attention's query, key and value."""
         operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+        cached = (operator, query.shape, key.shape, value.shape)
+        if cached in self._tables:
+            return self._tables[cached]
         tensors = [torch.empty(m.shape, device="meta") for m in (query, key, value)]
         statistics = _tensor_meta(torch.empty(query.shape[:-1], device="meta"))
         scalar = _tensor_meta(torch.empty((), device="meta"))
         out = (_tensor_meta(tensors[0]), statistics, None, None, None, None, scalar, scalar, scalar)
         leaves, spec = tree_flatten((tuple(tensors), {}))
-        return self._make(operator, leaves, spec, out)
+        self._tables[cached] = self._make(operator, leaves, spec, out)
+        return self._tables[cached]
 
     def _make(self, func: Any, leaves: list[Any], spec: Any, out: Any) -> dict[Row, Row]:
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

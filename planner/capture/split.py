@@ -17,6 +17,7 @@ class Link:
     path: str
     frame: int  # the frame of the repeated module's call, -1 for glue
     calls: list[int] = field(default_factory=list)
+    model: str = ""  # path of the module whose block this one's is, where it was stood in for
 
     @property
     def repeated(self) -> bool:
@@ -65,6 +66,7 @@ def split(trace: Trace, paths: tuple[str, ...]) -> list[Link]:
             path = trace.frames[frame_index].path if frame_index >= 0 else ""
             links.append(Link(path=path, frame=frame_index))
         links[-1].calls.append(index)
+        links[-1].model = trace.stand_ins.get(index, "")
     return _hoist(trace, links)
 
 
@@ -82,7 +84,7 @@ def _hoist(trace: Trace, links: list[Link]) -> list[Link]:
             continue
         for index in list(link.calls):
             makers = {trace.values[v].call for v in trace.calls[index].inputs} - {-1}
-            if makers <= movable and not trace.calls[index].backward:
+            if makers <= movable and not trace.calls[index].saved and not trace.calls[index].backward:
                 link.calls.remove(index)
                 home.calls.append(index)
                 movable.add(index)

@@ -11,12 +11,14 @@ import bisect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from autoparallel.planner.capture.fold import FoldError, FoldPlan, StandIn, forwards_replaced
 from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
 from autoparallel.planner.capture.records import Call, Frame, Launch, Meta, SavedStorage, Trace, Value
 from autoparallel.planner.capture.whole import replacement
@@ -50,6 +52,15 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """One call of a module that stands for others."""
+
+    arguments: list[object]
+    inputs: list[torch.Tensor]
+    result: Any
+
+
 class Tracer(TorchFunctionMode):
     """Collects a `Trace`; see `trace_step`."""
 
@@ -65,6 +76,9 @@ class Tracer(TorchFunctionMode):
         self._call: Call | None = None
         self._backward_starts: list[int] | None = None
         self._opened: dict[object, Callable[..., Any]] = {}
+        self._remembered: dict[str, Remembered] = {}
+        self._standing_in = False
+        self._returned: tuple[str, list[int]] = ("", [])
         self._opening: set[object] = set()  # functions whose body is running
 
     # -- values ------------------------------------------------------------------------------------------------
@@ -176,13 +190,16 @@ class Tracer(TorchFunctionMode):
             mutates=mutates,
             signature=(func, args, kwargs),
         )
+        if self._standing_in:
+            return
         if self._backward_starts is not None:
             node = torch._C._current_autograd_node()
             if node is None:
                 return  # the gradient of the loss itself, set before the first node runs
             owner = bisect.bisect_right(self._backward_starts, node._sequence_nr()) - 1
-            self.trace.calls[max(owner, 0)].backward.append(launch)
-            self.trace.backward.append(launch)
+            if max(owner, 0) not in self.trace.stand_ins:
+                self.trace.calls[max(owner, 0)].backward.append(launch)
+                self.trace.backward.append(launch)
         elif self._call is not None:
             self._call.forward.append(launch)
 
@@ -205,6 +222,63 @@ class Tracer(TorchFunctionMode):
             call.saved.append(saved)
             self._alive.append(tensor)
         return tensor
+
+    # -- folding -----------------------------------------------------------------------------------------------
+
+    def remember_call(self, path: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Note how the module at `path` was called and what it returned, for those it stands for."""
+        self._remembered[path] = Remembered(
+            arguments=self._described(path, args, kwargs), inputs=_tensors((args, kwargs)), result=result
+        )
+        self._returned = (path, [self._values.get(id(t), -1) for t in _tensors(result)])
+
+    def _described(self, path: str, args: Any, kwargs: Any) -> list[object]:
+        """Each argument by what must be equal for two calls to be alike: where a tensor comes from, its shape."""
+        previous = self._returned[1] if self._returned else []
+        described: list[object] = []
+        for leaf in tree_flatten((args, kwargs))[0]:
+            if not isinstance(leaf, torch.Tensor):
+                described.append(leaf if isinstance(leaf, int | float | bool | str | None) else type(leaf))
+                continue
+            value = self.value_of(leaf)
+            place = f"previous:{previous.index(value)}" if value in previous else ""
+            described.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, place))
+        return described
+
+    def stand_in(self, path: str, model: str, args: Any, kwargs: Any) -> Any:
+        """The result of the module at `path`, from what `model` did with arguments of the same shapes."""
+        known = self._remembered.get(model)
+        if known is None or self._described(path, args, kwargs) != known.arguments:
+            raise FoldError(f"{path} is not called as {model} is")
+        tensors = _tensors((args, kwargs))
+        leaves, spec = tree_flatten(known.result)
+        same = {id(t): tensors[i] for i, t in enumerate(known.inputs)}  # what the model handed through
+        fresh = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in same]
+        call = Call(name="stand_in", frame=self._frame, first_node=torch.autograd._get_sequence_nr())
+        call.inputs = [self.value_of(t) for t in tensors]
+        self._call, self._standing_in = call, True
+        try:
+            made = StandIn.apply(fresh, *(t for t in tensors if t.requires_grad)) if fresh else ()
+            made = tuple(m if f.requires_grad else m.detach() for m, f in zip(made, fresh, strict=True))
+        finally:
+            self._call, self._standing_in = None, False
+        index = len(self.trace.calls)
+        self.trace.stand_ins[index] = model
+        self.trace.calls.append(call)
+        for position, (tensor, like) in enumerate(zip(made, fresh, strict=True)):
+            on_floats = self.trace.values[self.value_of(like)].on_floats
+            value = Value(meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats)
+            call.outputs.append(self._new_value(tensor, value))
+        given = iter(made)
+        result = tree_unflatten(
+            [
+                leaf if not isinstance(leaf, torch.Tensor) else same[id(leaf)] if id(leaf) in same else next(given)
+                for leaf in leaves
+            ],
+            spec,
+        )
+        self._returned = (path, [self._values.get(id(t), -1) for t in _tensors(result)])
+        return result
 
     # -- modules -----------------------------------------------------------------------------------------------
 
@@ -245,7 +319,7 @@ class Tracer(TorchFunctionMode):
 
 
 def trace_step(
-    module: torch.nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...], micro_batch: int
+    module: torch.nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
 ) -> Trace:
     """Trace a forward and backward pass of a module whose parameters and `inputs` are on the meta device.
 
@@ -260,7 +334,7 @@ def trace_step(
     inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
     for position, tensor in enumerate(_tensors(inputs)):
         tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
-    with tracer.recording():
+    with forwards_replaced(module, plan, tracer), tracer.recording():
         result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
     outputs = _tensors(_plain(result))
     tracer.trace.outputs = [tracer.value_of(t) for t in outputs]

@@ -10,7 +10,9 @@ import torch
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.capture.build import build_graph
 from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.on_meta import on_meta, with_batch
+from autoparallel.planner.capture.split import repeated_paths
 from autoparallel.planner.capture.tracer import trace_step
 
 # Two points give an affine function, the third checks it; 1 is left out because code treats it apart.
@@ -28,5 +30,13 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str) -> Model
     if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(inputs)):
         raise ModelError(f"{name}: the example inputs hold no tensor: pass at least one batch-first tensor")
     with on_meta(module):
-        traces = [trace_step(module, with_batch(inputs, batch), batch) for batch in MICRO_BATCHES]
-        return build_graph(module, traces, name=name)
+        paths = repeated_paths(module)
+        try:
+            return _capture(module, inputs, name, fold_plan(module, paths))
+        except FoldError:
+            return _capture(module, inputs, name, FoldPlan())
+
+
+def _capture(module: torch.nn.Module, inputs: Any, name: str, plan: FoldPlan) -> ModelGraph:
+    traces = [trace_step(module, with_batch(inputs, batch), batch, plan) for batch in MICRO_BATCHES]
+    return build_graph(module, traces, name=name, plan=plan)

@@ -1,0 +1,169 @@
+"""Depth must not cost: of many equal repeated modules three run, and the others are stood in for.
+
+Repeated modules are grouped by structure. Of a group of four or more the first, the second and the last really
+run while the step is traced. The others are stood in for by one opaque operation with the same inputs and
+outputs, at their own place, so that everything around them runs as it does in the whole model. What proves that
+the block of the second is theirs too: their structure is equal, they are called with the same arguments from the
+same places, and the second and the last trace to equal blocks. Otherwise `FoldError` is raised, and the model is
+traced whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+# Groups smaller than this are traced whole: three of them would run anyway.
+_SMALLEST_GROUP = 4
+
+
+class FoldError(Exception):
+    """The repeated modules are not what they seem: trace the model whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldPlan:
+    """Which repeated modules run, and which are stood in for by which."""
+
+    stood_in: dict[str, str] = field(default_factory=dict)  # path -> path of the module that stands for it
+    pairs: tuple[tuple[str, str], ...] = ()  # (second, last) of each group: must trace to equal blocks
+    run: tuple[str, ...] = ()  # repeated modules that really run
+
+
+def fold_plan(module: nn.Module, paths: Sequence[str]) -> FoldPlan:
+    """Group the repeated modules at `paths` by structure, and choose those that run."""
+    shared = _shared_parameters(module)
+    lists: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        lists[path.rpartition(".")[0]].append(path)
+    stood_in: dict[str, str] = {}
+    pairs = []
+    for parent, members in lists.items():
+        children = [module.get_submodule(path) for path in members]
+        indices = _index_attributes(children)
+        groups: dict[object, list[str]] = defaultdict(list)
+        for path, child in zip(members, children, strict=True):
+            groups[(parent, structure(child, indices, shared))].append(path)
+        for group in groups.values():
+            if len(group) >= _SMALLEST_GROUP:
+                stood_in |= dict.fromkeys(group[2:-1], group[1])
+                pairs.append((group[1], group[-1]))
+    return FoldPlan(stood_in, tuple(pairs), tuple(p for p in paths if p not in stood_in) if stood_in else ())
+
+
+def _shared_parameters(module: nn.Module) -> frozenset[int]:
+    """Identities of parameters that have more than one name."""
+    seen: set[int] = set()
+    shared = set()
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        (shared if id(parameter) in seen else seen).add(id(parameter))
+    return frozenset(shared)
+
+
+def _index_attributes(children: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
+    """(submodule path, attribute) pairs that hold the position of each child in its list, such as `layer_idx`."""
+    result: set[tuple[str, str]] | None = None
+    for index, child in enumerate(children):
+        here = {
+            (path, name)
+            for path, part in child.named_modules()
+            for name, value in vars(part).items()
+            if type(value) is int and value == index
+        }
+        result = here if result is None else result & here
+    return frozenset(result or ()) if len(children) > 1 else frozenset()
+
+
+_SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+def structure(module: nn.Module, indices: frozenset[tuple[str, str]], shared: frozenset[int]) -> object:
+    """What two modules must have in common to trace alike: classes, scalar settings, parameters and buffers.
+
+    Attributes that only hold the position in the list are left out; a parameter that is shared is told by its
+    identity, other objects (a config) by theirs.
+    """
+    parts: list[object] = []
+    for path, part in module.named_modules():
+        settings = tuple(
+            (name, _setting(value))
+            for name, value in sorted(vars(part).items())
+            if not name.startswith("_") and (path, name) not in indices
+        )
+        parts.append((path, type(part), settings, len(part._forward_hooks), len(part._forward_pre_hooks)))
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                identity = id(tensor) if id(tensor) in shared else 0
+                parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, identity))
+    return tuple(parts)
+
+
+def _setting(value: object) -> object:
+    if isinstance(value, _SCALARS):
+        return (type(value), value)
+    if isinstance(value, tuple | list | frozenset | set):
+        return (type(value), tuple(map(_setting, value)))
+    if isinstance(value, dict):
+        return tuple((str(key), _setting(item)) for key, item in value.items())
+    if callable(value) and hasattr(value, "__qualname__"):
+        return value.__qualname__
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    return id(value)
+
+
+@contextmanager
+def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterator[None]:
+    """While inside, the modules of the plan tell `tracer` of their calls or are stood in for by it."""
+    patched: list[nn.Module] = []
+
+    def patch(path: str, model: str) -> None:
+        child = module.get_submodule(path)
+        original = child.forward
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            tracer.remember_call(path, args, kwargs, result)
+            return result
+
+        def stood_in(*args: Any, **kwargs: Any) -> Any:
+            return tracer.stand_in(path, model, args, kwargs)
+
+        vars(child)["forward"] = stood_in if model else remembered
+        patched.append(child)
+
+    own = [path for path in (*plan.run, *plan.stood_in) if "forward" in vars(module.get_submodule(path))]
+    if own:
+        raise FoldError(f"{own[0]} has a forward of its own")
+    try:
+        for path in plan.run:
+            patch(path, "")
+        for path, model in plan.stood_in.items():
+            patch(path, model)
+        yield
+    finally:
+        for child in patched:
+            del vars(child)["forward"]
+
+
+class StandIn(torch.autograd.Function):
+    """Outputs of given shapes that depend on all inputs; nothing is computed or kept."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Sequence[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.shapes = [(t.shape, t.dtype) for t in inputs]
+        return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.shapes]
+        return (
+            None,
+            *(g if need else None for g, need in zip(gradients, ctx.needs_input_grad[1:], strict=True)),
+        )
