@@ -62,6 +62,7 @@ def solve_tensor_plan(
             fixed_nodes=given.nodes,
             pins=given.pins,
             sizes=_matrices(graph, b),
+            stream=_stream(graph, b, problem, request),
         )
         for b, (problem, given) in enumerate(zip(problems, fixed, strict=True))
     ]
@@ -80,6 +81,20 @@ def _matrices(graph: ModelGraph, block: int) -> dict[str, int]:
     if not any(link.block == block and link.repeated for link in graph.chain):
         return {}
     return {p.name: p.numel for p in graph.blocks[block].parameters if len(p.shape) > 1}
+
+
+def _stream(graph: ModelGraph, block: int, problem: BlockProblem, request: TensorRequest) -> dict[int, str]:
+    """Sequence parallelism: what has the shape of the hidden state, at a repeated block's own level, had better
+    be sharded along the sequence too, and not only what passes between blocks."""
+    position = first_positions(graph)[block]
+    hidden = [s for s in graph.chain[position].sends if between(s, request) != "R"]
+    if not graph.chain[position].repeated or not hidden:
+        return {}
+    return {
+        n: between(hidden[0], request)
+        for n, node in enumerate(problem.nodes)
+        if node.scope == "" and problem.index.specs[node.value] in hidden and "S1" in node.states
+    }
 
 
 def _solve(

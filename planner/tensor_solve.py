@@ -45,6 +45,7 @@ class PricedBlock:
     fixed_nodes: Mapping[int, tuple[str, ...]]
     pins: frozenset[int]  # edges that rules pin: free of the tie-break against pins
     sizes: Mapping[str, int]  # numbers in each matrix that is better sharded, whatever it costs
+    stream: Mapping[int, str]  # the layout that a node of the residual stream had better have
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ def solve_blocks(
 ) -> list[BlockAnswer]:
     """The best choice for all blocks together; `ties` are groups of (block, parameter) that are one tensor.
 
-    Lexicographic: fewest numbers in the matrices of `sizes` that stay replicated, nanoseconds, kibibytes.
+    Lexicographic: fewest numbers in matrices (`sizes`) and activations (`stream`) that are not as they had better
+    be, nanoseconds, kibibytes.
     Raises NoTensorPlan where nothing is legal.
     """
     model = cp_model.CpModel()
@@ -101,14 +103,22 @@ def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
 
 
 def _whole(block: PricedBlock, unknown: _Unknowns) -> list[cp_model.LinearExpr]:
-    """Numbers that stay replicated, of matrices that could be sharded."""
-    return [
+    """Numbers that stay whole: of matrices that could be sharded, and of the residual stream."""
+    matrices = [
         var * block.sizes[name]
         for name, places in unknown.place.items()
         if name in block.sizes and len(places) > 1
         for placement, var in places.items()
         if placement == "R"
     ]
+    specs, nodes = block.problem.index.specs, block.problem.nodes
+    stream = [
+        var * specs[nodes[n].value].numel(1)
+        for n, wanted in block.stream.items()
+        for state, var in unknown.state[n].items()
+        if state != wanted
+    ]
+    return [*matrices, *stream]
 
 
 def _unknowns(model: cp_model.CpModel, block: PricedBlock) -> _Unknowns:
