@@ -13,6 +13,7 @@ app = typer.Typer(
     help="Plan how to train a PyTorch model on a cluster, prove the plan under its cost model, and show why.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
