@@ -181,13 +181,21 @@ def _levels(tables: Sequence[LevelTable], prefix: str, figures: _Figures) -> tup
 
 
 def _box_levels(device: Device, per_node: int, count: int) -> tuple[Level, ...]:
-    """The box's levels for nodes that hold `per_node` devices: a level of whole nodes keeps its nodes."""
+    """The box's levels for nodes that hold `per_node` devices: a level of whole nodes keeps its nodes.
+
+    Processes that outnumber their node's cores also take turns to communicate.
+    """
     box = device.devices_per_node
+    share = min(1.0, device.cores / per_node) if device.cores else 1.0
     scaled = [
         replace(level, size=min(level.size, per_node) if level.size <= box else level.size // box * per_node)
         for level in device.levels
     ]
-    return _bounded(tuple(scaled), count)
+    turns = [
+        replace(level, bytes_per_s=level.bytes_per_s * share, latency_s=level.latency_s / share)
+        for level in scaled
+    ]
+    return _bounded(tuple(turns), count)
 
 
 def _bounded(levels: tuple[Level, ...], count: int) -> tuple[Level, ...]:
