@@ -49,13 +49,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=bias)
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         s = self.shape
-        widths = [n * s.head_dim for n in (s.heads, s.kv_heads, s.kv_heads)]
-        q, k, v = (
-            t.unflatten(-1, (-1, s.head_dim)).transpose(1, 2) for t in self.qkv(x).split(widths, dim=-1)
-        )
-        if s.rotary:
+        # Megatron's layout: each key-value head beside the query heads that share it, so that heads shard whole.
+        queries = s.heads // s.kv_heads
+        grouped_heads = self.qkv(x).unflatten(-1, (s.kv_heads, queries + 2, s.head_dim))
+        q, k, v = grouped_heads.split([queries, 1, 1], dim=3)
+        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
+        if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         dropout = s.dropout if self.training else 0.0
         grouped = s.kv_heads != s.heads
@@ -88,7 +89,7 @@ class Layer(nn.Module):
         self.attn, self.mlp = Attention(shape, bias), Mlp(shape, bias)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
         x = x + self.dropout(self.attn(self.norm1(x), cos, sin))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
@@ -121,12 +122,14 @@ class LanguageModel(nn.Module):
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions(place)
-        half = torch.arange(0, self.shape.head_dim, 2, device=tokens.device) / self.shape.head_dim
-        angles = (place[:, None] * 10_000.0 ** -half[None, :]).repeat(1, 2)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        rotation: tuple[Tensor, ...] = ()
+        if self.shape.rotary:
+            half = torch.arange(0, self.shape.head_dim, 2, device=tokens.device) / self.shape.head_dim
+            angles = (place[:, None] * 10_000.0 ** -half[None, :]).repeat(1, 2)
+            rotation = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         x = self.dropout(x)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, *rotation)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
