@@ -135,9 +135,11 @@ def _parameter_cost(p: Parameter, placement: str, setting: Setting, seconds: par
 
 
 def _sum_cost(p: Parameter, setting: Setting, seconds: partial[float]) -> Cost:
+    """What its bytes add to the one all-reduce in which a block's partial gradients are summed."""
     size = p.numel * dtype_bytes(setting.execution.grad_dtype)
     step = Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp")
-    return Cost(time_ns=round(seconds(step) * NS_PER_S), memory_kib=0)
+    started = seconds(replace(step, size_bytes=1))
+    return Cost(time_ns=round(max(seconds(step) - started, 0.0) * NS_PER_S), memory_kib=0)
 
 
 def total(costs: Sequence[Cost]) -> Cost:
