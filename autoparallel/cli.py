@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
+from autoparallel.cli_errors import INTERRUPTED
 from autoparallel.cli_plan import plan, score
 from autoparallel.cli_show import export, profiles, report
 from autoparallel.cli_whatif import whatif
@@ -40,4 +43,7 @@ def _global(
 
 def main() -> None:
     """Entry point of the `autoparallel` script."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after a command; inside one, the command says how it ended
+        sys.exit(INTERRUPTED)

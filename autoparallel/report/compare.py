@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.report.charts import WIDTH, Box, Chart, breakdown_bar
 from autoparallel.report.numbers import gib, significant
 from autoparallel.report.page import environment, resource
@@ -37,7 +38,7 @@ def render_comparison(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
             for row in planned
         ],
         "failed": [row for row in rows if "reason" in row],
-        "parts": list(planned[0]["breakdown_s"]) if planned else [],
+        "parts": [key for key in BREAKDOWN_KEYS if any(row["breakdown_s"][key] > 0 for row in planned)],
     }
     return environment().get_template("compare.html.j2").render(context)
 

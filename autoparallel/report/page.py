@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 
 from autoparallel.answer import price_per_hour, read_timeline
 from autoparallel.errors import UserError
@@ -52,11 +52,11 @@ def render_report(file: StrategyFile) -> str:
     cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
     try:
         context = _context(file, strategy, cluster)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        return environment().get_template("page.html.j2").render(context)
+    except (KeyError, TypeError, ValueError, IndexError, UndefinedError) as error:
         raise UserError(
             f"{file.path}: [predicted] or [search] is not as plan writes it ({error!r}); plan again"
         ) from None
-    return environment().get_template("page.html.j2").render(context)
 
 
 def environment() -> Environment:
@@ -81,7 +81,8 @@ def resource(name: str) -> str:
 
 
 def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[str, Any]:
-    predicted, search = file.predicted, file.search
+    predicted = file.predicted
+    search = {"alternatives": (), "candidates": None, **file.search}  # what an edited file may lack
     assert file.problem is not None
     cut_us = predicted.get("timeline", {}).get("cut_us")
     cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
