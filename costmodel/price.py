@@ -7,14 +7,25 @@ their own (costmodel/streams.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
-from autoparallel.costmodel.program import Axis, BlockWork, Collective, Kernel, Program, StageWork, Step
+from autoparallel.costmodel.program import (
+    Action,
+    ActionKind,
+    Axis,
+    BlockWork,
+    Collective,
+    Kernel,
+    Program,
+    StageWork,
+    Step,
+)
 from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
 from autoparallel.costmodel.streams import Interference, Segment, run_streams
 from autoparallel.profiles.hardware import Cluster, Device
@@ -62,7 +73,7 @@ def device_of_rank(program: Program, cluster: Cluster, rank: int) -> Device:
 def price_program(program: Program, cluster: Cluster, pricer: Pricer | None = None) -> tuple[StageCost, ...]:
     """Seconds of every stage of a program; equal stages (the same object, device) are priced once."""
     pricer = pricer or Pricer(cluster)
-    homes = {action.stage: rank for rank, actions in enumerate(program.ranks) for action in actions}
+    homes = {a.stage: rank for rank, actions in enumerate(program.ranks) for a in _steps(actions)}
     priced: dict[tuple[int, str], StageCost] = {}
     costs = []
     for number, stage in enumerate(program.stages):
@@ -72,6 +83,11 @@ def price_program(program: Program, cluster: Cluster, pricer: Pricer | None = No
             priced[key] = price_stage(stage, program, device, pricer)
         costs.append(priced[key])
     return tuple(costs)
+
+
+def _steps(actions: Sequence[Action]) -> Iterator[Action]:
+    """The STEPs of a rank, of which every stage has one, at its end."""
+    return takewhile(lambda action: action.kind is ActionKind.STEP, reversed(actions))
 
 
 def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pricer) -> StageCost:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,14 +102,11 @@ def breakdown(
     `pp_comm` as far as the message was on its way, and as `bubble` beyond; so does the wait for other ranks to
     end.
     """
-    phases: list[Counter[tuple[int, str]]] = [Counter() for _ in timetable.steps]
-    for rank, cost_at, link in zip(timetable.rank, timetable.cost, timetable.link, strict=True):
-        if link < 0:
-            phases[rank][phase_of(cost_at)] += 1
     busy: list[Parts] = []
-    for rank, counted in enumerate(phases):
+    for rank, counted in enumerate(timetable.phases):
         parts = dict.fromkeys(BREAKDOWN_KEYS, 0.0)
-        for (stage, column), count in counted.items():
+        for place, count in counted:
+            stage, column = phase_of(place)
             _add(parts, _phase(costs[stage], column), count)
         for stage in timetable.steps[rank]:
             _add(parts, costs[stage].step, 1)
@@ -135,9 +131,7 @@ def _add(parts: Parts, phase: Phase, count: int) -> None:
 def _add_waits(parts: Parts, rank: int, timetable: Timetable, times: PipelineTimes) -> None:
     """Waits of one rank that are not bubble: for messages on their way, and for reductions."""
     now_s = 0.0
-    for row in range(len(timetable.actions)):
-        if timetable.rank[row] != rank or timetable.link[row] >= 0:
-            continue
+    for row in (row for row, home in enumerate(timetable.rank) if home == rank and timetable.link[row] < 0):
         wait = timetable.wait[row]
         if wait >= 0 and times.arrival_s[wait] > now_s:
             parts["pp_comm"] += min(times.arrival_s[wait] - now_s, times.arrival_s[wait] - times.end_s[wait])

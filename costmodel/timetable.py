@@ -9,6 +9,7 @@ Gradient reductions run beside what follows on the same rank, and STEP waits for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ class Timetable:
     message: tuple[int, ...]
     reduce_row: tuple[int, ...]  # by stage
     steps: tuple[tuple[int, ...], ...]  # by rank: stages in the order of their STEPs
-    homes: tuple[int, ...]  # by stage: rank
+    phases: tuple[tuple[tuple[int, int], ...], ...]  # by rank: (place in the table of durations, how often)
     links: int
 
 
@@ -165,9 +166,19 @@ def prepare(
     return Timetable(
         actions=tuple(builder.actions), rank=columns[0], wait=columns[1], cost=columns[2], link=columns[3],
         message=columns[4], reduce_row=tuple(builder.reduce_row[stage] for stage in range(len(homes))),
-        homes=builder.homes, links=len(builder.links),
+        phases=_count_phases(columns[0], columns[2], len(ranks)), links=len(builder.links),
         steps=tuple(tuple(a.stage for a in actions if a.kind is K.STEP) for actions in ranks),
     )  # fmt: skip
+
+
+def _count_phases(
+    rank: Sequence[int], cost: Sequence[int], ranks: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    counted: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for (home, place), count in sorted(Counter(zip(rank, cost, strict=True)).items()):
+        if place >= 0:
+            counted[home].append((place, count))
+    return tuple(map(tuple, counted))
 
 
 def _last_backwards(ranks: Sequence[Sequence[Action]]) -> dict[int, Action]:
