@@ -1,0 +1,45 @@
+"""The published kernels and collectives stay as well predicted as docs/accuracy.md says."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"published_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (BENCHMARKS / "published" / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_kernels_are_within_eight_percent_on_average() -> None:
+    scored = load("kernels").score(rows("kernels"))
+    assert len(scored) == 905
+    assert mean(abs(predicted / measured - 1) for _, predicted, measured in scored) < 0.08
+
+
+def test_collectives_are_within_twelve_percent_on_average_and_the_rest_say_why() -> None:
+    published = rows("collectives")
+    scored, skipped = load("collectives").score(published)
+    assert len(scored) + sum(skipped.values()) == len(published)
+    assert len(scored) >= 200
+    assert mean(abs(predicted / measured - 1) for _, predicted, measured in scored) < 0.12
+
+
+@pytest.mark.parametrize("name", ["kernels", "collectives", "nccl_tuning"])
+def test_every_published_row_says_where_it_was_read(name: str) -> None:
+    assert all(row["origin"] for row in rows(name))

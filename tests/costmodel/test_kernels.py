@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.program import AttentionShape, Kernel
+from autoparallel.errors import UserError
+from autoparallel.profiles import device_names, load_device
+
+GPUS = ("v100-sxm2-16gb", "a100-sxm-80gb", "h100-sxm", "b200", "l40s", "mi300x")
+DEVICES = {name: load_device(name) for name in (*GPUS, "cpu-gloo")}
+sizes = st.integers(1, 9000)
+devices = st.sampled_from(sorted(DEVICES))
+modes = st.sampled_from(["eager", "fused", "compiled"])
+
+
+def product(batch: int, m: int, n: int, k: int, dtype: str = "fp16", kind: OpKind = OpKind.GEMM) -> Kernel:
+    moved = 2 * batch * (m * k + k * n + m * n)
+    return Kernel(
+        kind=kind, dtype=dtype, flops=2 * batch * m * n * k, bytes_moved=moved, product=(batch, m, n, k)
+    )
+
+
+def attention(length: int, *, heads: int = 32, d: int = 128, flash: bool = True, causal: bool = True,
+              backward: bool = False) -> Kernel:  # fmt: skip
+    shape = AttentionShape(
+        batch=1, heads=heads, kv_heads=heads, query_length=length, key_length=length, head_size=d,
+        value_size=d, causal=causal, flash=flash,
+    )  # fmt: skip
+    moved = 8 * length * heads * d * (2 if backward else 1)
+    flops = (10 if backward else 4) * heads * length * length * d
+    return Kernel(
+        kind=OpKind.ATTENTION,
+        dtype="fp16",
+        flops=flops,
+        bytes_moved=moved,
+        attention=shape,
+        backward=backward,
+    )
+
+
+@settings(deadline=None)
+@given(devices, modes, sizes, sizes, sizes)
+def test_a_product_never_beats_the_peak_nor_the_memory(name: str, mode: str, m: int, n: int, k: int) -> None:
+    device, kernel = DEVICES[name], product(1, m, n, k)
+    seconds = kernel_s(kernel, device, mode)
+    assert seconds >= kernel.flops / device.peak_flops["fp16"]
+    assert seconds >= kernel.bytes_moved / device.hbm_bytes_per_s
+    assert seconds >= device.constants[f"launch_s.{mode}"]
+
+
+@settings(deadline=None)
+@given(devices, modes, sizes, sizes, sizes, st.integers(1, 64))
+def test_more_of_any_size_never_costs_less(name: str, mode: str, m: int, n: int, k: int, more: int) -> None:
+    device = DEVICES[name]
+    base = kernel_s(product(1, m, n, k), device, mode)
+    for bigger in (product(1, m + more, n, k), product(1, m, n + more, k), product(1, m, n, k + more)):
+        assert kernel_s(bigger, device, mode) >= base * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(devices, sizes, sizes, sizes)
+def test_a_faster_device_never_costs_time(name: str, m: int, n: int, k: int) -> None:
+    device, kernel = DEVICES[name], product(1, m, n, k)
+    faster = replace(
+        device,
+        hbm_bytes_per_s=2 * device.hbm_bytes_per_s,
+        peak_flops={dtype: 2 * peak for dtype, peak in device.peak_flops.items()},
+    )
+    assert kernel_s(kernel, faster, "fused") <= kernel_s(kernel, device, "fused") * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(devices, modes, st.integers(0, 50))
+def test_launches_add_up(name: str, mode: str, count: int) -> None:
+    kernel = product(1, 256, 256, 256)
+    once = kernel_s(kernel, DEVICES[name], mode)
+    assert kernel_s(replace(kernel, count=count), DEVICES[name], mode) == pytest.approx(count * once)
+
+
+def test_views_cost_nothing() -> None:
+    view = Kernel(kind=OpKind.VIEW, dtype="bf16", flops=0, bytes_moved=10**9)
+    assert kernel_s(view, DEVICES["h100-sxm"], "eager") == 0.0
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_tiny_kernels_cost_what_the_host_needs(name: str) -> None:
+    device = DEVICES[name]
+    tiny = Kernel(kind=OpKind.ELEMENTWISE, dtype="fp16", flops=1, bytes_moved=64)
+    eager, compiled = (kernel_s(tiny, device, mode) for mode in ("eager", "compiled"))
+    assert eager == device.constants["launch_s.eager"]
+    assert compiled < eager
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_one_tile_too_many_costs_part_of_a_wave(name: str) -> None:
+    device = DEVICES[name]
+    units = int(device.constants["gemm.units"])
+    full, over = (kernel_s(product(count, 128, 256, 4096), device, "fused") for count in (units, units + 1))
+    assert full < over < 2.1 * full
+
+
+@settings(deadline=None)
+@given(st.sampled_from(GPUS), st.integers(64, 16384), st.sampled_from([64, 96, 128, 192]), st.booleans())
+def test_a_causal_mask_never_costs_time_and_never_saves_more_than_half(
+    name: str, length: int, d: int, backward: bool
+) -> None:
+    device = DEVICES[name]
+    full = kernel_s(attention(length, d=d, causal=False, backward=backward), device, "fused")
+    masked = kernel_s(attention(length, d=d, causal=True, backward=backward), device, "fused")
+    assert full / 2 * (1 - 1e-9) <= masked <= full * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_flash_attention_beats_the_unfused_form_on_long_sequences(name: str, backward: bool) -> None:
+    flash, unfused = (
+        kernel_s(attention(4096, flash=flash, backward=backward), DEVICES[name], "fused")
+        for flash in (True, False)
+    )
+    assert flash < unfused
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_backward_attention_costs_between_two_and_five_forwards(name: str) -> None:
+    forward, backward = (
+        kernel_s(attention(4096, backward=side), DEVICES[name], "fused") for side in (False, True)
+    )
+    assert 2 < backward / forward < 5
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "b200", "gb200"])
+def test_fp8_products_beat_bf16_ones_by_less_than_the_peaks_say(name: str) -> None:
+    device = load_device(name)
+    half, eighth = (
+        kernel_s(product(1, 8192, 8192, 8192, dtype), device, "fused") for dtype in ("bf16", "fp8")
+    )
+    assert 1.2 < half / eighth < 2
+
+
+def test_torch_names_of_dtypes_mean_the_same() -> None:
+    device = DEVICES["a100-sxm-80gb"]
+    for name, torch_name in (("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64")):
+        named, torch_named = (
+            kernel_s(product(1, 512, 512, 512, t), device, "fused") for t in (name, torch_name)
+        )
+        assert named == torch_named
+
+
+def test_a_dtype_the_device_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(UserError, match=r"v100-sxm2-16gb does not compute in bf16.*fp16"):
+        kernel_s(product(1, 64, 64, 64, "bf16"), DEVICES["v100-sxm2-16gb"], "fused")
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_shipped_device_prices_every_kind_of_kernel(name: str) -> None:
+    device = load_device(name)
+    for kind in (*OpKind, "optimizer", "compress"):
+        for backward in (False, True):
+            if kind == OpKind.ATTENTION:
+                kernel = replace(attention(512, backward=backward), dtype="fp16")
+            elif kind in (OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV):
+                kernel = product(4, 128, 128, 128, kind=OpKind(kind))
+            else:
+                kernel = Kernel(kind=kind, dtype="fp32", flops=10**6, bytes_moved=10**6, backward=backward)
+            assert (kernel_s(kernel, device, "fused") > 0) == (kind != OpKind.VIEW), kind
+
+
+def test_a_large_product_runs_near_its_published_rate() -> None:
+    # Stas Bekman's and SemiAnalysis' tables: A100 SXM 230 to 270, H100 650 to 800 TFLOP/s in bf16.
+    kernel = product(1, 8192, 8192, 8192, "bf16")
+    for name, low, high in (("a100-sxm-80gb", 230e12, 270e12), ("h100-sxm", 650e12, 800e12)):
+        assert low < kernel.flops / kernel_s(kernel, DEVICES[name], "fused") < high, name
