@@ -58,8 +58,9 @@ class _Flight:
 class PipelineRunner:
     """Runs this rank's row, step by step.
 
-    `stages` are the stages of this rank by index, `rows` the actions of every rank of `group` (the pipeline
-    axis), `mesh` the tensor-parallel mesh that activations are laid out on, if any. Collective over `group`.
+    `stages` are the stages of this rank by index, `rows` the actions of every rank of the pipeline, `groups`
+    two process groups of these ranks (messages up, messages down), `mesh` the tensor-parallel mesh that
+    activations are laid out on, if any.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class PipelineRunner:
         stages: Mapping[int, StageModule],
         rows: Sequence[Sequence[Action]],
         *,
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
         mesh: DeviceMesh | None = None,
         hooks: Hooks | None = None,
     ) -> None:
+        group = groups[0]
         self.stages, self.row = stages, rows[dist.get_rank(group)]
         self.micro_batches = 1 + max(a.micro for row in rows for a in row if a.micro is not None)
         self._home = {a.stage: rank for rank, row in enumerate(rows) for a in row}
@@ -80,7 +82,7 @@ class PipelineRunner:
         self._final = {a.stage: a for a in self.row if a.kind in _LAST_OF_BACKWARD}
         self._group, self._device, self._mesh = group, device, mesh
         self._hooks = hooks or Hooks()
-        self._channels = Channels(rows, self._home, group, device)
+        self._channels = Channels(rows, self._home, groups, device)
         self._do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,

@@ -1,8 +1,7 @@
 """Point-to-point messages between pipeline ranks: a channel for each ordered pair of ranks.
 
 Receives of a channel are posted in the order in which its sender's program sends, so that backends without
-tags (NCCL) match them; each channel has a process group of its own, so that neither direction waits for the
-other. The first activations over an edge are preceded by a description of them (shapes, layout, whether they
+tags (NCCL) match them; the two directions use different process groups, so that neither waits for the other. The first activations over an edge are preceded by a description of them (shapes, layout, whether they
 want gradients); gradients go back in the same layout and need none.
 """
 
@@ -94,11 +93,12 @@ class Channels:
         self,
         rows: Sequence[Sequence[Action]],
         home: Mapping[int, int],
-        group: dist.ProcessGroup,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
     ) -> None:
+        """`groups` both hold the ranks of the pipeline: one for messages to higher, one to lower ranks."""
         self._home, self._device = home, device
-        self._me = dist.get_rank(group)
+        self._me = dist.get_rank(groups[0])
         orders: dict[tuple[int, int], list[Action]] = {}
         for source, row in enumerate(rows):
             for action in row:
@@ -109,9 +109,8 @@ class Channels:
         for (source, target), order in sorted(orders.items()):
             if self._me in (source, target):
                 peer = target if source == self._me else source
-                ranks = [dist.get_global_rank(group, rank) for rank in (source, target)]
-                pair = dist.new_group(ranks, use_local_synchronization=True)
-                channel = _Channel(peer=dist.get_global_rank(group, peer), group=pair, order=order)
+                group = groups[0] if source < target else groups[1]
+                channel = _Channel(peer=dist.get_global_rank(group, peer), group=group, order=order)
                 (self._out if source == self._me else self._in)[peer] = channel
         self._sent: list[tuple[dist.Work, Tensor]] = []
         # Descriptions already exchanged, by receiving stage and shape of the step.

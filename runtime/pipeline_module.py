@@ -29,6 +29,7 @@ from autoparallel.runtime.parallel_module import (
     numerics,
 )
 from autoparallel.runtime.pipeline import Hooks, PipelineRunner
+from autoparallel.runtime.pipeline_groups import pipeline_group
 from autoparallel.runtime.pipeline_ties import TiedGradients, separate_ties
 from autoparallel.runtime.tensor_tools import to_plain
 
@@ -148,11 +149,13 @@ class PipelineModule(nn.Module):
         self._names = aliases
         self._fused_loss = False
         tensor_axis = mesh.axis("tp") if mesh.sizes.tp > 1 else None
-        self._ties = TiedGradients(stages, mesh.group("pp"), tensor_axis)
+        down = pipeline_group(mesh, range(mesh.sizes.pp))
+        assert down is not None, "every rank is on a pipeline"
+        self._ties = TiedGradients(stages, mesh)
         self._runner = PipelineRunner(
             self._by_index,
             rows,
-            group=mesh.group("pp"),
+            groups=(mesh.group("pp"), down),
             device=mesh.device,
             mesh=tensor_axis,
             hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
@@ -234,7 +237,7 @@ class PipelineModule(nn.Module):
                     seen.add(parameter)
                     yield name, parameter
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the model's state under the original's names."""
         merged: dict[str, Any] = {}
         for stage in self._by_index.values():

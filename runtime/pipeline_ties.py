@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoparallel.runtime.cut import StageModule, Tie
+from autoparallel.runtime.cut import StageModule
 from autoparallel.runtime.materialise import share_of
+from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.pipeline_groups import pipeline_group
 from autoparallel.runtime.tensor_tools import local, own_parameters
 
 
@@ -34,32 +35,78 @@ def separate_ties(stages: Sequence[StageModule]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copies:
-    parameters: tuple[nn.Parameter, ...]  # this rank's copies
-    group: dist.ProcessGroup | None  # the pipeline ranks that hold copies; None if they are all here
-    same_layout: bool
+    """The copies of one parameter that this rank holds, and the ranks that hold others."""
+
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup | None  # None if all copies are here
+    source: int  # the rank in `group` that holds the first copy
+    same_layout: bool  # of all copies: then parts can be added as they are
+
+    @classmethod
+    def of(
+        cls, parameters: tuple[nn.Parameter, ...], group: dist.ProcessGroup | None, *, source: int
+    ) -> _Copies:
+        """Collective over `group`."""
+        layouts: list[object] = [p.placements if isinstance(p, DTensor) else None for p in parameters]
+        if group is not None:
+            every: list[list[object]] = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(every, layouts, group=group)
+            layouts = [layout for part in every for layout in part]
+        same = all(layout == layouts[0] for layout in layouts)
+        return cls(parameters=parameters, group=group, source=source, same_layout=same)
+
+    def comparable(self, tensor: Tensor) -> Tensor:
+        """What can be added to the other copies': this rank's part if all are laid out alike, else the whole."""
+        if isinstance(tensor, DTensor) and not self.same_layout:
+            return tensor.full_tensor()
+        return local(tensor).contiguous()
+
+    def laid_out(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Inverse of `comparable`: a tensor laid out like `parameter`."""
+        if not isinstance(parameter, DTensor):
+            return value
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if not self.same_layout:
+            return distribute_tensor(value, mesh, placements, src_data_rank=None)
+        return DTensor.from_local(
+            value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+
+    @torch.no_grad()
+    def equalise(self) -> None:
+        """Give every copy the values of the first."""
+        value = self.comparable(self.parameters[0]).clone()
+        if self.group is not None:
+            dist.broadcast(value, dist.get_global_rank(self.group, self.source), group=self.group)
+        for parameter in self.parameters:
+            local(parameter).copy_(local(self.laid_out(value, parameter)))
 
 
 class TiedGradients:
-    """Adds up, after a step, the gradients of the copies of each tied parameter; collective over `group`."""
+    """Adds up, after a step, the gradients of the copies of each tied parameter; collective over the ranks that
+    hold any."""
 
-    def __init__(
-        self, stages: Sequence[StageModule], group: dist.ProcessGroup, mesh: DeviceMesh | None
-    ) -> None:
+    def __init__(self, stages: Sequence[StageModule], mesh: RankMesh) -> None:
         held = {stage.stage_cut.index: stage for stage in stages}
-        self._mesh = mesh
-        homes = _homes(sorted(held), group)
+        homes = _homes(sorted(held), mesh.group("pp"))
         self._copies: list[_Copies] = []
         self._not_counted: set[nn.Parameter] = set()
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for tie in stages[0].stage_cut.ties:
-            ranks = sorted({homes[stage] for stage in tie.stages})
+            ranks = tuple(sorted({homes[stage] for stage in tie.stages}))
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = pipeline_group(mesh, ranks)
             mine = tuple(
                 held[stage].get_parameter(name)
                 for stage, name in zip(tie.stages, tie.names, strict=True)
                 if stage in held
             )
-            if mine and mine[0].requires_grad:
-                self._copies.append(_copies(tie, mine, ranks, group))
+            if mine:
+                copies = _Copies.of(mine, groups.get(ranks), source=ranks.index(homes[tie.stages[0]]))
+                copies.equalise()
                 self._not_counted |= set(mine[1:] if tie.stages[0] in held else mine)
+                if mine[0].requires_grad:
+                    self._copies.append(copies)
         self._before: dict[nn.Parameter, Tensor] = {}
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
@@ -90,30 +137,14 @@ class TiedGradients:
     def reduce(self) -> None:
         """Every copy's `.grad` becomes the sum over all copies, plus what was there before the step."""
         for copies in self._copies:
-            parts = [self._part(p, copies.same_layout) for p in copies.parameters]
-            total = torch.stack(parts).sum(dim=0) if len(parts) > 1 else parts[0].contiguous()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in copies.parameters]
+            total = torch.stack([copies.comparable(g) for g in gradients]).sum(dim=0)
             if copies.group is not None:
                 dist.all_reduce(total, group=copies.group)
             for parameter in copies.parameters:
-                parameter.grad = self._as_gradient(total.clone(), parameter, copies.same_layout)
+                parameter.grad = copies.laid_out(total.clone(), parameter)
                 if parameter in self._before:
                     parameter.grad += self._before[parameter]
-
-    def _part(self, parameter: nn.Parameter, same_layout: bool) -> Tensor:
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        if isinstance(gradient, DTensor) and not same_layout:
-            return gradient.full_tensor()
-        return local(gradient).clone()
-
-    def _as_gradient(self, total: Tensor, parameter: nn.Parameter, same_layout: bool) -> Tensor:
-        if not isinstance(parameter, DTensor):
-            return total
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if not same_layout:
-            return distribute_tensor(total, mesh, placements, src_data_rank=None)
-        return DTensor.from_local(
-            total, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
 
 
 def _homes(mine: list[int], group: dist.ProcessGroup) -> dict[int, int]:
@@ -121,16 +152,3 @@ def _homes(mine: list[int], group: dist.ProcessGroup) -> dict[int, int]:
     every: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(every, mine, group=group)
     return {stage: rank for rank, stages in enumerate(every) for stage in stages}
-
-
-def _copies(tie: Tie, mine: tuple[nn.Parameter, ...], ranks: list[int], group: dist.ProcessGroup) -> _Copies:
-    layouts = [p.placements if isinstance(p, DTensor) else None for p in mine]
-    if len(ranks) == 1:
-        return _Copies(parameters=mine, group=None, same_layout=all(x == layouts[0] for x in layouts))
-    members = [dist.get_global_rank(group, rank) for rank in ranks]
-    own = dist.new_group(members, use_local_synchronization=True)
-    every: list[list[object]] = [[] for _ in ranks]
-    dist.all_gather_object(every, layouts, group=own)
-    flat = [layout for part in every for layout in part]
-    assert tie.stages, "a tie joins stages"
-    return _Copies(parameters=mine, group=own, same_layout=all(layout == flat[0] for layout in flat))
