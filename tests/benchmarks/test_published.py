@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
 from statistics import mean
-from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import collectives, kernels
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"published_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PUBLISHED = Path(kernels.PUBLISHED).parent
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    with (BENCHMARKS / "published" / f"{name}.csv").open(encoding="utf-8") as file:
+    with (PUBLISHED / f"{name}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def test_kernels_are_within_eight_percent_on_average() -> None:
-    scored = load("kernels").score(rows("kernels"))
+    scored = kernels.score(rows("kernels"))
     assert len(scored) == 905
     assert mean(abs(predicted / measured - 1) for _, predicted, measured in scored) < 0.08
 
 
 def test_collectives_are_within_twelve_percent_on_average_and_the_rest_say_why() -> None:
     published = rows("collectives")
-    scored, skipped = load("collectives").score(published)
+    scored, skipped = collectives.score(published)
     assert len(scored) + sum(skipped.values()) == len(published)
     assert len(scored) >= 200
     assert mean(abs(predicted / measured - 1) for _, predicted, measured in scored) < 0.12
