@@ -10,6 +10,7 @@ traced whole.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-# Groups smaller than this are traced whole: three of them would run anyway.
-_SMALLEST_GROUP = 4
 
 
 class FoldError(Exception):
@@ -36,8 +34,12 @@ class FoldPlan:
     run: tuple[str, ...] = ()  # repeated modules that really run
 
 
-def fold_plan(module: nn.Module, paths: Sequence[str]) -> FoldPlan:
-    """Group the repeated modules at `paths` by structure, and choose those that run."""
+def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = False) -> FoldPlan:
+    """Group the repeated modules at `paths` by structure, and choose those that run.
+
+    With `last_differs` the last of a group is not compared, and the third runs for that instead: the last
+    decoder layer is the first to send gradients back to the encoder, and so has nothing to add them to.
+    """
     shared = _shared_parameters(module)
     lists: dict[str, list[str]] = defaultdict(list)
     for path in paths:
@@ -51,9 +53,10 @@ def fold_plan(module: nn.Module, paths: Sequence[str]) -> FoldPlan:
         for path, child in zip(members, children, strict=True):
             groups[(parent, structure(child, indices, shared))].append(path)
         for group in groups.values():
-            if len(group) >= _SMALLEST_GROUP:
-                stood_in |= dict.fromkeys(group[2:-1], group[1])
-                pairs.append((group[1], group[-1]))
+            first = 3 if last_differs else 2
+            if len(group) > first + 1:
+                stood_in |= dict.fromkeys(group[first:-1], group[1])
+                pairs.append((group[1], group[2] if last_differs else group[-1]))
     return FoldPlan(stood_in, tuple(pairs), tuple(p for p in paths if p not in stood_in) if stood_in else ())
 
 
@@ -104,17 +107,22 @@ def structure(module: nn.Module, indices: frozenset[tuple[str, str]], shared: fr
     return tuple(parts)
 
 
-def _setting(value: object) -> object:
+def _setting(value: object, depth: int = 2) -> object:
+    """What of an attribute must be equal; an object that is not plain data by its own attributes, or itself."""
     if isinstance(value, _SCALARS):
         return (type(value), value)
     if isinstance(value, tuple | list | frozenset | set):
-        return (type(value), tuple(map(_setting, value)))
+        return (type(value), tuple(_setting(item, depth) for item in value))
     if isinstance(value, dict):
-        return tuple((str(key), _setting(item)) for key, item in value.items())
+        return tuple((str(key), _setting(item, depth)) for key, item in value.items())
+    if isinstance(value, functools.partial):
+        return (_setting(value.func), _setting(value.args, depth), _setting(value.keywords, depth))
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
+    if depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        return (type(value), tuple((k, _setting(v, depth - 1)) for k, v in sorted(vars(value).items())))
     return id(value)
 
 

@@ -31,10 +31,12 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str) -> Model
         raise ModelError(f"{name}: the example inputs hold no tensor: pass at least one batch-first tensor")
     with on_meta(module):
         paths = repeated_paths(module)
-        try:
-            return _capture(module, inputs, name, fold_plan(module, paths))
-        except FoldError:
-            return _capture(module, inputs, name, FoldPlan())
+        for plan in (fold_plan(module, paths), fold_plan(module, paths, last_differs=True)):
+            try:
+                return _capture(module, inputs, name, plan)
+            except FoldError:
+                continue
+        return _capture(module, inputs, name, FoldPlan())
 
 
 def _capture(module: torch.nn.Module, inputs: Any, name: str, plan: FoldPlan) -> ModelGraph:

@@ -78,7 +78,7 @@ class Tracer(TorchFunctionMode):
         self._opened: dict[object, Callable[..., Any]] = {}
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
-        self._returned: tuple[str, list[int]] = ("", [])
+        self._returned: list[int] = []  # values returned by the repeated module that ran last
         self._opening: set[object] = set()  # functions whose body is running
 
     # -- values ------------------------------------------------------------------------------------------------
@@ -148,7 +148,6 @@ class Tracer(TorchFunctionMode):
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
         call = Call(name=name, frame=self._frame, first_node=torch.autograd._get_sequence_nr())
-        inputs = [self.value_of(t) for t in _tensors((args, kwargs))]
         before = [t._version for t in _tensors((args, kwargs))]
         self._call = call
         try:
@@ -163,7 +162,7 @@ class Tracer(TorchFunctionMode):
         unchanged = [t for t in fresh if id(t) in self._values]
         if not call.forward and len(unchanged) == len(fresh) and not mutated:
             return out  # a size, a flag, or the argument itself: nothing ran
-        call.inputs = inputs
+        call.inputs = inputs = [self.value_of(t) for t in _tensors((args, kwargs))]
         call.constants = tuple(
             leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, int | float | bool | str)
         )
@@ -227,14 +226,14 @@ class Tracer(TorchFunctionMode):
 
     def remember_call(self, path: str, args: Any, kwargs: Any, result: Any) -> None:
         """Note how the module at `path` was called and what it returned, for those it stands for."""
-        self._remembered[path] = Remembered(
-            arguments=self._described(path, args, kwargs), inputs=_tensors((args, kwargs)), result=result
-        )
-        self._returned = (path, [self._values.get(id(t), -1) for t in _tensors(result)])
+        with torch._C.DisableTorchFunction():
+            arguments = self._described(args, kwargs)
+        self._remembered[path] = Remembered(arguments, _tensors((args, kwargs)), result)
+        self._returned = [self._values.get(id(t), -1) for t in _tensors(result)]
 
-    def _described(self, path: str, args: Any, kwargs: Any) -> list[object]:
+    def _described(self, args: Any, kwargs: Any) -> list[object]:
         """Each argument by what must be equal for two calls to be alike: where a tensor comes from, its shape."""
-        previous = self._returned[1] if self._returned else []
+        previous = self._returned
         described: list[object] = []
         for leaf in tree_flatten((args, kwargs))[0]:
             if not isinstance(leaf, torch.Tensor):
@@ -247,19 +246,29 @@ class Tracer(TorchFunctionMode):
 
     def stand_in(self, path: str, model: str, args: Any, kwargs: Any) -> Any:
         """The result of the module at `path`, from what `model` did with arguments of the same shapes."""
-        known = self._remembered.get(model)
-        if known is None or self._described(path, args, kwargs) != known.arguments:
-            raise FoldError(f"{path} is not called as {model} is")
-        tensors = _tensors((args, kwargs))
-        leaves, spec = tree_flatten(known.result)
-        same = {id(t): tensors[i] for i, t in enumerate(known.inputs)}  # what the model handed through
-        fresh = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in same]
+        with torch._C.DisableTorchFunction():
+            known = self._remembered.get(model)
+            if known is None or self._described(args, kwargs) != known.arguments:
+                raise FoldError(f"{path} is not called as {model} is")
+            tensors = _tensors((args, kwargs))
+            leaves, spec = tree_flatten(known.result)
+            result = {id(t): tensors[i] for i, t in enumerate(known.inputs)}  # what the model handed through
+            fresh = [t for t in _tensors(known.result) if id(t) not in result]
+            made = self._stood_in(model, tensors, fresh)
+            result |= {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
+            self._returned = [self._values.get(id(result[id(t)]), -1) for t in _tensors(known.result)]
+            return tree_unflatten([result.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def _stood_in(
+        self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of one opaque call."""
         call = Call(name="stand_in", frame=self._frame, first_node=torch.autograd._get_sequence_nr())
-        call.inputs = [self.value_of(t) for t in tensors]
+        call.inputs = [self.value_of(t) for t in inputs]
         self._call, self._standing_in = call, True
         try:
-            made = StandIn.apply(fresh, *(t for t in tensors if t.requires_grad)) if fresh else ()
-            made = tuple(m if f.requires_grad else m.detach() for m, f in zip(made, fresh, strict=True))
+            made = StandIn.apply(fresh, *(t for t in inputs if t.requires_grad)) if fresh else ()
+            made = [m if f.requires_grad else m.detach() for m, f in zip(made, fresh, strict=True)]
         finally:
             self._call, self._standing_in = None, False
         index = len(self.trace.calls)
@@ -267,18 +276,11 @@ class Tracer(TorchFunctionMode):
         self.trace.calls.append(call)
         for position, (tensor, like) in enumerate(zip(made, fresh, strict=True)):
             on_floats = self.trace.values[self.value_of(like)].on_floats
-            value = Value(meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats)
+            value = Value(
+                meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats
+            )
             call.outputs.append(self._new_value(tensor, value))
-        given = iter(made)
-        result = tree_unflatten(
-            [
-                leaf if not isinstance(leaf, torch.Tensor) else same[id(leaf)] if id(leaf) in same else next(given)
-                for leaf in leaves
-            ],
-            spec,
-        )
-        self._returned = (path, [self._values.get(id(t), -1) for t in _tensors(result)])
-        return result
+        return made
 
     # -- modules -----------------------------------------------------------------------------------------------
 
