@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.memory import LiveState, live_states, memory_by_rank
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction, Span
 from autoparallel.costmodel.price import Pricer, device_of_rank, price_program
@@ -32,6 +33,7 @@ class Prepared:
     states: tuple[tuple[LiveState, ...], ...]  # by rank
 
 
+@without_collection()
 def prepare_simulation(
     ranks: Sequence[Sequence[Action]], *, overlap: bool = True, blocking_sends: bool = False
 ) -> Prepared:
@@ -141,6 +143,7 @@ def _add_waits(parts: Parts, rank: int, timetable: Timetable, times: PipelineTim
         now_s = end_s
 
 
+@without_collection()
 def timeline(timetable: Timetable, times: PipelineTimes, costs: Sequence[StageCost]) -> tuple[Span, ...]:
     """Every action that takes time, by rank and start; messages and reductions beside the computation included."""
     labels = {K.FORWARD: "forward", K.SEND_F: "pp_comm", K.SEND_B: "pp_comm", K.REDUCE_GRAD: "dp_comm"}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.costmodel.stage_cost import StageCost
 
@@ -102,7 +103,7 @@ class _Builder:
             wait = self._wait(action, rank)
             if wait is None:
                 return False
-            if kind in _LAST and action == self.last[stage]:
+            if action is self.last[stage]:
                 column = _LAST[kind]
             self._add(action, (rank, wait, stage * _WIDTH + column, -1, 0))
         elif kind is K.SEND_F or kind is K.SEND_B:
@@ -139,6 +140,7 @@ class _Builder:
         self.columns.append(columns)
 
 
+@without_collection()
 def prepare(
     ranks: Sequence[Sequence[Action]], *, overlap: bool = True, blocking_sends: bool = False
 ) -> Timetable:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.errors import UserError
 from autoparallel.planner.schedule_orders import (
@@ -66,6 +67,7 @@ def rank_of_stage(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]
     return tuple(stage % ranks for stage in range(stages))
 
 
+@without_collection()
 def build_schedule(name: str, ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
     """The complete actions of every rank; raises `ScheduleError` for an illegal combination."""
     problem = schedule_problem(name, ranks, virtual_stages, micro_batches)
@@ -77,6 +79,7 @@ def build_schedule(name: str, ranks: int, virtual_stages: int, micro_batches: in
     return add_step(schedule)
 
 
+@without_collection()
 def compute_order(name: str, ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
     """Only F, B, I and W of a legal combination, in the order in which each rank computes them."""
     looped = partial(
