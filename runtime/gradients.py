@@ -222,7 +222,7 @@ def gradient_norm_squared(parameters: Iterable[nn.Parameter]) -> Tensor:
         wide = torch.float64 if part.dtype == torch.float64 else torch.float32
         square = torch.linalg.vector_norm(part, dtype=wide).square()
         if isinstance(gradient, DTensor):
-            dims = tuple(i for i, p in enumerate(gradient.placements) if p.is_shard())
+            dims = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
             key = (gradient.device_mesh, dims)
             sums[key] = sums[key] + square if key in sums else square
         else:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import UserError
 
@@ -123,6 +123,6 @@ def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
     """(mesh dim, tensor dim) in the order in which the tensor was cut: tp (last in the mesh) before dp_shard."""
     for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
         placement = parameter.placements[mesh_dim]
-        if placement.is_shard():
-            assert isinstance(placement, Shard) or hasattr(placement, "dim")
-            yield mesh_dim, placement.dim
+        if not placement.is_replicate():
+            # Shard, or its strided form where dp_shard cuts what tp has cut along the same dim.
+            yield mesh_dim, placement.dim  # type: ignore[attr-defined]

@@ -67,3 +67,9 @@ def test_a_meta_parameter_that_nothing_initialises_is_refused_by_name() -> None:
     example = EXAMPLES["mlp"](1)
     with pytest.raises(UserError, match="weight on the meta device"):
         parallelize(_Uninitialisable(), torch.ones(1), strategy_of(example), blocks=[], program=no_program)
+
+
+def test_shares_cut_by_two_axes_along_the_same_dim_are_the_whole(gloo: Processes) -> None:
+    alone, _ = gloo.run(1, _initial_state, name="llama", options={})[0]
+    state, _ = gloo.run(4, _initial_state, name="llama", options={"dp_shard": 2, "tp": 2, "zero": 3})[0]
+    assert all(torch.equal(state[key], value) for key, value in alone.items())
