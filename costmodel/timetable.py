@@ -54,6 +54,7 @@ class Timetable:
     message: tuple[int, ...]
     reduce_row: tuple[int, ...]  # by stage
     steps: tuple[tuple[int, ...], ...]  # by rank: stages in the order of their STEPs
+    homes: tuple[int, ...]  # by stage: rank
     phases: tuple[tuple[tuple[int, int], ...], ...]  # by rank: (place in the table of durations, how often)
     links: int
 
@@ -168,7 +169,7 @@ def prepare(
     return Timetable(
         actions=tuple(builder.actions), rank=columns[0], wait=columns[1], cost=columns[2], link=columns[3],
         message=columns[4], reduce_row=tuple(builder.reduce_row[stage] for stage in range(len(homes))),
-        phases=_count_phases(columns[0], columns[2], len(ranks)), links=len(builder.links),
+        homes=builder.homes, phases=_count_phases(columns[0], columns[2], len(ranks)), links=len(builder.links),
         steps=tuple(tuple(a.stage for a in actions if a.kind is K.STEP) for actions in ranks),
     )  # fmt: skip
 

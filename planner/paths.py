@@ -14,20 +14,27 @@ from dataclasses import dataclass
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import PipelineTimes, Timetable, phase_of
 
-SEND, REDUCE, STEP, TIED = "send", "reduce", "step", "tied"
+SEND, STEP, TIED = "send", "step", "tied"
+REDUCE, REDUCE_AFTER_WEIGHT = "reduce_s", "reduce_after_weight_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """How often each (part, stage) stands on one path. Parts: the fields of StageCost that hold a phase, "send"
-    out of a stage and back into it, "reduce" (what is left of it after the last backward), "tied"."""
+    out of a stage and back into it, "reduce_s" or "reduce_after_weight_s" (what is left of it after the last
+    backward), "tied"."""
 
     terms: tuple[tuple[str, int, int], ...]
 
 
 def part_s(cost: StageCost, part: str) -> float:
     """Seconds of one part of a stage."""
-    flat = {SEND: cost.send_s, REDUCE: cost.reduce_s, TIED: cost.tied_s}
+    flat = {
+        SEND: cost.send_s,
+        REDUCE: cost.reduce_s,
+        REDUCE_AFTER_WEIGHT: cost.reduce_after_weight_s,
+        TIED: cost.tied_s,
+    }
     return flat[part] if part in flat else float(getattr(cost, part).total_s)
 
 
@@ -53,7 +60,7 @@ def critical_path(timetable: Timetable, costs: Sequence[StageCost], times: Pipel
         else:
             message = timetable.message[row]
             stages = len(costs)
-            terms[(SEND, message) if message < stages else (REDUCE, message - stages)] += 1
+            terms[(SEND, REDUCE, REDUCE_AFTER_WEIGHT)[message // stages], message % stages] += 1
             other = held[row]
         if other >= 0 and times.arrival_s[other] > start_s:
             following = other
