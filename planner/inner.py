@@ -13,8 +13,9 @@ from autoparallel.planner import state
 from autoparallel.planner.candidates import Candidate, even_deal, strategy_of
 from autoparallel.planner.expand import mesh_axes
 from autoparallel.planner.forms import PS, Chain, PricedChain, Value
+from autoparallel.planner.legal import least_blocks
 from autoparallel.planner.local import TENSOR_DTYPE
-from autoparallel.planner.paths import REDUCE, SEND, TIED, Path
+from autoparallel.planner.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.peaks import backward_peak, forward_peak, weight_peak
 from autoparallel.planner.prices import LinkPrice, PriceBook
 from autoparallel.planner.problem import Problem
@@ -113,6 +114,7 @@ def stage_problem(
         memory=memory_rows(states),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
+        least=least_blocks(problem.graph, chosen.chunks) if chain.kinds else (0,) * chosen.chunks,
         blocks=problem.fixed_ints("pipeline.stage_blocks"),
         recomputed=problem.fixed_ints("recompute.per_stage"),
     )
@@ -283,10 +285,10 @@ def path_row(path: Path) -> Row:
     counts = {(part, stage): count for part, stage, count in path.terms}
     terms = []
     for (part, stage), count in counts.items():
-        if part in (REDUCE, TIED):
+        if part in (REDUCE, REDUCE_AFTER_WEIGHT, TIED):
             continue
         quantity = _PHASES[part]
-        if (REDUCE, stage) in counts:
+        if (REDUCE, stage) in counts or (REDUCE_AFTER_WEIGHT, stage) in counts:
             quantity = {Q.LAST_BACKWARD: Q.END, Q.LAST_BACKWARD_WEIGHT: Q.END_WEIGHT}.get(quantity, quantity)
         terms.append((int(quantity), stage, count))
     return Row(terms=_merged(terms))
