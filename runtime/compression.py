@@ -75,9 +75,9 @@ class _Bf16Reduction:
         sent[: buffer.numel()].copy_(buffer)
         residual.copy_(buffer).sub_(sent[: buffer.numel()])
         self._sent, self._received = sent, torch.empty_like(sent)
-        # As integers: backends that lack bfloat16 still move the bytes.
+        # As bytes: backends that lack bfloat16 still move the bytes.
         self._work = dist.all_to_all_single(
-            self._received.view(torch.int16), sent.view(torch.int16), group=group, async_op=True
+            self._received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True
         )
 
     def wait(self) -> None:
@@ -87,7 +87,7 @@ class _Bf16Reduction:
         exact = self._received.view(ranks, self._part).to(self._buffer.dtype).sum(dim=0).div_(ranks)
         rounded = exact.to(torch.bfloat16)
         dist.all_gather_into_tensor(
-            self._sent.view(torch.int16), rounded.view(torch.int16), group=self._group
+            self._sent.view(torch.uint8), rounded.view(torch.uint8), group=self._group
         )
         mine = slice(rank * self._part, min((rank + 1) * self._part, self._buffer.numel()))
         kept = max(0, mine.stop - mine.start)
