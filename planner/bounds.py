@@ -72,12 +72,13 @@ def shape_bounds(problem: Problem, space: Space, units: Units) -> Bounds:
     tail = units.tail_parameters * rates.parameter + units.tail_trainable * rates.trainable
     blocks = most if space.repeated else np.zeros_like(most)
     middle = blocks * (per_unit + units.least_saved) + units.peak
-    last = tail + per_unit + units.least_saved + units.tail_peak
+    one = np.where(shapes.pp > 1, 0, n) * (
+        per_unit + units.least_saved
+    )  # the last stage may be the tail alone
+    last = tail + one + units.tail_peak
     return Bounds(
         time_s=np.maximum(shapes.micro_batches * busiest_s, whole_s),
-        memory_bytes=np.maximum(
-            middle, np.where(shapes.pp > 1, last, last + (n - 1) * (per_unit + units.least_saved))
-        ),
+        memory_bytes=np.maximum(middle, last),
     )
 
 
@@ -135,12 +136,13 @@ class _Rank:
         ended_s = _beside(u.unit_backward_s, rows.gather_s + rows.reduce_s * u.unit_trainable, more, less)
         b = np.where(rows.zero >= 2, ended_s, gathered_s)
         plain = rows.schedule < len(OPEN_SCHEDULES)  # the backward is whole
+        before = max(rank - 1, 0)  # blocks in the stages before: the first may have none
         own_s = shapes.micro_batches * (u.head_s * first + u.tail_s * last)
         # fill, work, reduce and step; or fill, work, drain
         self.per_block_s = m * f + np.where(plain, (m - 1) * b + ended_s, m * gathered_s)
-        self.base_s = own_s + np.where(plain, rank * f, 0.0)
+        self.base_s = own_s + np.where(plain, before * f, 0.0)
         self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
-        self.drained_base_s = own_s + np.where(plain, (0.0 if first else u.head_s) + rank * (f + b), 0.0)
+        self.drained_base_s = own_s + np.where(plain, (0.0 if first else u.head_s) + before * (f + b), 0.0)
         single = plain & (rows.chunks == 1)
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
@@ -159,7 +161,10 @@ class _Rank:
         self.live = np.where(word["gpipe"], m, np.minimum(ahead, m))  # micro-batches of its fewest-held chunk
         self.per_block_bytes = state_bytes + self.live * u.saved
         self.freed_bytes = self.live * (u.saved - u.least_saved)
-        base = u.tail_peak if rank == pp - 1 else u.peak
+        # An end stage may hold glue alone: then no unit's peak stands on top.
+        base = u.tail_peak if rank == pp - 1 else (u.peak if rank else np.zeros(len(m)))
+        if pp == 1 and rows.repeated:
+            base = np.maximum(u.peak, base)
         if rank == 0:
             base = base + u.head_parameters * rates.parameter + u.head_trainable * rates.trainable
             base = base + (self.live - 1) * u.head_saved
@@ -195,8 +200,8 @@ def _beside(compute: Floats, communicate: Floats, more: float, less: float) -> F
 def _dealt(rows: Rows, ranks: list[_Rank], time_s: Floats, capacity: float | Floats) -> Bools:
     """Whether every block can be dealt: each rank has at least its chunks, and all of them enough."""
     total, fits = np.zeros(len(time_s)), np.ones(len(time_s), dtype=np.bool_)
-    least = rows.chunks if rows.repeated else 0
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
+        least = (rows.chunks if rows.repeated else 0) - (number in (0, len(ranks) - 1)) * (len(ranks) > 1)
         n = np.nan_to_num(rank.most_blocks(time_s, capacity), nan=np.inf, posinf=np.inf)
         n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, rows.repeated + 1.0))
         fits &= n >= least

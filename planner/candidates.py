@@ -63,6 +63,9 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
 def even_deal(blocks: int, chunks: int) -> Deal:
     """Blocks as even as can be, none recomputed one by one; the middle chunks take one more, as the first and
     the last one carry the ends of the model."""
+    if blocks < chunks:  # the ends of the model fill a first and a last chunk
+        ends = (0, chunks - 1)[: chunks - blocks]
+        return Deal(blocks=tuple(int(c not in ends) for c in range(chunks)), recomputed=(0,) * chunks)
     each, more = divmod(blocks, chunks)
     middle = sorted(range(chunks), key=lambda c: (c in (0, chunks - 1), c))[:more]
     return Deal(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)

@@ -63,12 +63,12 @@ def even_stages(blocks: int, chunks: int) -> tuple[int, ...]:
 
 def stage_ranges(graph: ModelGraph, stage_blocks: Sequence[int]) -> tuple[range, ...]:
     """Chain positions of each stage: a stage begins at its first repeated link, glue follows what it follows;
-    glue at the ends goes to the first and the last stage."""
+    glue at the ends goes to the first and the last stage, which may be glue alone."""
     repeated = graph.repeated_positions
     starts, taken = [0], 0
     for count in stage_blocks[:-1]:
         taken += count
-        starts.append(repeated[taken] if taken < len(repeated) else len(graph.chain))
+        starts.append(repeated[taken] if taken < len(repeated) else repeated[-1] + 1)
     ends = [*starts[1:], len(graph.chain)]
     return tuple(range(a, b) for a, b in zip(starts, ends, strict=True))
 

@@ -86,17 +86,20 @@ class PricedChain:
         least = min(links[0].gather_s for links in units)
         charged = [self._spans(links, seconds, least) for links in units]
 
-        def too_much(gather_s: float) -> float:
-            """What a chunk's last unit is charged beyond a following gather of `gather_s`."""
-            ends = [seconds(links[-1]) for links in units]
+        def too_much(gather_s: float, *more: LinkPrice) -> float:
+            """What a chunk's last unit (or one of `more`) is charged beyond a following gather of `gather_s`."""
+            ends = [seconds(link) for link in (*(links[-1] for links in units), *more)]
             return max(0.0, *(self.span(end, least) - self.span(end, gather_s) for end in ends))
 
         start, end = [least] * self.chunks, [-too_much(0.0)] * self.chunks
-        if first:
-            start[-1 if backward else 0] = first[0].gather_s + self._spans(first, seconds, least)
+        begins, ends = (self.chunks - 1, 0) if backward else (0, self.chunks - 1)
         if final:
-            after = self._spans(final, seconds, 0.0) - too_much(final[0].gather_s)
-            end[0 if backward else -1] = after
+            start[ends] = min(least, final[0].gather_s)
+            end[ends] = self._spans(final, seconds, 0.0) - too_much(final[0].gather_s)
+        if first:  # a chunk of nothing else ends with it
+            start[begins] = first[0].gather_s + self._spans(first, seconds, least)
+            gather_s = final[0].gather_s if final and begins == ends else 0.0
+            end[begins] += too_much(gather_s) - too_much(gather_s, first[-1])
         half = len(self.kept)
         return Form(
             kept=tuple(_down(u, PS) for u in charged[:half]),

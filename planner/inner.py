@@ -176,7 +176,8 @@ def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
     if strategy.mesh.pp == 1:
         return 0.0
     graph = problem.graph
-    ends = {graph.chain[p - 1].sends for p in graph.repeated_positions[1:]}
+    starts = graph.repeated_positions
+    ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[starts[-1]].sends}
     shards = strategy.mesh.tp if strategy.shard.sequence_parallel else 1
     dtype = TENSOR_DTYPE[strategy.execution.dtype]
     sizes = [

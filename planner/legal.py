@@ -135,8 +135,8 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield (
             f"pipeline.stage_blocks sums to {sum(blocks)}, but {graph.name} has {repeated} repeated blocks"
         )
-    elif repeated and any(
-        count < least for count, least in zip(blocks, _least_blocks(graph, chunks), strict=True)
+    elif blocks and repeated and any(
+        count < least for count, least in zip(blocks, least_blocks(graph, chunks), strict=True)
     ):
         yield (
             f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block, but for a first or last chunk that "
@@ -145,7 +145,7 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
     yield from _recompute(strategy, chunks, blocks)
 
 
-def _least_blocks(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
+def least_blocks(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
     """Blocks that each chunk must have at least: an end with glue of its own may do without."""
     least = [1] * chunks
     for end in (0, -1):

@@ -21,9 +21,12 @@ def forward_peak(chain: PricedChain) -> Quantity:
     units = (*chain.kept, *chain.recomputed)
     last = min((_running(links, _forward_of) for links in units), default=0)
     first_tail = chain.tail[0].gather_bytes if chain.tail else 0
-    on_units = _shifted(saved, [last] * (chain.chunks - 1) + [last - tail_saved + first_tail])
+    every = [True] * chain.chunks
+    on_units = _shifted(saved, [last] * (chain.chunks - 1) + [last - tail_saved + first_tail], units=every)
     ends = _running(chain.tail, _forward_of) if chain.tail else last - tail_saved
-    on_tail = _shifted(saved, [last] * (chain.chunks - 1) + [ends])
+    on_tail = _shifted(
+        saved, [last] * (chain.chunks - 1) + [ends], units=[True] * (chain.chunks - 1) + [not chain.tail]
+    )
     on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
     forms = [on_units, on_tail, on_head]
     if chain.chunks == 1 and chain.count > 1:
@@ -36,9 +39,10 @@ def backward_peak(chain: PricedChain) -> Quantity:
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
     kept = min((_backward_of(links[-1]) for links in chain.kept), default=0)
-    every = min((_backward_of(links[-1]) for links in chain.recomputed), default=0)
+    again = min((_backward_of(links[-1]) for links in chain.recomputed), default=0)
+    every = [True] * chain.chunks
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
-    on_units = _shifted(saved, [kept] * (chain.chunks - 1) + [kept - tail_saved + reducing])
+    on_units = _shifted(saved, [kept] * (chain.chunks - 1) + [kept - tail_saved + reducing], units=every)
     ends = kept - tail_saved
     held, before = 0, 0
     for number in range(len(chain.tail) - 1, -1, -1):
@@ -46,9 +50,11 @@ def backward_peak(chain: PricedChain) -> Quantity:
         gathers = chain.tail[number - 1].gather_bytes if number else 0
         ends = max(ends, held + _backward_of(link) + gathers + before)
         held, before = held - link.saved, link.reduce_bytes
-    on_tail = _shifted(saved, [kept] * (chain.chunks - 1) + [ends])
+    on_tail = _shifted(
+        saved, [kept] * (chain.chunks - 1) + [ends], units=[True] * (chain.chunks - 1) + [not chain.tail]
+    )
     on_head = _alone(chain, max((_backward_of(link) + link.saved for link in chain.head), default=0))
-    on_units = replace(on_units, when_all=max(0, every - kept) if chain.kept else 0)
+    on_units = replace(on_units, when_all=max(0, again - kept) if chain.kept else 0)
     return Quantity(forms=tuple(dict.fromkeys((on_units, on_tail, on_head))))
 
 
@@ -56,7 +62,7 @@ def weight_peak(chain: PricedChain) -> Quantity:
     """What a split backward kept for the weight gradients, and the gradients of one link."""
     kept = chain.sums(lambda link: link.weight_saved, 1.0)
     gradients = min((links[0].reduce_bytes for links in chain.kept), default=0)
-    return Quantity(forms=(_shifted(kept, [gradients] * chain.chunks),))
+    return Quantity(forms=(_shifted(kept, [gradients] * chain.chunks, units=[True] * chain.chunks),))
 
 
 def _forward_of(link: LinkPrice) -> int:
@@ -82,12 +88,14 @@ def _two_gathers(chain: PricedChain, saved: Form, tail_saved: int) -> Form:
     units = (*chain.kept, *chain.recomputed)
     own = min(links[-1].forward_temp + links[-1].gather_bytes + links[0].gather_bytes for links in units)
     most = max(sum(link.saved for link in links) for links in units)
-    return _shifted(saved, [own - most - tail_saved])
+    return _shifted(saved, [own - most - tail_saved], units=[True])
 
 
-def _shifted(form: Form, more: Sequence[int]) -> Form:
+def _shifted(form: Form, more: Sequence[int], *, units: Sequence[bool]) -> Form:
+    """The form and `more` in each chunk; where that comes from the chunk's `units`, only if it has some."""
     fixed = tuple(a + b for a, b in zip(form.fixed, more, strict=True))
-    return Form(kept=form.kept, recomputed=form.recomputed, fixed=fixed)
+    none = tuple(-b if b > 0 and unit else 0 for b, unit in zip(more, units, strict=True))
+    return Form(kept=form.kept, recomputed=form.recomputed, fixed=fixed, when_none=none if any(none) else ())
 
 
 def _alone(chain: PricedChain, first: int) -> Form:

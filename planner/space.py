@@ -109,11 +109,14 @@ class Space:
     chunks: int | None  # number of chunks, where the user deals the blocks
     schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
     repeated: int  # blocks that may be dealt to stages
+    most_chunks: int  # as many, and one for glue at either end of the model
 
     def plan_fits(self, shapes: Shapes, schedule: int, chunks: int) -> Bools:
         """Shapes that may run a schedule with so many chunks per rank."""
         same = np.ones(len(shapes), dtype=np.int64)
-        fits = schedule_fits(schedule * same, chunks * same, shapes.pp, shapes.micro_batches, self.repeated)
+        fits = schedule_fits(
+            schedule * same, chunks * same, shapes.pp, shapes.micro_batches, self.most_chunks
+        )
         if self.chunks is not None:
             fits &= shapes.pp * chunks == self.chunks
         return fits if self.schedule_fixed else fits & ((shapes.pp == 1) == (schedule == NONE))
@@ -150,6 +153,7 @@ def build_space(problem: Problem) -> Space:
         chunks=_fixed_chunks(problem),
         schedule_fixed=problem.fixed_word("pipeline.schedule") is not None,
         repeated=len(problem.graph.repeated_positions),
+        most_chunks=most_chunks(problem.graph),
     )
 
 
@@ -197,19 +201,27 @@ def zero_fits(zero: Ints, shard_ranks: Ints) -> Bools:
     return np.asarray((zero == 0) == (shard_ranks == 1))
 
 
-def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, repeated: int) -> Bools:
-    """What `planner.schedules.schedule_problem` says, on columns; and every chunk has a block."""
+def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, most_chunks: int) -> Bools:
+    """What `planner.schedules.schedule_problem` says, on columns; and no more chunks than can be filled."""
     word = {name: schedule == i for i, name in enumerate(SCHEDULES)}
     v_shaped, looped = word["zbv"] | word["dualpipev"], word["interleaved-1f1b"] | word["zb1p"]
     single = word["none"] | word["gpipe"] | word["1f1b"]
     rounds = np.maximum(1, micro_batches // pp)
-    fits = (pp * chunks <= max(repeated, 1)) & np.where(word["none"], pp == 1, single | (pp > 1))
+    fits = (pp * chunks <= most_chunks) & np.where(word["none"], pp == 1, single | (pp > 1))
     fits &= ~v_shaped | (chunks == 2)
     fits &= ~word["interleaved-1f1b"] | (chunks >= 2)
     fits &= v_shaped | looped | (chunks == 1)
     fits &= ~looped | (micro_batches % rounds == 0)
     fits &= ~word["dualpipev"] | (micro_batches >= 2 * pp)
     return np.asarray(fits)
+
+
+def most_chunks(graph: ModelGraph) -> int:
+    """How many pieces the chain may be cut into: its repeated blocks, and the glue at either end."""
+    repeated = len(graph.repeated_positions)
+    if not graph.pipeline_cuts or not repeated:
+        return 1
+    return repeated + (not graph.chain[0].repeated) + (not graph.chain[-1].repeated)
 
 
 def _only(fixed: T | None, choices: Iterable[T]) -> tuple[T, ...]:
@@ -264,8 +276,7 @@ def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
     fixed = {key: problem.fixed_int(f"mesh.{key}") for key in MESH_KEYS}
     parts = divisors(total)
     choices = {key: _only(fixed[key], parts if key in OPEN_AXES else (1,)) for key in MESH_KEYS}
-    blocks = len(graph.repeated_positions) if graph.pipeline_cuts else 1
-    choices["pp"] = tuple(p for p in choices["pp"] if p <= max(blocks, 1))
+    choices["pp"] = tuple(p for p in choices["pp"] if p <= most_chunks(graph))
     choices["tp"] = tensor_degrees(graph, choices["tp"])
     whole = device_counts(problem)
     for pp, tp, cp, ep in product(choices["pp"], choices["tp"], choices["cp"], choices["ep"]):
@@ -326,7 +337,8 @@ def distinct_orders(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: C
             size = sizes[:, MESH_KEYS.index(axis)]
             for u, unit in enumerate(units):
                 aligned = np.gcd(size, np.maximum(unit // stride, 1))
-                near[k, :, AXES.index(axis), u] = np.where(unit % stride == 0, aligned, 1)
+                inside = (u == len(units) - 1) & (stride * size <= unit)
+                near[k, :, AXES.index(axis), u] = np.where(inside, size, np.where(unit % stride, 1, aligned))
             stride = stride * size
     whole = sizes[:, [MESH_KEYS.index(axis) for axis in AXES]]
     placed = np.ones((len(sizes), len(orders)), dtype=np.bool_)

@@ -1,9 +1,9 @@
 """Blocks to chunks, and how many of each chunk's blocks are recomputed in full: an integer program for CP-SAT.
 
-    n[c] >= 1, sum n[c] = N               every repeated block stands in one chunk, in model order
+    n[c] >= least[c], sum n[c] = N        every repeated block stands in one chunk, in model order
     0 <= k[c] <= n[c]                     the first k[c] blocks of chunk c are recomputed in full
     A[q, c](n, k)                         what chunk c needs of quantity q (seconds, bytes): the largest of some sums
-                                          over its blocks, and a surcharge where k[c] = n[c]
+                                          over its blocks, with a surcharge where k[c] = n[c] > 0 or n[c] = 0
     sum a[q, c] A[q, c] + const <= T      for each path: no path through the schedule takes longer than the step
     sum a[q, c] A[q, c] + const <= cap    for each moment of each rank that can be its memory's peak
     minimise T
@@ -29,13 +29,14 @@ Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, per chunk besides, and
-    `when_all` more where the chunk recomputes every block."""
+    """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, per chunk besides,
+    `when_all` more where the chunk recomputes every block, `when_none[chunk]` more where it has none."""
 
     kept: tuple[int, ...]
     recomputed: tuple[int, ...]
     fixed: tuple[int, ...]
     when_all: int = 0
+    when_none: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class StageProblem:
     memory: tuple[Row, ...]  # each <= capacity_bytes
     capacity_bytes: int
     recompute: bool  # whether blocks may be recomputed one by one
+    least: tuple[int, ...]  # blocks that each chunk must have
     blocks: tuple[int, ...] | None = None  # fixed by the user
     recomputed: tuple[int, ...] | None = None
 
@@ -94,7 +96,8 @@ def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: i
         form.fixed[chunk]
         + sum(form.recomputed[kind] for kind in kinds[:k])
         + sum(form.kept[kind] for kind in kinds[k:])
-        + (form.when_all if k == len(kinds) else 0)
+        + (form.when_all if k == len(kinds) > 0 else 0)
+        + (form.when_none[chunk] if form.when_none and not kinds else 0)
         for form in quantity.forms
     )
 
@@ -121,7 +124,7 @@ def deal_fits(problem: StageProblem, deal: Deal) -> bool:
     return (
         len(deal.blocks) == problem.chunks
         and sum(deal.blocks) == len(problem.kinds)
-        and all(n >= 1 for n in deal.blocks)
+        and all(n >= least for n, least in zip(deal.blocks, problem.least, strict=True))
         and all(0 <= k <= n for n, k in zip(deal.blocks, deal.recomputed, strict=True))
         and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
         and problem.blocks in (None, deal.blocks)
@@ -174,8 +177,8 @@ def _only_deal(problem: StageProblem) -> StageAnswer | None:
     blocks = problem.blocks
     if problem.chunks == 1:
         blocks = (len(problem.kinds),)
-    elif problem.chunks == len(problem.kinds):
-        blocks = (1,) * problem.chunks
+    elif sum(problem.least) == len(problem.kinds):
+        blocks = problem.least
     recomputed = problem.recomputed
     if recomputed is None and not problem.recompute:
         recomputed = (0,) * problem.chunks
@@ -191,15 +194,18 @@ class _Builder:
 
     def __init__(self, model: cp_model.CpModel, problem: StageProblem) -> None:
         self.model, self.problem = model, problem
-        most = len(problem.kinds) - problem.chunks + 1
-        chunks = range(problem.chunks)
-        self.blocks = [model.new_int_var(1, max(most, 1), f"n{c}") for c in chunks]
+        spare = len(problem.kinds) - sum(problem.least)
+        self.blocks = [
+            model.new_int_var(least, least + max(spare, 0), f"n{c}") for c, least in enumerate(problem.least)
+        ]
         self.recomputed = [
-            model.new_int_var(0, max(most, 1) if problem.recompute else 0, f"k{c}") for c in chunks
+            model.new_int_var(0, least + max(spare, 0) if problem.recompute else 0, f"k{c}")
+            for c, least in enumerate(problem.least)
         ]
         self.uniform = len(set(problem.kinds)) <= 1
         self.sums: dict[int, list[Linear]] = {}
         self.all: dict[int, cp_model.IntVar] = {}
+        self.none: dict[int, cp_model.IntVar] = {}
         if not self.uniform:
             self._positions()
 
@@ -226,9 +232,14 @@ class _Builder:
 
     def _form(self, form: Form) -> list[Linear]:
         amounts = self._counted(form) if self.uniform else self._prefixed(form)
-        if not form.when_all:
-            return amounts
-        return [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
+        if form.when_all:
+            amounts = [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
+        return [
+            amount + form.when_none[c] * self._no_blocks(c)
+            if form.when_none and form.when_none[c]
+            else amount
+            for c, amount in enumerate(amounts)
+        ]
 
     def _at_least(self, forms: list[Linear], most: int) -> Linear:
         if len(forms) == 1:
@@ -239,12 +250,23 @@ class _Builder:
         return largest
 
     def _all_recomputed(self, chunk: int) -> cp_model.IntVar:
-        """1 where every block of the chunk is recomputed."""
+        """1 where the chunk has blocks and recomputes every one of them."""
         if chunk not in self.all:
             self.all[chunk] = self.model.new_bool_var(f"all{chunk}")
             left = self.blocks[chunk] - self.recomputed[chunk]
-            self.model.add(left >= 1).only_enforce_if(~self.all[chunk])
+            self.model.add(left >= 1).only_enforce_if(~self.all[chunk], ~self._no_blocks(chunk))
         return self.all[chunk]
+
+    def _no_blocks(self, chunk: int) -> cp_model.IntVar:
+        """1 where, and only where, the chunk has no blocks."""
+        if chunk not in self.none:
+            self.none[chunk] = self.model.new_bool_var(f"none{chunk}")
+            if self.problem.least[chunk]:
+                self.model.add(self.none[chunk] == 0)
+            else:
+                self.model.add(self.blocks[chunk] >= 1).only_enforce_if(~self.none[chunk])
+                self.model.add(self.blocks[chunk] == 0).only_enforce_if(self.none[chunk])
+        return self.none[chunk]
 
     def _counted(self, form: Form) -> list[Linear]:
         kind = self.problem.kinds[0]

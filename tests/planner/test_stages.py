@@ -25,16 +25,17 @@ SECONDS, BYTES = 0, 1
 
 
 def problem_of(
-    kinds: tuple[int, ...], chunks: int, *, capacity: int = 10**9, recompute: bool = True
+    kinds: tuple[int, ...], chunks: int, *, capacity: int = 10**9, recompute: bool = True, ends: int = 1
 ) -> StageProblem:
     """Every chunk on its own rank, weighed like a pipeline: earlier chunks keep more micro-batches."""
-    ends = (3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
-    computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=ends)
-    sending = Form(kept=(12, 12), recomputed=(12, 12), fixed=(0,) * chunks)
+    sides = (3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
+    computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=sides)
+    sending = Form(kept=(12, 12), recomputed=(12, 12), fixed=(5,) * chunks, when_none=(-4,) * chunks)
     seconds = Quantity(forms=(computing, sending))
     bytes_ = Quantity(forms=(Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks, when_all=3),))
     return StageProblem(
         kinds=kinds, chunks=chunks, quantities=(seconds, bytes_), capacity_bytes=capacity, recompute=recompute,
+        least=(ends, *(1,) * (chunks - 2), ends) if chunks > 1 else (1,),
         paths=tuple(
             Row(terms=(*((SECONDS, b, 1) for b in range(c)), (SECONDS, c, 4)), constant=c) for c in range(chunks)
         ),
@@ -44,7 +45,7 @@ def problem_of(
 
 def deals(problem: StageProblem) -> Iterator[Deal]:
     n = len(problem.kinds)
-    for blocks in product(range(1, n + 1), repeat=problem.chunks):
+    for blocks in product(range(n + 1), repeat=problem.chunks):
         if sum(blocks) == n:
             for recomputed in product(*(range(b + 1) for b in blocks)):
                 deal = Deal(blocks=blocks, recomputed=recomputed)
@@ -56,12 +57,13 @@ def deals(problem: StageProblem) -> Iterator[Deal]:
 @given(
     kinds=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
     chunks=st.integers(1, 3), capacity=st.integers(4, 120), recompute=st.booleans(), one_kind=st.booleans(),
+    ends=st.integers(0, 1),
 )  # fmt: skip
 def test_no_deal_is_better_than_the_solvers(
-    kinds: tuple[int, ...], chunks: int, capacity: int, recompute: bool, one_kind: bool
+    kinds: tuple[int, ...], chunks: int, capacity: int, recompute: bool, one_kind: bool, ends: int
 ) -> None:
     kinds = (0,) * len(kinds) if one_kind else kinds
-    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, recompute=recompute)
+    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, recompute=recompute, ends=ends)
     best = min((deal_value(problem, deal) for deal in deals(problem)), default=None)
     answer = solve_stages(problem)
     if best is None:
