@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from autoparallel.costmodel.block_index import BlockIndex, index_block
-from autoparallel.costmodel.fusion import FUSIBLE, fuse
-from autoparallel.costmodel.graph import Block, OpKind, Parameter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoparallel.costmodel.block_index import BlockIndex, index_block
+from autoparallel.costmodel.fusion import FUSIBLE, fuse
+from autoparallel.costmodel.graph import Block, OpKind, Parameter
 from tests.toy_graphs import DTYPE, linear, memory_op, spec, toy_transformer
 
 SEQ, WIDTH = 8, 16
