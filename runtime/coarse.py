@@ -39,6 +39,7 @@ class CoarseGraph:
     output_spec: pytree.TreeSpec
     constants: Mapping[str, torch.Tensor | fx.GraphModule]
     random_calls: frozenset[str]  # names of the calls that draw random numbers
+    written: Mapping[str, tuple[str, ...]]  # of submodule calls: the values that they change in place
 
 
 def tensor_leaf(output: Any, index: int) -> torch.Tensor:
@@ -138,6 +139,7 @@ class _Builder:
         self.env: dict[fx.Node, Any] = {}
         self.constants: dict[str, torch.Tensor | fx.GraphModule] = {}
         self.random: set[str] = set()
+        self.written: dict[str, tuple[str, ...]] = {}
         self.symbols: dict[str, tuple[fx.Node, int]] = {}  # a batch symbol -> the input dim that holds it
 
     def build(self, input_spec: pytree.TreeSpec) -> CoarseGraph:
@@ -166,6 +168,7 @@ class _Builder:
             output_spec=self.program.call_spec.out_spec,
             constants=self.constants,
             random_calls=frozenset(self.random),
+            written=self.written,
         )
 
     def _inputs(self) -> tuple[int, ...]:
@@ -234,6 +237,9 @@ class _Builder:
         copy = self.graph.call_module(call.path, tuple(args), kwargs)
         if call.random:
             self.random.add(copy.name)
+        written = [flat[call.tensor_at[index]] for index in call.written]
+        if written:
+            self.written[copy.name] = tuple(node.name for node in written)
         assert call.output_spec is not None
         if call.output_spec.is_leaf():
             copy.meta["val"] = node.meta["val"][0]

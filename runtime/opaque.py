@@ -38,6 +38,7 @@ class Call:
     output_spec: pytree.TreeSpec | None = None
     random: bool = False
     unread: frozenset[int] = frozenset()  # tensor arguments of which only shape, dtype and device matter
+    written: frozenset[int] = frozenset()  # tensor arguments that it changes in place
 
 
 _calls: dict[int, Call] = {}  # filled only within `hidden_submodules`: an operator can carry no object
@@ -63,6 +64,7 @@ def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) -> list[
     leaves, seen.output_spec = pytree.tree_flatten(output)
     seen.random = watch.random
     seen.unread = frozenset(range(len(tensors))) - watch.sources(leaves)
+    seen.written = watch.written
     seen.output_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     seen.outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     # An operator may not return its own inputs: hand on fresh tensors of the same kind.
@@ -77,6 +79,8 @@ class _Watch(TorchDispatchMode):
         self.random = False
         self.kept = list(tensors)  # keeps them alive, so that an id names one tensor
         self.read: dict[int, frozenset[int]] = {id(t): frozenset({i}) for i, t in enumerate(tensors)}
+        self.shares = dict(self.read)  # which of them a value is a view of
+        self.written: frozenset[int] = frozenset()
 
     def sources(self, values: Any) -> frozenset[int]:
         """Indices of the watched tensors that `values` depend on."""
@@ -87,11 +91,15 @@ class _Watch(TorchDispatchMode):
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         output = func(*args, **(kwargs or {}))
         sources = self.sources((args, kwargs))
-        written = [a for a, v in zip(args, func._schema.arguments, strict=False) if v.is_write]
-        for value in pytree.tree_leaves((output, written)):
+        given = list(zip(args, func._schema.arguments, strict=False))
+        aliased = [self.shares.get(id(a), frozenset()) for a, v in given if v.alias_info is not None]
+        writes = [a for a, v in given if v.is_write]
+        self.written = self.written.union(*(self.shares.get(id(a), frozenset()) for a in writes))
+        for value in pytree.tree_leaves((output, writes)):
             if isinstance(value, torch.Tensor):
                 self.kept.append(value)
                 self.read[id(value)] = sources
+                self.shares[id(value)] = frozenset().union(*aliased)
         return output
 
 

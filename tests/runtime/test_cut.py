@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from autoparallel.errors import UserError
+from autoparallel.runtime.cut import StageModule, cut, release
+from autoparallel.runtime.micro_batches import as_call
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "use_cache": False,
+}  # fmt: skip
+BERT_LIKE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+Made = tuple[nn.Module, Any, list[str]]  # module, inputs, paths of the blocks
+
+
+def _tokens(batch: int = 4) -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (batch, 8))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _decoder(kind: str, **more: Any) -> Made:
+    config = hf.AutoConfig.for_model(kind, **SMALL, **more)
+    module = hf.AutoModelForCausalLM.from_config(config)
+    return module, _tokens(), [f"model.layers.{i}" for i in range(4)]
+
+
+def _gpt2(**more: Any) -> Made:
+    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **more}
+    config = hf.GPT2Config(
+        n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=16, use_cache=False, **options
+    )
+    return hf.GPT2LMHeadModel(config), _tokens(), [f"transformer.h.{i}" for i in range(4)]
+
+
+def _bert() -> Made:
+    module = hf.BertForMaskedLM(hf.BertConfig(**BERT_LIKE, vocab_size=64, max_position_embeddings=16))
+    mask = torch.ones(4, 8, dtype=torch.int64)
+    mask[1, 5:] = 0
+    inputs = _tokens() | {"attention_mask": mask}
+    return module, inputs, [f"bert.encoder.layer.{i}" for i in range(4)]
+
+
+def _vit() -> Made:
+    config = hf.ViTConfig(**BERT_LIKE, image_size=16, patch_size=4, num_labels=5)
+    inputs = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 5, (4,))}
+    return hf.ViTForImageClassification(config), inputs, [f"vit.layers.{i}" for i in range(4)]
+
+
+def _t5() -> Made:
+    config = hf.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, use_cache=False,
+        decoder_start_token_id=0, dropout_rate=0.0,
+    )  # fmt: skip
+    paths = [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)]
+    return hf.T5ForConditionalGeneration(config), _tokens(), paths
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.conv(self.relu(x)))
+
+
+def _resnet() -> Made:
+    body = nn.Sequential(*(Residual() for _ in range(4)))
+    stem = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))
+    module = nn.Sequential(*stem, body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return module, (torch.randn(4, 3, 8, 8),), [f"2.{i}" for i in range(4)]
+
+
+def _mlp() -> Made:
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(nn.Linear(6, 16), *layers, nn.Linear(16, 3)), torch.randn(4, 6), list("1234")
+
+
+class Skips(nn.Module):
+    """Uses a bare parameter, an early activation late, a buffer, an in-place write and a module twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.position = nn.Parameter(torch.randn(6, 8))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x + self.position
+        shifted = x.new_zeros(x.shape)
+        shifted[:, 1:] = x[:, :-1] * self.scale
+        y = self.norm(self.blocks[0](first))
+        y = self.blocks[1](y + shifted)
+        y = self.norm(self.blocks[2](y) + first)
+        return self.blocks[3](y) * self.scale + shifted
+
+
+def _skips() -> Made:
+    return Skips(), torch.randn(4, 6, 8), [f"blocks.{i}" for i in range(4)]
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "llama": lambda: _decoder("llama", tie_word_embeddings=True),
+    "qwen3": lambda: _decoder("qwen3", head_dim=8),
+    "gemma2": lambda: _decoder("gemma2", head_dim=8, sliding_window=4),
+    "mixtral": lambda: _decoder("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": _gpt2,
+    "bert": _bert,
+    "vit": _vit,
+    "t5": _t5,
+    "resnet": _resnet,
+    "mlp": _mlp,
+    "skips": _skips,
+}
+SINGLE = ("mixtral",)  # torch's grouped product has no float64
+
+
+def _make(name: str) -> Made:
+    torch.manual_seed(0)
+    module, inputs, paths = MODELS[name]()
+    if name in SINGLE:
+        return module.train(), inputs, paths
+    double = torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs
+    )
+    return module.double().train(), double, paths
+
+
+def _chain(stages: tuple[StageModule, ...], inputs: Any) -> Any:
+    handed: Any = ()
+    for stage in stages:
+        handed = stage(handed, inputs)
+    return handed
+
+
+def _loss(output: Any) -> Tensor:
+    return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chained_stages_compute_the_loss_and_gradients_of_the_whole(name: str) -> None:
+    module, inputs, paths = _make(name)
+    whole = copy.deepcopy(module)
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(1, 2, 1))
+    output = _chain(stages, inputs)
+    args, kwargs = as_call(inputs)
+    expected = whole(*args, **kwargs)
+    assert type(output) is type(expected)
+    _loss(output).backward()
+    _loss(expected).backward()
+    tolerance = 1e-6 if name in SINGLE else 1e-12
+    torch.testing.assert_close(_loss(output), _loss(expected), rtol=tolerance, atol=0)
+    parameters = dict(module.named_parameters())
+    for path, reference in whole.named_parameters():
+        assert (parameters[path].grad is None) == (reference.grad is None), path
+        if reference.grad is not None:
+            difference = (parameters[path].grad - reference.grad).norm()
+            assert difference <= tolerance * max(float(reference.grad.norm()), 1e-3), path
+    for path, buffer in whole.named_buffers():
+        torch.testing.assert_close(module.get_buffer(path), buffer, msg=path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_hold_the_whole_state_under_the_names_of_the_original(name: str) -> None:
+    module, inputs, paths = _make(name)
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 0, 2))
+    held = {key for stage in stages for key in stage.state_dict()}
+    every = dict(module.state_dict(keep_vars=True))
+    assert held <= set(every)
+    tensors = {id(p) for stage in stages for p in (*stage.parameters(), *stage.buffers())}
+    left_out = {key for key, tensor in every.items() if id(tensor) not in tensors}
+    assert not left_out
+
+
+def test_a_batch_of_another_size_and_of_one_run_through_the_same_cut() -> None:
+    module, inputs, paths = _make("llama")
+    for example in (inputs, {key: value[:1] for key, value in inputs.items()}):
+        stages = cut(module, example, repeated_paths=paths, stage_blocks=(2, 2))
+        for batch in (1, 3):
+            other = {key: value[:batch] for key, value in inputs.items()}
+            torch.testing.assert_close(_chain(stages, other).loss, module(**other).loss)
+
+
+def test_only_what_depends_on_parameters_is_sent() -> None:
+    module, inputs, paths = _make("llama")
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2))
+    assert [len(stage.stage_cut.sent) for stage in stages] == [1, 0]
+    module, inputs, paths = _make("skips")
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(1, 1, 2))
+    sent = [set(stage.stage_cut.sent) for stage in stages]
+    assert [len(values) for values in sent] == [2, 2, 0]
+    assert len(sent[0] & sent[1]) == 1  # the early activation passes through the middle stage
+
+
+def test_tied_parameters_are_found_with_their_name_on_each_stage() -> None:
+    module, inputs, paths = _make("llama")
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2), stages=[1])
+    (tie,) = stages[0].stage_cut.ties
+    assert tie.canonical == "model.embed_tokens.weight"
+    assert dict(zip(tie.stages, tie.names, strict=True)) == {
+        0: "model.embed_tokens.weight",
+        1: "lm_head.weight",
+    }
+
+
+def test_absent_stages_hold_no_storage_after_release() -> None:
+    module, inputs, paths = _make("gpt2")
+    (stage,) = cut(module, inputs, repeated_paths=paths, stage_blocks=(1, 3), stages=[0])
+    release(module, [stage])
+    real = {name for name, p in module.named_parameters() if not p.is_meta}
+    assert real == {name for name, _ in stage.named_parameters()}
+    assert all(not name.startswith("transformer.h.1") for name in real)
+
+
+def test_a_module_on_meta_is_cut_and_runs_once_it_has_values() -> None:
+    module, inputs, paths = _make("gpt2")
+    empty = copy.deepcopy(module).to("meta")
+    examples = {key: value.to("meta") for key, value in inputs.items()}
+    stages = cut(empty, examples, repeated_paths=paths, stage_blocks=(2, 2), device=torch.device("cpu"))
+    assert all(p.is_meta for stage in stages for p in stage.parameters())
+    for stage in stages:
+        stage.to_empty(device="cpu")
+        stage.load_state_dict({key: module.state_dict()[key] for key in stage.state_dict()})
+    torch.testing.assert_close(_chain(stages, inputs).loss, module(**inputs).loss)
+
+
+def test_dropout_stays_the_users_own_and_follows_train_and_eval() -> None:
+    torch.manual_seed(0)
+    module, inputs, paths = _gpt2(resid_pdrop=0.5, embd_pdrop=0.5)
+    module.train()
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2))
+    assert _chain(stages, inputs).loss != _chain(stages, inputs).loss
+    for stage in stages:
+        stage.eval()
+    torch.testing.assert_close(_chain(stages, inputs).loss, module.eval()(**inputs).loss)
+
+
+def test_hooks_of_submodules_fire_in_their_stage() -> None:
+    module, inputs, paths = _make("llama")
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2))
+    seen: list[str] = []
+    for path in ("model.embed_tokens", "model.layers.3.mlp", "model.norm", "lm_head"):
+        module.get_submodule(path).register_forward_hook(lambda *_, path=path: seen.append(path))
+    _chain(stages, inputs)
+    assert seen == ["model.embed_tokens", "model.layers.3.mlp", "model.norm", "lm_head"]
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if float(x.sum()) > 0 else x
+        return x
+
+
+def test_what_cannot_be_cut_is_refused_in_words() -> None:
+    module, inputs, paths = _make("mlp")
+    with pytest.raises(UserError, match="adds up to 3"):
+        cut(module, inputs, repeated_paths=paths, stage_blocks=(1, 2))
+    with pytest.raises(UserError, match="the blocks run in the order"):
+        cut(module, inputs, repeated_paths=paths[::-1], stage_blocks=(2, 2))
+    with pytest.raises(UserError, match="cannot trace it"):
+        cut(Reads(), torch.ones(2, 4), repeated_paths=["blocks.0", "blocks.1"], stage_blocks=(1, 1))
+    module, inputs, paths = _make("llama")
+    with pytest.raises(UserError, match="use_cache = False"):
+        cut(module, inputs | {"use_cache": True}, repeated_paths=paths, stage_blocks=(2, 2))
+
+
+def test_other_inputs_than_the_examples_are_refused_in_words() -> None:
+    module, inputs, paths = _make("llama")
+    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2))
+    with pytest.raises(UserError, match="pass the same arguments"):
+        _chain(stages, {"input_ids": inputs["input_ids"]})

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import torch
+
+from autoparallel.runtime import torch_private
+
+
+def test_this_torch_is_one_whose_private_names_were_read() -> None:
+    major_minor = ".".join(torch.__version__.split(".")[:2])
+    assert major_minor in torch_private.TORCH_VERSIONS
+
+
+def test_traced_code_sees_the_answer_it_is_given_and_the_old_one_comes_back() -> None:
+    assert not torch.compiler.is_exporting()
+    with torch_private.exporting_seen_as(True):
+        assert torch.compiler.is_exporting()
+        with torch_private.exporting_seen_as(False):
+            assert not torch.compiler.is_exporting()
+        assert torch.compiler.is_exporting()
+    assert not torch.compiler.is_exporting()
+
+
+def test_a_callback_runs_once_when_the_backward_pass_ends() -> None:
+    calls: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = torch.ones(2, requires_grad=True)
+    for tensor in (x, y):
+        tensor.register_hook(lambda _: torch_private.after_backward(lambda: calls.append("end")))
+    (x * y).sum().backward()
+    assert calls == ["end", "end"]
