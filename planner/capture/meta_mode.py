@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from autoparallel.planner.capture.errors import UntraceableError
+from autoparallel.planner.capture.trees import leaves, mapped, tensors
 
 # Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
 # attention masks over the square of the sequence do not (kind: chosen; it bounds the memory of a capture).
@@ -21,6 +21,8 @@ KNOWN_VALUES_LIMIT = 1 << 20
 _FACTORIES = frozenset(
     {"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "linspace", "tril_indices", "triu_indices"}
 )
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -69,15 +71,17 @@ class MetaMode(TorchDispatchMode):
     def _key(self, meta: torch.Tensor) -> tuple[object, ...]:
         return (storage_key(meta), meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to keep torch._dynamo out of our frames means importing it, for more than a second
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        leaves = [self._argument(leaf) for leaf in leaves]
-        args, kwargs = tree_unflatten(leaves, spec)
+        args, kwargs = mapped(self._argument, args), mapped(self._argument, kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._item(args[0])
-        real = self._run_known(func, leaves, spec)
+        real = self._run_known(func, args, kwargs)
         if real is None:
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
@@ -91,7 +95,7 @@ class MetaMode(TorchDispatchMode):
         if isinstance(leaf, torch.Tensor):
             return self.to_meta(leaf)
         if isinstance(leaf, torch.device):
-            return torch.device("meta")
+            return _META
         return leaf
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -100,45 +104,44 @@ class MetaMode(TorchDispatchMode):
             raise UntraceableError("its control flow depends on the values of a tensor")
         return value.item()
 
-    def _run_known(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+    def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result on real values, if all of the operator's inputs are known; else None."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs = tensors((args, kwargs))
         name = func._schema.name.split("::")[-1]
-        if not tensors and name not in _FACTORIES:
+        if name == "rand" and not args[0]:
+            # One random number decides whether a layer is dropped: it is kept.
+            return torch.tensor(1.0 - torch.finfo(torch.float32).eps)
+        if not inputs and name not in _FACTORIES:
             return None
-        if any(t.numel() > KNOWN_VALUES_LIMIT for t in tensors):
+        values: dict[int, torch.Tensor] = {}
+        for tensor in inputs:
+            value = self.known(tensor) if tensor.numel() <= KNOWN_VALUES_LIMIT else None
+            if value is None:
+                return None
+            values[id(tensor)] = value
+        if torch.Tag.nondeterministic_seeded in func.tags or not _small(leaves((args, kwargs)), inputs, name):
             return None
-        values = {id(t): self.known(t) for t in tensors}
-        if any(value is None for value in values.values()):
-            return None
-        if torch.Tag.nondeterministic_seeded in func.tags or not _small(func, leaves, name):
-            return None
-        real_leaves = [
-            values[id(leaf)]
-            if isinstance(leaf, torch.Tensor)
-            else torch.device("cpu")
-            if isinstance(leaf, torch.device)
-            else leaf
-            for leaf in leaves
-        ]
-        args, kwargs = tree_unflatten(real_leaves, spec)
-        if not tensors:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        return func(*args, **kwargs)
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return values[id(leaf)]
+            return _CPU if isinstance(leaf, torch.device) else leaf
+
+        real_kwargs = mapped(real, kwargs) | ({} if inputs else {"device": _CPU})
+        return func(*mapped(real, args), **real_kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        if not tensors and any(a.name == "device" for a in func._schema.arguments):
-            kwargs = {**kwargs, "device": torch.device("meta")}
+        if not tensors((args, kwargs)) and any(a.name == "device" for a in func._schema.arguments):
+            kwargs = {**kwargs, "device": _META}
         return func(*args, **kwargs)
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
         """The result on meta tensors, with `real` remembered as its values."""
         if torch.Tag.dynamic_output_shape in func.tags:
-            out = tree_map(lambda t: torch.empty_like(t, device="meta") if _is_tensor(t) else t, real)
+            out = mapped(lambda t: torch.empty_like(t, device="meta") if _is_tensor(t) else t, real)
         else:
             out = self._run(func, args, kwargs)
-        for meta, value in zip(tree_flatten(out)[0], tree_flatten(real)[0], strict=True):
+        for meta, value in zip(leaves(out), leaves(real), strict=True):
             if _is_tensor(meta):
                 self.remember(meta, value)
         return out
@@ -146,26 +149,23 @@ class MetaMode(TorchDispatchMode):
     def _forget_mutated(self, func: Any, args: tuple[Any, ...]) -> None:
         if not func._schema.is_mutable or not args:
             return
-        for leaf in tree_flatten(args[0])[0]:
-            if _is_tensor(leaf):
-                storage = storage_key(leaf)
-                self._known = {k: v for k, v in self._known.items() if k[0] != storage}
+        for leaf in tensors(args[0]):
+            storage = storage_key(leaf)
+            self._known = {k: v for k, v in self._known.items() if k[0] != storage}
 
 
 def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _small(func: Any, leaves: list[Any], name: str) -> bool:
+def _small(arguments: list[Any], inputs: list[torch.Tensor], name: str) -> bool:
     """Whether the result on real values is cheap enough to compute."""
-    if name in {"expand", "repeat", "broadcast_to"} or name in _FACTORIES:
-        sizes = [leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool)]
+    if name in {"repeat", "tril_indices", "triu_indices"} or (name in _FACTORIES and name != "arange"):
         product = 1
-        for size in sizes:
-            product *= max(abs(size), 1)
-        return product <= KNOWN_VALUES_LIMIT or name in {"arange", "expand"}
-    shape = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in arguments:
+            product *= max(abs(leaf), 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else 1
+        return product <= KNOWN_VALUES_LIMIT
     try:
-        return torch.broadcast_shapes(*shape).numel() <= KNOWN_VALUES_LIMIT
+        return torch.broadcast_shapes(*(t.shape for t in inputs)).numel() <= KNOWN_VALUES_LIMIT
     except RuntimeError:
         return True

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, StandIn, forwards_replaced
 from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
 from autoparallel.planner.capture.records import Call, Frame, Launch, Meta, SavedStorage, Trace, Value
+from autoparallel.planner.capture.trees import leaves, tensors
 from autoparallel.planner.capture.whole import replacement
 
 _NO_OVERRIDE = {
@@ -46,10 +47,6 @@ def meta_of(tensor: torch.Tensor) -> Meta:
         storage=storage_key(tensor),
         layout=(int(tensor.storage_offset()), *tensor.stride()),
     )
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +145,23 @@ class Tracer(TorchFunctionMode):
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
         call = Call(name=name, frame=self._frame, first_node=torch.autograd._get_sequence_nr())
-        before = [t._version for t in _tensors((args, kwargs))]
+        before = [t._version for t in tensors((args, kwargs))]
         self._call = call
         try:
             out = (replacement(name) or func)(*args, **kwargs)
         finally:
             self._call = None
-        results = _tensors(out)
+        results = tensors(out)
         mutated = [
-            t for t, version in zip(_tensors((args, kwargs)), before, strict=True) if t._version != version
+            t for t, version in zip(tensors((args, kwargs)), before, strict=True) if t._version != version
         ]
         fresh = [t for t in results if all(t is not m for m in mutated)]
         unchanged = [t for t in fresh if id(t) in self._values]
         if not call.forward and len(unchanged) == len(fresh) and not mutated:
             return out  # a size, a flag, or the argument itself: nothing ran
-        call.inputs = inputs = [self.value_of(t) for t in _tensors((args, kwargs))]
+        call.inputs = inputs = [self.value_of(t) for t in tensors((args, kwargs))]
         call.constants = tuple(
-            leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, int | float | bool | str)
+            leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, int | float | bool | str)
         )
         index = len(self.trace.calls)
         self.trace.calls.append(call)
@@ -177,7 +174,7 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        tensors_in, tensors_out = _tensors((args, kwargs)), _tensors(out)
+        tensors_in, tensors_out = tensors((args, kwargs)), tensors(out)
         metas_in, metas_out = tuple(map(meta_of, tensors_in)), tuple(map(meta_of, tensors_out))
         storages = {m.storage for m in metas_in}
         mutates = func._schema.is_mutable
@@ -228,14 +225,14 @@ class Tracer(TorchFunctionMode):
         """Note how the module at `path` was called and what it returned, for those it stands for."""
         with torch._C.DisableTorchFunction():
             arguments = self._described(args, kwargs)
-        self._remembered[path] = Remembered(arguments, _tensors((args, kwargs)), result)
-        self._returned = [self._values.get(id(t), -1) for t in _tensors(result)]
+        self._remembered[path] = Remembered(arguments, tensors((args, kwargs)), result)
+        self._returned = [self._values.get(id(t), -1) for t in tensors(result)]
 
     def _described(self, args: Any, kwargs: Any) -> list[object]:
         """Each argument by what must be equal for two calls to be alike: where a tensor comes from, its shape."""
         previous = self._returned
         described: list[object] = []
-        for leaf in tree_flatten((args, kwargs))[0]:
+        for leaf in leaves((args, kwargs)):
             if not isinstance(leaf, torch.Tensor):
                 described.append(leaf if isinstance(leaf, int | float | bool | str | None) else type(leaf))
                 continue
@@ -250,14 +247,13 @@ class Tracer(TorchFunctionMode):
             known = self._remembered.get(model)
             if known is None or self._described(args, kwargs) != known.arguments:
                 raise FoldError(f"{path} is not called as {model} is")
-            tensors = _tensors((args, kwargs))
-            leaves, spec = tree_flatten(known.result)
-            result = {id(t): tensors[i] for i, t in enumerate(known.inputs)}  # what the model handed through
-            fresh = [t for t in _tensors(known.result) if id(t) not in result]
-            made = self._stood_in(model, tensors, fresh)
+            given = tensors((args, kwargs))
+            result = {id(t): given[i] for i, t in enumerate(known.inputs)}  # what the model handed through
+            fresh = [t for t in tensors(known.result) if id(t) not in result]
+            made = self._stood_in(model, given, fresh)
             result |= {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
-            self._returned = [self._values.get(id(result[id(t)]), -1) for t in _tensors(known.result)]
-            return tree_unflatten([result.get(id(leaf), leaf) for leaf in leaves], spec)
+            self._returned = [self._values.get(id(result[id(t)]), -1) for t in tensors(known.result)]
+            return tree_map(lambda leaf: result.get(id(leaf), leaf), known.result)
 
     def _stood_in(
         self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
@@ -334,11 +330,11 @@ def trace_step(
     for name, buffer in module.named_buffers():
         tracer.declare(buffer, "buffer", name)
     inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-    for position, tensor in enumerate(_tensors(inputs)):
+    for position, tensor in enumerate(tensors(inputs)):
         tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
     with forwards_replaced(module, plan, tracer), tracer.recording():
         result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
-    outputs = _tensors(_plain(result))
+    outputs = tensors(_plain(result))
     tracer.trace.outputs = [tracer.value_of(t) for t in outputs]
     wanted = [p for p in module.parameters() if p.requires_grad]
     differentiable = [t for t in outputs if t.requires_grad]
