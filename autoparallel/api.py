@@ -99,6 +99,7 @@ def auto_parallelize(
         blocks=[link.path for link in decision.graph.chain if link.repeated],
         dtypes=dtypes,
         program=_program(decision, execution),
+        level_sizes=tuple(level.size for level in decision.cluster.levels) if decision.cluster else (),
     )
 
 

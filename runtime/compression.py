@@ -1,21 +1,23 @@
-"""All-reduce of one flat gradient buffer: as it is, or compressed to bfloat16 with error feedback.
+"""Reductions of flat gradient buffers: as they are, or compressed to bfloat16.
 
-The compressed form moves bfloat16 but adds in the buffer's own dtype, so that it runs on backends without
-bfloat16 arithmetic (Gloo): each rank sends every peer its part (all-to-all), sums the parts that it gets, and
-sends the sum to all (all-gather). The same bytes as a ring all-reduce of half the size. What rounding drops
-is added to the next step's gradient; that residual takes as much memory as the buffer.
+The compressed forms move bfloat16 but add in the buffer's own dtype, so that they run on backends without
+bfloat16 arithmetic (Gloo) and round only twice: each rank sends every peer its part (all-to-all) and sums the
+parts that it gets; an all-reduce then sends the sums to all (all-gather). The same bytes as a ring of half
+the item size. Rounding to nearest is unbiased, so no error is fed back and no residual kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autoparallel.errors import UserError
+
+_METHODS = ("none", "bf16")
 
 
 class Reduction(Protocol):
@@ -26,9 +28,9 @@ class Reduction(Protocol):
 
 
 class Reducer(Protocol):
-    """Starts the all-reduce of a buffer; `key` names the buffer from step to step."""
+    """Starts the all-reduce of a buffer to its mean over a group."""
 
-    def start(self, buffer: Tensor, key: int) -> Reduction: ...
+    def start(self, buffer: Tensor) -> Reduction: ...
 
 
 class PlainReducer:
@@ -37,7 +39,7 @@ class PlainReducer:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def start(self, buffer: Tensor, key: int) -> Reduction:  # noqa: ARG002
+    def start(self, buffer: Tensor) -> Reduction:
         return _PlainReduction(buffer, self._group)
 
 
@@ -53,63 +55,88 @@ class _PlainReduction:
 
 
 class Bf16Reducer:
-    """Mean of bfloat16 roundings, with error feedback."""
+    """Mean of bfloat16 roundings, itself rounded to bfloat16: the same on every rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._residuals: dict[int, Tensor] = {}
 
-    def start(self, buffer: Tensor, key: int) -> Reduction:
-        if key not in self._residuals or self._residuals[key].shape != buffer.shape:
-            self._residuals[key] = torch.zeros_like(buffer)
-        return _Bf16Reduction(buffer, self._residuals[key], self._group)
+    def start(self, buffer: Tensor) -> Reduction:
+        return _Bf16Reduction(buffer, self._group)
 
 
 class _Bf16Reduction:
-    def __init__(self, buffer: Tensor, residual: Tensor, group: dist.ProcessGroup) -> None:
-        self._buffer, self._residual, self._group = buffer, residual, group
-        ranks = group.size()
-        self._part = -(-buffer.numel() // ranks)
-        sent = buffer.new_zeros(self._part * ranks, dtype=torch.bfloat16)
-        buffer.add_(residual)
-        sent[: buffer.numel()].copy_(buffer)
-        residual.copy_(buffer).sub_(sent[: buffer.numel()])
-        self._sent, self._received = sent, torch.empty_like(sent)
-        # As bytes: backends that lack bfloat16 still move the bytes.
+    def __init__(self, buffer: Tensor, group: dist.ProcessGroup) -> None:
+        self._buffer, self._group = buffer, group
+        part = -(-buffer.numel() // group.size())
+        self._sent = buffer.new_zeros(part * group.size(), dtype=torch.bfloat16)
+        self._sent[: buffer.numel()].copy_(buffer)
+        self._received = torch.empty_like(self._sent)
+        # As bytes: backends that lack bfloat16 still move it.
         self._work = dist.all_to_all_single(
-            self._received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True
+            _bytes(self._received), _bytes(self._sent), group=group, async_op=True
         )
 
     def wait(self) -> None:
         assert self._work is not None
         self._work.wait()
-        ranks, rank = self._group.size(), self._group.rank()
-        exact = self._received.view(ranks, self._part).to(self._buffer.dtype).sum(dim=0).div_(ranks)
-        rounded = exact.to(torch.bfloat16)
-        dist.all_gather_into_tensor(
-            self._sent.view(torch.uint8), rounded.view(torch.uint8), group=self._group
-        )
-        mine = slice(rank * self._part, min((rank + 1) * self._part, self._buffer.numel()))
-        kept = max(0, mine.stop - mine.start)
-        # The mean counts each rank's residual 1/ranks, this rounding error is of the mean itself.
-        self._residual[mine].add_((exact - rounded)[:kept] * ranks)
+        parts = self._received.view(self._group.size(), -1).to(self._buffer.dtype)
+        mean = parts.sum(dim=0).div_(self._group.size()).to(torch.bfloat16)
+        dist.all_gather_into_tensor(_bytes(self._sent), _bytes(mean), group=self._group)
         self._buffer.copy_(self._sent[: self._buffer.numel()])
 
 
-def check_compression(compression: Sequence[str]) -> str:
-    """The method that `grad_sync.compression` (per network level, innermost first) asks for.
+class Bf16ReduceScatter:
+    """What FSDP2 takes as its reduce-scatter: bfloat16 on the wire, sums in the input's own dtype."""
 
-    One group spans its levels up to the outermost, so that the last entry that is not "none" decides. Raises
-    UserError for a compression that the runtime does not run.
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"FSDP2 asked for {op}"
+        sent = input_tensor.to(torch.bfloat16)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(_bytes(received), _bytes(sent), group=group)
+        total = received.view(group.size(), -1).to(output_tensor.dtype).sum(dim=0)
+        if op == dist.ReduceOp.AVG:
+            total /= group.size()
+        output_tensor.copy_(total.view(output_tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def check_compression(compression: Sequence[str]) -> None:
+    """Refuse a compression that the runtime does not run."""
+    for method in compression:
+        if method not in _METHODS:
+            raise UserError(
+                f'grad_sync.compression "{method}": the runtime runs {" and ".join(_METHODS)}; choose one of them'
+            )
+
+
+def method_between(ranks: Sequence[int], compression: Sequence[str], level_sizes: Sequence[int]) -> str:
+    """The method for a group of `ranks`: that of the outermost network level between them.
+
+    `level_sizes` are devices below one port of each level, innermost first; where they are not known, the
+    outermost level is taken to lie between any two ranks.
     """
-    method = next((entry for entry in reversed(compression) if entry != "none"), "none")
-    if method not in ("none", "bf16"):
-        raise UserError(
-            f'grad_sync.compression "{method}": the runtime runs "none" and "bf16"; choose one of them'
-        )
-    return method
+    if not compression:
+        return "none"
+    for level, size in enumerate(level_sizes):
+        if len({rank // size for rank in ranks}) == 1:
+            return compression[level] if level < len(compression) else "none"
+    return compression[-1]
 
 
-def make_reducer(group: dist.ProcessGroup, compression: Sequence[str]) -> Reducer:
-    """The reducer over `group` for `grad_sync.compression`."""
-    return Bf16Reducer(group) if check_compression(compression) == "bf16" else PlainReducer(group)
+def make_reducer(group: dist.ProcessGroup, method: str) -> Reducer:
+    """The reducer over `group` for a method of `grad_sync.compression`."""
+    return Bf16Reducer(group) if method == "bf16" else PlainReducer(group)

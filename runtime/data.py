@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from autoparallel.runtime.compression import Bf16ReduceScatter
 from autoparallel.runtime.mesh import RankMesh
 
 
@@ -28,6 +29,7 @@ def shard_data(
     mesh: RankMesh,
     *,
     zero: int,
+    compression: str,
     dtype: torch.dtype,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
@@ -47,6 +49,10 @@ def shard_data(
                 block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored
             )
     fully_shard(module, mesh=axis, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+    if compression == "bf16":
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[arg-type]  # by its shape
 
 
 def unshared_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:

@@ -26,7 +26,6 @@ from autoparallel.runtime.torch_private import after_backward
 class _Bucket:
     """Parameters whose gradients travel together, in one flat buffer of `dtype`."""
 
-    key: int
     parameters: list[nn.Parameter]
     dtype: torch.dtype
     arrived: dict[nn.Parameter, int] = field(default_factory=dict)
@@ -143,7 +142,7 @@ class GradientSync:
         self._next += 1
         if self._reducer is not None:
             assert bucket.buffer is not None
-            bucket.reduction = self._reducer.start(bucket.buffer, bucket.key)
+            bucket.reduction = self._reducer.start(bucket.buffer)
 
     def _sync_now(self) -> None:
         self._scheduled = False
@@ -182,7 +181,7 @@ def _buckets(parameters: Sequence[nn.Parameter], dtype: torch.dtype, size_bytes:
         numel = local(parameter).numel()
         # Parameters of several dtypes need one bucket each: `.grad` has its parameter's dtype.
         if filled + numel * dtype.itemsize > size_bytes or buckets[-1].parameters[0].dtype != parameter.dtype:
-            buckets.append(_Bucket(key=len(buckets), parameters=[], dtype=dtype))
+            buckets.append(_Bucket(parameters=[], dtype=dtype))
             filled = 0.0
         buckets[-1].parameters.append(parameter)
         filled += numel * dtype.itemsize

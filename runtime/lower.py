@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy import Strategy, TensorRule
-from autoparallel.runtime.compression import make_reducer
+from autoparallel.runtime.compression import make_reducer, method_between
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import materialise, on_meta
@@ -123,6 +123,7 @@ def lower_module(
         blocks,
         mesh,
         zero=zero,
+        compression=_method(strategy, mesh, "dp_shard"),
         dtype=dtypes.compute,
         param_dtype=dtypes.param,
         grad_dtype=dtypes.grad,
@@ -135,7 +136,7 @@ def lower_module(
     sharded = mesh.sizes.dp_shard > 1
     sync = GradientSync(
         module.parameters(),
-        make_reducer(group, strategy.grad_sync.compression) if group is not None else None,
+        make_reducer(group, _method(strategy, mesh, "dp_replicate")) if group is not None else None,
         group=group,
         grad_dtype=dtypes.grad,
         bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
@@ -143,6 +144,14 @@ def lower_module(
         unsharded_group=mesh.group("dp_shard") if sharded else None,
     )
     return Lowered(module, zero=zero, sharded=sharded, sync=sync)
+
+
+def _method(strategy: Strategy, mesh: RankMesh, axis: str) -> str:
+    """How gradients travel along `axis`."""
+    if getattr(mesh.sizes, axis) == 1:
+        return "none"
+    ranks = dist.get_process_group_ranks(mesh.group(axis))
+    return method_between(ranks, strategy.grad_sync.compression, mesh.level_sizes)
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

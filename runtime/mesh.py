@@ -22,6 +22,7 @@ class RankMesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh | None
+    level_sizes: tuple[int, ...] = ()  # devices below one port of each network level, where it is known
 
     def coordinate(self, axis: str) -> int:
         """This rank's position along `axis`."""
@@ -88,7 +89,7 @@ def check_mesh(sizes: Mesh, world: int) -> None:
         raise UserError(f"mesh.order = {list(sizes.order)} must name each of {list(AXES)} once")
 
 
-def build_mesh(sizes: Mesh) -> RankMesh:
+def build_mesh(sizes: Mesh, level_sizes: tuple[int, ...] = ()) -> RankMesh:
     """Process group and device mesh of a strategy; collective. `sizes` has passed `check_mesh`."""
     rank, device = start_ranks()
     if not dist.is_initialized():
@@ -97,4 +98,4 @@ def build_mesh(sizes: Mesh) -> RankMesh:
     ranks = torch.arange(sizes.devices).reshape(shape)
     ranks = ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
-    return RankMesh(sizes=sizes, rank=rank, device=device, device_mesh=device_mesh)
+    return RankMesh(sizes=sizes, rank=rank, device=device, device_mesh=device_mesh, level_sizes=level_sizes)

@@ -26,16 +26,18 @@ def parallelize(
     blocks: Sequence[str],
     program: Callable[[], Program],
     dtypes: Dtypes | None = None,
+    level_sizes: tuple[int, ...] = (),
 ) -> nn.Module:
     """Run `module` by `strategy` on the processes of this run, in place where there is no pipeline.
 
-    `blocks` are the paths of its repeated blocks in model order. Every rank ends up with rank 0's values;
+    `blocks` are the paths of its repeated blocks in model order, `level_sizes` those of the cluster's network
+    levels (they decide which group crosses which level). Every rank ends up with rank 0's values;
     parameters on the meta device are made and initialised share by share. Collective. Raises UserError,
     before anything is changed, for a strategy that does not fit the module or the processes.
     """
     check_strategy(module, strategy, blocks)
     dtypes = dtypes or module_dtypes(module)
-    mesh = build_mesh(strategy.mesh)
+    mesh = build_mesh(strategy.mesh, level_sizes)
     if strategy.mesh.pp > 1:
         from autoparallel.runtime.pipeline_module import pipeline_module
 
