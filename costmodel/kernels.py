@@ -1,8 +1,9 @@
-"""Seconds that a kernel takes on a device: a roofline with launch overhead and shape-dependent efficiency.
+"""Seconds that a kernel takes on a device, and that the host takes to launch it.
 
-    time = max(launch, start + max(compute, memory) + exposed * min(compute, memory))
+    device time = start + max(compute, memory) + exposed * min(compute, memory)
 
-`launch` is the host's time per launch, so that many small kernels cost what the host needs to send them.
+The host runs ahead of the device, so a pass takes the longer of what its kernels take and what their launches
+take (costmodel/price.py): many small kernels cost what the host needs to send them.
 Every constant is a key of `Device.constants`, documented in profiles/constants.py, with kind and source in
 the architecture's file. Sources of the forms: docs/cost-model.md#kernels.
 """
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.program import AttentionShape, Kernel
+from autoparallel.costmodel.program import AttentionShape, Kernel, Step
 from autoparallel.errors import UserError
 from autoparallel.profiles.constants import TILES
 from autoparallel.profiles.hardware import Device
@@ -31,6 +32,7 @@ _TILE_SHAPES = tuple(
     for rows, columns in (t.split("x") for t in TILES)
 )
 _SPLITS = (1, 2, 4, 8)
+_SCORE_KERNELS = {"eager": 4, "fused": 1, "compiled": 2}  # that pass over the scores of unfused attention
 _MEMORY_KINDS = {
     OpKind.EMBEDDING: "memory.efficiency.embedding", OpKind.NORM: "memory.efficiency.norm",
     OpKind.SOFTMAX: "memory.efficiency.softmax", OpKind.CROSS_ENTROPY: "memory.efficiency.cross_entropy",
@@ -41,15 +43,33 @@ _MEMORY_KINDS = {
 
 
 def kernel_s(kernel: Kernel, device: Device, kernels: str) -> float:
-    """Seconds of all `kernel.count` launches, one after the other; 0 for views.
+    """Seconds of all `kernel.count` launches of a kernel alone: the device's time or the host's, the longer.
 
-    `kernels` is how the model runs: eager, fused or compiled. Raises UserError where the device cannot
-    compute in the kernel's dtype.
+    `kernels` is how the model runs: eager, fused or compiled. Views cost nothing. Raises UserError where the
+    device cannot compute in the kernel's dtype.
     """
+    return max(device_s(kernel, device, kernels), host_s(kernel, device, kernels))
+
+
+def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
+    """Seconds that the host needs to launch the kernel; it runs ahead while the device computes."""
+    return launches(kernel, kernels) * device.constants[f"launch_s.{kernels}"]
+
+
+def launches(kernel: Kernel, kernels: str) -> int:
+    """Launches: one each, but for unfused attention its products and the passes over its scores."""
+    if kernel.kind == OpKind.VIEW:
+        return 0
+    if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
+        return kernel.count * ((4 if kernel.backward else 2) + _SCORE_KERNELS[kernels])
+    return kernel.count
+
+
+def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
+    """Seconds of the device for all `kernel.count` launches, the host far ahead."""
     if kernel.kind == OpKind.VIEW or kernel.count == 0:
         return 0.0
-    constants = device.constants
-    launch_s = constants[f"launch_s.{kernels}"]
+    start_s = device.constants["kernel.start_s"]
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
         if not kernel.attention.flash:
             return kernel.count * unfused_attention_s(kernel, kernel.attention, device, kernels)
@@ -60,7 +80,7 @@ def kernel_s(kernel: Kernel, device: Device, kernels: str) -> float:
         once_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[kernel.kind])
     else:
         once_s = _plain_roofline_s(kernel, device)
-    return kernel.count * max(launch_s, constants["kernel.start_s"] + once_s)
+    return kernel.count * (start_s + once_s)
 
 
 def peak_flops(device: Device, dtype: str) -> float:
@@ -171,17 +191,11 @@ def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, k
     Products forward: scores, output; backward: two for each. The mask saves nothing.
     """
     constants = device.constants
-    b, s, t = shape.batch * shape.heads, shape.query_length, shape.key_length
-    d, v = shape.head_size, shape.value_size
-    if kernel.backward:
-        products = [(b, s, t, v), (b, t, v, s), (b, s, d, t), (b, t, d, s)]
-    else:
-        products = [(b, s, t, d), (b, s, v, t)]
     dtype = _attention_dtype(kernel.dtype)
     total = 0.0
-    launch_s, start_s = constants[f"launch_s.{kernels}"], constants["kernel.start_s"]
+    start_s = constants["kernel.start_s"]
     item = OPERAND_BYTES[dtype]
-    for batch, m, n, k in products:
+    for batch, m, n, k in _products(kernel, shape):
         moved = int(batch * (m * k + k * n + m * n) * item)
         part = Kernel(
             kind=OpKind.GEMM,
@@ -190,11 +204,20 @@ def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, k
             bytes_moved=moved,
             product=(batch, m, n, k),
         )
-        total += max(launch_s, start_s + gemm_s(part, device))
+        total += start_s + gemm_s(part, device)
     side = "backward" if kernel.backward else "forward"
     passes = constants[f"attention.score_passes_{side}.{kernels}"]
-    scores = b * s * t * item * passes
-    return total + max(launch_s, start_s + memory_s(scores, device, "memory.efficiency.softmax"))
+    scores = shape.batch * shape.heads * shape.query_length * shape.key_length * item * passes
+    return total + start_s + memory_s(scores, device, "memory.efficiency.softmax")
+
+
+def _products(kernel: Kernel, shape: AttentionShape) -> tuple[tuple[int, int, int, int], ...]:
+    """The batched products (batch, m, n, k) of unfused attention: two forward, two for each of them backward."""
+    b, s, t = shape.batch * shape.heads, shape.query_length, shape.key_length
+    d, v = shape.head_size, shape.value_size
+    if kernel.backward:
+        return (b, s, t, v), (b, t, v, s), (b, s, d, t), (b, t, d, s)
+    return (b, s, t, d), (b, s, v, t)
 
 
 def _plain_roofline_s(kernel: Kernel, device: Device) -> float:

@@ -7,13 +7,13 @@ their own (costmodel/streams.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
-from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.kernels import host_s, kernel_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
     Action,
@@ -47,14 +47,18 @@ class Pricer:
     """Prices kernels and collectives of one cluster, and remembers those it has priced."""
 
     cluster: Cluster
-    kernels: dict[tuple[Kernel, str, str], float] = field(default_factory=dict)
+    kernels: dict[tuple[Kernel, str, str], tuple[float, float]] = field(default_factory=dict)
     collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
 
     def kernel_s(self, kernel: Kernel, device: Device, mode: str) -> float:
         """As `costmodel.kernels.kernel_s`."""
+        return max(self.kernel_times(kernel, device, mode))
+
+    def kernel_times(self, kernel: Kernel, device: Device, mode: str) -> tuple[float, float]:
+        """Seconds of the device, and of the host that launches."""
         key = (kernel, device.name, mode)
         if key not in self.kernels:
-            self.kernels[key] = kernel_s(kernel, device, mode)
+            self.kernels[key] = (device_s(kernel, device, mode), host_s(kernel, device, mode))
         return self.kernels[key]
 
     def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
@@ -131,16 +135,23 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
 
 
 def price_block(block: BlockWork, program: Program, device: Device, pricer: Pricer) -> BlockCost:
-    """Seconds of the steps of a block: kernels under the key of their pass, collectives under `LABEL_comm`."""
+    """Seconds of the steps of a block: kernels under the key of their pass, collectives under `LABEL_comm`.
 
-    def parts(steps: Iterable[Step], key: str) -> Parts:
+    Where launching a pass takes the host longer than the device takes to run it, the pass takes what the host
+    needs; the difference stands under the key of the pass.
+    """
+
+    def parts(steps: Sequence[Step], key: str) -> Parts:
         total: Parts = {}
+        launches_s = sum(host_s(step, device, program.kernels) for step in steps)
         for step in steps:
             if isinstance(step, Kernel):
                 seconds, where = pricer.kernel_s(step, device, program.kernels), key
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
             total[where] = total.get(where, 0.0) + seconds
+        if (waiting_s := launches_s - sum(total.values())) > 0.0:
+            total[key] = total.get(key, 0.0) + waiting_s
         return total
 
     return BlockCost(

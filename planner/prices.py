@@ -6,10 +6,10 @@ that a bound can be compared with the simulated step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.price import Pricer, price_block
-from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program
+from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
 from autoparallel.planner import state
 from autoparallel.planner.expand import MIB, Expander, mesh_axes
 from autoparallel.planner.strategy import Strategy
@@ -71,17 +71,16 @@ class PriceBook:
         self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool
     ) -> LinkPrice:
         work = self.expander.work(strategy, block, mode)
-        forward_s, input_s, weight_s = self.block_s(strategy, work, axes)
-        accumulate = state.accumulation_kernel(work, strategy)
-        weight_s += sum(self.pricer.kernel_s(k, self.device, strategy.execution.kernels) for k in accumulate)
+        gather = state.gather_of(work, strategy)
         parameters, trainable = work.parameters, work.trainable
         if not held:
             tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]
-            parameters -= sum(p.numel for p in tied)
-            trainable -= sum(p.numel for p in tied if p.trainable)
-        gather = state.gather_of(work, strategy)
+            parameters = max(parameters - sum(p.numel for p in tied), 0)
+            trainable = max(trainable - sum(p.numel for p in tied if p.trainable), 0)
+        accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy)
+        forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
         zero = state.zero_level(strategy)
-        reduction = state.reduction_of(max(trainable, 0), strategy)
+        reduction = state.reduction_of(trainable, strategy)
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
         return LinkPrice(
             forward_s=forward_s,
@@ -91,8 +90,8 @@ class PriceBook:
             reduce_s=self._reduce_s(reduction, strategy, axes),
             gather_bytes=gather.size_bytes if gather is not None else 0,
             reduce_bytes=sum(whole) if zero >= 2 else 0,
-            parameters=max(parameters, 0),
-            trainable=max(trainable, 0),
+            parameters=parameters,
+            trainable=trainable,
             saved=work.saved_bytes,
             weight_saved=work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes,
             recomputed=work.recomputed_bytes,
@@ -107,13 +106,17 @@ class PriceBook:
         return self.pricer.collective_s(message, axes)
 
     def block_s(
-        self, strategy: Strategy, work: BlockWork, axes: tuple[Axis, ...]
+        self, strategy: Strategy, work: BlockWork, more: tuple[Kernel, ...], axes: tuple[Axis, ...]
     ) -> tuple[float, float, float]:
-        """Seconds of forward, of recomputation and input gradients, and of weight gradients."""
+        """Seconds of forward, of recomputation and input gradients, and of weight gradients and `more`.
+
+        A pass is priced whole: where the host is slower than the device, its parts do not add up.
+        """
         inner = tuple(a for a in axes if a.name in ("tp", "cp") and a.size > 1)
-        key = (id(work), inner, strategy.execution.kernels)
+        key = (id(work), more, inner, strategy.execution.kernels)  # the expander keeps every work alive
         if key not in self._blocks:
-            cost = price_block(work, _bare_program(strategy, axes), self.device, self.pricer)
+            whole = replace(work, backward_weight=(*work.backward_weight, *more))
+            cost = price_block(whole, _bare_program(strategy, axes), self.device, self.pricer)
             self._blocks[key] = (
                 sum(cost.forward.values()),
                 sum(cost.recompute.values()) + sum(cost.backward_input.values()),
