@@ -10,11 +10,11 @@ from autoparallel.costmodel.program import BlockWork
 from autoparallel.planner import state
 from autoparallel.planner.bounds import Bounds, Rows, shape_bounds, variant_bounds
 from autoparallel.planner.candidates import Candidate, candidate, even_deal, strategy_of
-from autoparallel.planner.expand import MIB, mesh_axes
-from autoparallel.planner.forms import Chain
+from autoparallel.planner.expand import MIB, Expander, mesh_axes
+from autoparallel.planner.forms import Chain, units_of
 from autoparallel.planner.prices import PriceBook
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.space import Ints, Space, Variants, variants
+from autoparallel.planner.space import Ints, Space, Variants, build_space, variants
 from autoparallel.planner.tables import Units, take_units, unit_table
 
 
@@ -30,6 +30,20 @@ class Outer:
     bounds: Bounds
     counts: Ints  # variants of each shape
     capacity_bytes: float
+
+
+def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None:
+    """Space, prices and bounds of a problem; None where no strategy is legal."""
+    space = build_space(problem)
+    if not len(space.shapes) or not space.counts().any():
+        return None
+    expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
+    groups = problem.fixed_ints("mesh.groups")
+    devices = [problem.cluster.groups[g].device for g in groups] if groups else [problem.cluster.device]
+    fastest = max(devices, key=lambda d: max(d.peak_flops.values()))
+    book = PriceBook(expander=expander, pricer=expander.pricer, device=fastest)
+    capacity = min(d.memory_bytes - d.reserve_bytes for d in devices)
+    return build_outer(problem, space, units_of(problem.graph), book, capacity)
 
 
 def build_outer(

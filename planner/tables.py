@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ from autoparallel.planner.forms import Chain
 from autoparallel.planner.prices import LinkPrice, PriceBook
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.space import MODES, Ints, Shapes
-from autoparallel.planner.strategy import Mesh, Strategy
+from autoparallel.planner.strategy import Batch, Mesh, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -52,7 +52,10 @@ class Units:
 def unit_table(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Units:
     """One row per shape; each distinct (tp, sequence parallelism, micro-batch, mode) is priced once, with tensor
     parallelism on neighbouring devices, where it is cheapest."""
-    keys = np.stack([shapes.tp, shapes.sequence_parallel, shapes.micro, shapes.recompute, shapes.cp], axis=1)
+    several = np.minimum(shapes.micro_batches, 2)  # gradients of several micro-batches are accumulated
+    keys = np.stack(
+        [shapes.tp, shapes.sequence_parallel, shapes.micro, shapes.recompute, shapes.cp, several], axis=1
+    )
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
     priced = [_row(problem, chain, book, tuple(int(v) for v in key)) for key in distinct]
     table = np.array(priced, dtype=np.float64).reshape(len(priced), len(fields(Units)))
@@ -62,12 +65,13 @@ def unit_table(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) 
 
 def _representative(problem: Problem, chain: Chain, key: Sequence[int]) -> Strategy:
     """A strategy with this setting and nothing else: one data-parallel rank, no pipeline."""
-    tp, sequence, micro, mode, cp = key
+    tp, sequence, micro, mode, cp, several = key
     chosen = Candidate(
-        mesh=Mesh(tp=tp, cp=cp), micro=micro, micro_batches=problem.global_batch // micro, zero=0,
+        mesh=Mesh(tp=tp, cp=cp), micro=micro, micro_batches=several, zero=0,
         sequence_parallel=bool(sequence), schedule="none", virtual_stages=1, mode=MODES[mode], compression=(),
     )  # fmt: skip
-    return strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
+    strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
+    return replace(strategy, batch=Batch(global_=several * micro, micro=micro))
 
 
 def _row(problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int]) -> tuple[float, ...]:

@@ -1,0 +1,152 @@
+"""Why this, and why not that: the best strategy of each kind that was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.candidates import Candidate, candidate, even_deal, strategy_of
+from autoparallel.planner.evaluate import Evaluation
+from autoparallel.planner.frontier import Frontier, Stopped
+from autoparallel.planner.outcome import GIB, Alternative
+from autoparallel.planner.outer import Outer, expand_shapes
+from autoparallel.planner.score import score
+from autoparallel.planner.space import Bools, Ints, Shapes, Variants
+from autoparallel.planner.stages import Deal
+from autoparallel.planner.strategy import Strategy
+
+SHAPES_TRIED = 12  # the most promising shapes of a kind, bounded again with all their variants
+SIMULATED = 3  # deals simulated per kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of strategy: which shapes and variants belong to it."""
+
+    name: str
+    shapes: Callable[[Shapes], Bools]
+    variants: Callable[[Variants, Shapes], Bools] | None = None
+
+
+def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
+    """The kinds that the chosen strategy is not of."""
+    mesh, zero = chosen.mesh, chosen.shard.zero
+    alone = mesh.pp == 1 and mesh.tp == 1
+    found = [
+        (not (alone and zero == 0), _kind("data parallelism alone", lambda s: (s.pp == 1) & (s.tp == 1), zero=(0,))),
+        (not (alone and zero in (1, 2)), _kind("ZeRO-1/2 alone", lambda s: (s.pp == 1) & (s.tp == 1), zero=(1, 2))),
+        (not (alone and zero == 3), _kind("ZeRO-3 alone", lambda s: (s.pp == 1) & (s.tp == 1), zero=(3,))),
+        (mesh.tp > 1, _kind("no tensor parallelism", lambda s: s.tp == 1)),
+        (True, _kind("more tensor parallelism", lambda s: s.tp > mesh.tp)),
+        (mesh.tp > 2, _kind("less tensor parallelism", lambda s: (s.tp < mesh.tp) & (s.tp > 1))),
+        (mesh.pp > 1, _kind("no pipeline", lambda s: s.pp == 1)),
+        (True, _kind("more pipeline stages", lambda s: s.pp > mesh.pp)),
+        (mesh.pp > 2, _kind("fewer pipeline stages", lambda s: (s.pp < mesh.pp) & (s.pp > 1))),
+        (chosen.recompute.mode != "full", _kind("full recomputation", lambda s: s.recompute == 2)),
+        (chosen.recompute.mode == "full", _kind("recomputation block by block", lambda s: s.recompute != 2)),
+        (True, _kind("larger micro-batches", lambda s: s.micro > chosen.batch.micro)),
+        (chosen.batch.micro > 1, _kind("smaller micro-batches", lambda s: s.micro < chosen.batch.micro)),
+    ]  # fmt: skip
+    return tuple(kind for differs, kind in found if differs)
+
+
+def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...] = ()) -> Kind:
+    if not zero:
+        return Kind(name=name, shapes=shapes)
+    return Kind(name=name, shapes=shapes, variants=lambda v, _: np.isin(v.zero, zero))
+
+
+def alternatives(outer: Outer, best: Evaluation) -> tuple[Alternative, ...]:
+    """The best strategy found of each other kind, fastest first; those that do not fit last."""
+    reference = score(
+        outer.problem.graph, outer.problem.cluster, best.strategy, outer.book.expander, spans=False
+    )
+    found = [_best_of(outer, kind, reference) for kind in kinds_besides(best.strategy)]
+    kept: dict[Strategy, Alternative] = {}
+    for one in found:
+        if one is not None and one.strategy != best.strategy:
+            kept.setdefault(one.strategy, one)
+    return tuple(sorted(kept.values(), key=lambda a: (not a.feasible, a.step_time_s, a.kind)))
+
+
+def _best_of(outer: Outer, kind: Kind, reference: Prediction) -> Alternative | None:
+    rows = np.flatnonzero(kind.shapes(outer.space.shapes))
+    if not len(rows):
+        return None
+    fits = outer.bounds.memory_bytes[rows] <= outer.capacity_bytes
+    if fits.any():
+        order = rows[fits][np.argsort(outer.bounds.time_s[rows[fits]], kind="stable")][:SHAPES_TRIED]
+        strategy = _fastest(outer, kind, order)
+        if strategy is not None:
+            return _alternative(outer, kind.name, strategy, reference)
+    order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:1]
+    smallest = _smallest(outer, kind, order)
+    return _alternative(outer, kind.name, smallest, reference) if smallest is not None else None
+
+
+def _fastest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
+    """Simulate a few of the kind's most promising variants; the fastest that fits."""
+
+    def check(frontier: Frontier) -> None:
+        if len(frontier.seen) >= SIMULATED:
+            raise Stopped
+
+    frontier = Frontier(outer=outer, check=check, only=kind.variants)
+    with suppress(Stopped):
+        frontier.run(rows)
+    return frontier.incumbent.strategy if frontier.incumbent is not None else None
+
+
+def _smallest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
+    """The variant that needs least memory, everything recomputed: it does not fit, but by how much?"""
+    found, bounds = expand_shapes(outer, rows, float("inf"))
+    belongs = np.ones(len(found), dtype=np.bool_)
+    if kind.variants is not None:
+        belongs = kind.variants(found, outer.space.shapes.take(found.shape))
+    index = np.flatnonzero(belongs)
+    if not len(index):
+        return None
+    row = int(index[np.argmin(bounds.memory_bytes[index])])
+    chosen = candidate(outer.space, found, row)
+    return strategy_of(outer.problem, chosen, _all_recomputed(outer, chosen))
+
+
+def _all_recomputed(outer: Outer, chosen: Candidate) -> Deal:
+    deal = even_deal(len(outer.chain.kinds), chosen.chunks)
+    if chosen.mode == "full":
+        return deal
+    return Deal(blocks=deal.blocks, recomputed=deal.blocks)
+
+
+def _alternative(outer: Outer, name: str, strategy: Strategy, reference: Prediction) -> Alternative:
+    problem = outer.problem
+    prediction = score(problem.graph, problem.cluster, strategy, outer.book.expander, spans=False)
+    return Alternative(
+        kind=name, strategy=strategy, step_time_s=prediction.step_time_s,
+        peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible,
+        reason=reason(prediction, reference),
+    )  # fmt: skip
+
+
+def reason(prediction: Prediction, reference: Prediction) -> str:
+    """Why a strategy lost, in words."""
+    if not prediction.feasible:
+        return f"does not fit: {prediction.peak_bytes / GIB:.1f} GiB of {prediction.capacity_bytes / GIB:.1f} GiB"
+    ratio = prediction.step_time_s / reference.step_time_s - 1.0
+    if ratio <= 0:
+        return "as fast, but worse in what was asked for"
+    theirs, ours = dict(prediction.breakdown_s), dict(reference.breakdown_s)
+    worst = max(theirs, key=lambda key: theirs[key] - ours[key])
+    words = {
+        "bubble": "pipeline bubble", "dp_comm": "gradient communication", "tp_comm": "tensor-parallel communication",
+        "pp_comm": "communication between stages", "recompute": "recomputation", "forward": "computation",
+        "backward": "computation", "optimizer": "the optimizer", "ep_comm": "expert communication",
+        "cp_comm": "context-parallel communication", "other": "other work",
+    }  # fmt: skip
+    return (
+        f"{ratio:.1%} slower, most of it {words[worst]}: {theirs[worst]:.3g} s instead of {ours[worst]:.3g} s"
+    )

@@ -1,0 +1,250 @@
+"""Best bound first: the open parts of the space, ordered by what they could still be worth."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+import numpy as np
+
+from autoparallel.errors import UserError
+from autoparallel.planner.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.evaluate import Evaluation, evaluate
+from autoparallel.planner.forms import PS
+from autoparallel.planner.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.outer import Outer, expand_shapes
+from autoparallel.planner.problem import Objective, price_per_device_s
+from autoparallel.planner.space import Bools, Ints, Shapes, Variants
+from autoparallel.planner.stages import Deal, Row, StageAnswer, StageProblem, solve_stages
+
+# Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
+TOLERANCE = 1e-6
+SHAPES_AT_ONCE = 96  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
+Value = tuple[float, float]
+NOTHING: Value = (inf, inf)
+
+
+class Stopped(Exception):
+    """A limit ended the search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A variant with its stage problem, the deals already simulated, and the one to simulate next."""
+
+    chosen: Candidate
+    bound: Value
+    problem: StageProblem
+    excluded: tuple[Deal, ...]
+    deal: Deal
+
+
+@dataclass(slots=True)
+class Run:
+    """Variants of some shapes in the order of their bounds; `at` is the next one."""
+
+    variants: Variants
+    bounds: list[Value]
+    rows: Ints
+    at: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Frontier:
+    """The state of a search. `check` is called before every step and raises `Stopped` at a limit."""
+
+    outer: Outer
+    check: Callable[[Frontier], None]
+    only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
+    incumbent: Evaluation | None = None
+    value: Value = NOTHING
+    solved: int = 0
+    seen: list[Evaluation] = field(default_factory=list)
+    _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
+    _pushed: int = 0
+    _order: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    _values: list[Value] = field(default_factory=list)
+    _next: int = 0
+    _current: Value = NOTHING
+    _paths: dict[object, list[Row]] = field(default_factory=dict)
+    _errors: list[UserError] = field(default_factory=list)
+
+    def run(self, rows: Ints | None = None) -> None:
+        """Search the shapes `rows` (all of them if None) to the end."""
+        self._begin(rows)
+        while True:
+            self._current = NOTHING
+            self.check(self)
+            if not self._heap or self._upcoming() < self._heap[0][0]:
+                if self._next >= len(self._order):
+                    break
+                self._expand()
+                continue
+            bound, _, item = heapq.heappop(self._heap)
+            if not self.may_win(bound):
+                break
+            self._current = bound
+            if isinstance(item, Run):
+                self._open(item)
+            else:
+                self._simulate(item)
+
+    def bound(self) -> Value:
+        """What nothing that is still open goes below."""
+        head = self._heap[0][0] if self._heap else NOTHING
+        return min(head, self._upcoming(), self._current)
+
+    @property
+    def errors(self) -> tuple[UserError, ...]:
+        """Why candidates turned out not to be strategies at all."""
+        return tuple(self._errors)
+
+    def may_win(self, bound: Value) -> bool:
+        """Whether something with this bound could be better than the incumbent."""
+        if self.outer.problem.objective == Objective.MEMORY:
+            return bound < (self.value[0], self.value[1] * (1 - TOLERANCE))
+        return bound[0] < self.value[0] * (1 - TOLERANCE)
+
+    def value_of(self, time_s: float, memory_bytes: float, devices: int) -> Value:
+        """The objective, from seconds and bytes (or from bounds on them)."""
+        match self.outer.problem.objective:
+            case Objective.COST:
+                return (time_s * devices * price_per_device_s(self.outer.problem.cluster), 0.0)
+            case Objective.MEMORY:
+                return (memory_bytes, time_s)
+            case _:
+                return (time_s, 0.0)
+
+    def _begin(self, rows: Ints | None) -> None:
+        outer = self.outer
+        bounds, devices = outer.bounds, outer.space.shapes.devices
+        fits = bounds.memory_bytes <= outer.capacity_bytes
+        kept = np.flatnonzero(fits) if rows is None else rows[fits[rows]]
+        values = [
+            self.value_of(float(bounds.time_s[i]), float(bounds.memory_bytes[i]), int(devices[i]))
+            for i in kept
+        ]
+        order = sorted(range(len(kept)), key=lambda i: (values[i], i))
+        self._order = kept[order]
+        self._values = [values[i] for i in order]
+
+    def _upcoming(self) -> Value:
+        return self._values[self._next] if self._next < len(self._order) else NOTHING
+
+    def _push(self, bound: Value, item: Node | Run) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (bound, self._pushed, item))
+
+    def _below_s(self, devices: int) -> float:
+        """Seconds that a strategy must stay below to be better than the incumbent."""
+        match self.outer.problem.objective:
+            case Objective.MEMORY:
+                return inf
+            case Objective.COST:
+                rate = devices * price_per_device_s(self.outer.problem.cluster)
+                return self.value[0] * (1 - TOLERANCE) / rate
+            case _:
+                return self.value[0] * (1 - TOLERANCE)
+
+    def _expand(self) -> None:
+        """Bound the variants of the next shapes; keep those that could win."""
+        stop = min(self._next + SHAPES_AT_ONCE, len(self._order))
+        if not self.may_win(self._upcoming()):
+            self._next = len(self._order)
+            return
+        rows = self._order[self._next : stop]
+        self._current = self._upcoming()
+        self._next = stop
+        devices = self.outer.space.shapes.devices
+        below_s = max(self._below_s(int(d)) for d in np.unique(devices[rows]))
+        found, bounds = expand_shapes(self.outer, rows, below_s)
+        memory = self.outer.problem.objective == Objective.MEMORY
+        primary = bounds.memory_bytes if memory else bounds.time_s
+        open_ = np.isfinite(bounds.time_s) & (primary < np.inf)
+        if self.only is not None:
+            open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
+        kept = np.flatnonzero(open_)
+        values = [
+            self.value_of(
+                float(bounds.time_s[i]), float(bounds.memory_bytes[i]), int(devices[found.shape[i]])
+            )
+            for i in kept
+        ]
+        order = sorted((i for i in range(len(kept)) if self.may_win(values[i])), key=lambda i: (values[i], i))
+        if order:
+            ordered = [values[i] for i in order]
+            self._push(ordered[0], Run(variants=found, bounds=ordered, rows=kept[order]))
+
+    def _open(self, run: Run) -> None:
+        """Give the first variant of a run its stage problem; the rest of the run goes back."""
+        row, bound = int(run.rows[run.at]), run.bounds[run.at]
+        run.at += 1
+        if run.at < len(run.rows):
+            self._push(run.bounds[run.at], run)
+        chosen = candidate(self.outer.space, run.variants, row)
+        outer = self.outer
+        try:
+            priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
+        except UserError as error:
+            self._errors.append(error)
+            return
+        states = outer.book.expander.prepared(priced.strategy).states
+        problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes)
+        self._resolve(chosen, bound, with_paths(problem, self._paths.get(_schedule_key(chosen), ())), ())
+
+    def _resolve(
+        self, chosen: Candidate, bound: Value, problem: StageProblem, excluded: tuple[Deal, ...]
+    ) -> None:
+        """Solve a stage problem; the node goes back with the bound that it has now."""
+        self.solved += 1
+        if self.outer.problem.objective == Objective.MEMORY:
+            answer = self._least_memory(problem, excluded)
+            value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
+        else:
+            below_s = self._below_s(chosen.mesh.devices)
+            below = ceil(below_s * PS) if below_s < inf else None
+            answer = solve_stages(problem, excluded=excluded, below=below)
+            value = NOTHING
+            if answer is not None:
+                value = max(bound, self.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
+        if answer is not None and self.may_win(value):
+            node = Node(chosen=chosen, bound=value, problem=problem, excluded=excluded, deal=answer.deal)
+            self._push(value, node)
+
+    def _least_memory(self, problem: StageProblem, excluded: tuple[Deal, ...]) -> StageAnswer | None:
+        """The deal with the least peak, the fastest of these."""
+        below = int(min(self.value[0], float(problem.capacity_bytes))) + 1
+        by_bytes = replace(problem, paths=problem.memory, memory=())
+        least = solve_stages(by_bytes, excluded=excluded, below=below)
+        if least is None:
+            return None
+        fastest = solve_stages(replace(problem, capacity_bytes=least.value), excluded=excluded)
+        return replace(least, deal=fastest.deal if fastest is not None else least.deal)
+
+    def _simulate(self, node: Node) -> None:
+        """Simulate a node's deal, learn from it, and solve again for what is left."""
+        outer = self.outer
+        found = evaluate(outer.book.expander, strategy_of(outer.problem, node.chosen, node.deal))
+        self.seen.append(found)
+        value = self.value_of(found.step_time_s, found.peak_bytes, node.chosen.mesh.devices)
+        if found.peak_bytes <= outer.capacity_bytes and value < self.value:
+            self.incumbent, self.value = found, value
+        if not _has_choice(node.problem):
+            return
+        rows = self._paths.setdefault(_schedule_key(node.chosen), [])
+        row = path_row(found.path())
+        if row not in rows:
+            rows.append(row)
+        self._resolve(node.chosen, node.bound, with_paths(node.problem, rows), (*node.excluded, node.deal))
+
+
+def _schedule_key(chosen: Candidate) -> object:
+    return (chosen.schedule, chosen.mesh.pp, chosen.virtual_stages, chosen.micro_batches)
+
+
+def _has_choice(problem: StageProblem) -> bool:
+    """Whether a stage problem has more than one deal."""
+    spare = len(problem.kinds) > sum(problem.least) and problem.chunks > 1 and problem.blocks is None
+    return spare or (problem.recompute and problem.recomputed is None)
