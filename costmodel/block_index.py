@@ -73,16 +73,25 @@ def index_block(block: Block, *, carried: tuple[int, ...], dropout: bool) -> Blo
 
 
 def _with_own_names(block: Block) -> Block:
-    """The block with tied parameters read under the name that the block itself has for them."""
+    """The block with tied parameters read under the name that the block itself has for them.
+
+    A tie inside one link has no `tied` name: there it is the parameter that the calling module itself holds.
+    """
     own = {p.name for p in block.parameters}
-    alias = {f"param:{p.tied}": f"param:{p.name}" for p in block.parameters if p.tied and p.tied not in own}
-    if not alias:
-        return block
-    operators = tuple(
-        replace(op, inputs=tuple(alias.get(v, v) for v in op.inputs)) if alias.keys() & set(op.inputs) else op
-        for op in block.operators
-    )
-    return replace(block, operators=operators)
+    tied = {f"param:{p.tied}": f"param:{p.name}" for p in block.parameters if p.tied}
+
+    def named(op: Operator, value: str) -> str:
+        name = value.removeprefix("param:")
+        if name == value or name in own:
+            return value
+        held = f"{op.module}.{name.rpartition('.')[2]}".lstrip(".")
+        return tied.get(value, f"param:{held}" if held in own else value)
+
+    def renamed(op: Operator) -> Operator:
+        inputs = tuple(named(op, value) for value in op.inputs)
+        return op if inputs == op.inputs else replace(op, inputs=inputs)
+
+    return replace(block, operators=tuple(renamed(op) for op in block.operators))
 
 
 def enclosing(module: str) -> Iterator[str]:

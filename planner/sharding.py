@@ -59,7 +59,7 @@ def solve_tensor_plan(
             problem=problem,
             costs=price_problem(problem, cluster, axis, request.execution, graph.dtype),
             fixed_params=given.params,
-            fixed_nodes=given.nodes,
+            fixed_nodes={**_unsharded_sequence(graph, problem, request), **given.nodes},
             pins=given.pins,
             sizes=_matrices(graph, b),
             stream=_stream(graph, b, problem, request),
@@ -84,16 +84,31 @@ def _matrices(graph: ModelGraph, block: int) -> dict[str, int]:
 
 
 def _stream(graph: ModelGraph, block: int, problem: BlockProblem, request: TensorRequest) -> dict[int, str]:
-    """Sequence parallelism: what has the shape of the hidden state, at a repeated block's own level, had better
-    be sharded along the sequence too, and not only what passes between blocks."""
+    """What has the shape of the hidden state at a repeated block's own level had better be laid out as it is
+    between blocks: sharded along the sequence under sequence parallelism, whole without."""
     position = first_positions(graph)[block]
-    hidden = [s for s in graph.chain[position].sends if between(s, request) != "R"]
+    hidden = graph.chain[position].sends
     if not graph.chain[position].repeated or not hidden:
         return {}
+    wanted = between(hidden[0], request)
     return {
-        n: between(hidden[0], request)
+        n: wanted
         for n, node in enumerate(problem.nodes)
-        if node.scope == "" and problem.index.specs[node.value] in hidden and "S1" in node.states
+        if node.scope == "" and problem.index.specs[node.value] in hidden and wanted in node.states
+    }
+
+
+def _unsharded_sequence(
+    graph: ModelGraph, problem: BlockProblem, request: TensorRequest
+) -> dict[int, tuple[str, ...]]:
+    """Without sequence parallelism nothing that has the shape of a hidden state is sharded along the sequence."""
+    if request.sequence_parallel:
+        return {}
+    hidden = {spec for link in graph.chain for spec in link.sends if len(spec.shape) > 2}
+    return {
+        n: tuple(s for s in node.states if s != "S1")
+        for n, node in enumerate(problem.nodes)
+        if problem.index.specs[node.value] in hidden and "S1" in node.states
     }
 
 

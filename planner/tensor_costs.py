@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autoparallel.costmodel.collectives import collective_s
-from autoparallel.costmodel.graph import Parameter
+from autoparallel.costmodel.fusion import fuse
+from autoparallel.costmodel.graph import OpKind, Parameter
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
 from autoparallel.planner.local import LocalBlock, Setting
@@ -56,9 +57,10 @@ def price_problem(
     known: dict[Kernel | Collective, float] = {}
     seconds = partial(_seconds, known, cluster, axis, execution.kernels)
     whole = LocalBlock(index=problem.index, plan=replicated_plan(problem.index.block), setting=setting)
+    shares = _fused_shares(whole)
     return BlockCosts(
         variants=tuple(
-            tuple(_variant_cost(whole, op, variant, seconds) for variant in row)
+            tuple(_variant_cost(whole, op, variant, shares.get(op), seconds) for variant in row)
             for op, row in enumerate(problem.variants)
         ),
         changes=tuple(
@@ -94,16 +96,50 @@ def _with_sharding(whole: LocalBlock, op: int, variant: Variant) -> LocalBlock:
     return replace(whole, plan=BlockPlan(shardings=tuple(shardings), params=whole.plan.params))
 
 
-def _variant_cost(whole: LocalBlock, op: int, variant: Variant, seconds: partial[float]) -> Cost:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """An operator's part in a fused unit: the unit's bytes forward and backward, and its operators."""
+
+    forward_bytes: int
+    backward_bytes: int
+    operators: int
+
+
+def _fused_shares(whole: LocalBlock) -> dict[int, _Share]:
+    """For operators that would run fused if no layout changed between them."""
+    found: dict[int, _Share] = {}
+    for unit in fuse(whole.index, whole.setting.execution.kernels):
+        launched = [op for op in unit.ops if op not in whole.index.aliases]
+        if len(launched) < 2:
+            continue
+        outside = [v for v in (*unit.inputs, *unit.outputs) if whole.index.is_activation(v)]
+        forward = sum(whole.value_bytes(v, "R") for v in outside)
+        backward = sum(whole.value_bytes(v, "R") for v in outside if v in whole.index.needs_grad)
+        share = _Share(forward_bytes=forward, backward_bytes=backward, operators=len(launched))
+        found |= dict.fromkeys(launched, share)
+    return found
+
+
+def _variant_cost(
+    whole: LocalBlock, op: int, variant: Variant, share: _Share | None, seconds: partial[float]
+) -> Cost:
     local = _with_sharding(whole, op, variant)
     operator = whole.index.block.operators[op]
     kernels = local.kernels(op, operator.forward, backward=False)
     if any(v in whole.index.needs_grad for v in operator.inputs):
         kernels += local.kernels(op, operator.backward, backward=True)
+    time_s = sum(seconds(k) for k in kernels)
+    if share is not None:
+        moved = (share.forward_bytes, share.backward_bytes)
+        time_s = sum(seconds(_pass(b // local.split(op))) for b in moved) / share.operators
     kept = 0
     if op not in whole.index.aliases:
         kept = sum(local.spec_bytes(s.spec, local.placement(op, s.value)) for s in operator.saved)
-    return Cost(time_ns=round(sum(seconds(k) for k in kernels) * NS_PER_S), memory_kib=kept // KIB)
+    return Cost(time_ns=round(time_s * NS_PER_S), memory_kib=kept // KIB)
+
+
+def _pass(moved: int) -> Kernel:
+    return Kernel(kind=OpKind.ELEMENTWISE, dtype="bf16", flops=0, bytes_moved=moved)
 
 
 def _change_cost(whole: LocalBlock, value: str, change: tuple[str, str], seconds: partial[float]) -> Cost:

@@ -42,16 +42,56 @@ def fixed_by_rules(
     """What the entries fix in each distinct block. Raises UserError naming the entry that cannot hold."""
     found = [Fixed(params={}, nodes={}, pins=frozenset(), source={}) for _ in problems]
     for rule in rules:
+        # A module of the glue may stand in several blocks: each key of its entry must hold in one of them.
+        absent: dict[str, str] = {}
+        held: set[str] = set()
         matched = False
         for b, problem in enumerate(problems):
-            for module in _matches(graph, b, rule):
+            for module in _matches(graph, b, rule, rules):
                 matched = True
-                found[b] = _fix(found[b], problem, module, rule)
+                missing = _missing(problem, module, rule)
+                held |= {key for key in _keys(rule) if key not in missing}
+                absent |= missing
+                found[b] = _fix(found[b], problem, module, _without(rule, missing))
         if not matched:
             raise UserError(
                 f"{_entry(rule)}: no module of {graph.name} has this name; `*` stands for one component"
             )
+        for key in (key for key in absent if key not in held):
+            raise UserError(f"{_entry(rule)}: {absent[key]}")
     return found
+
+
+def _keys(rule: TensorRule) -> list[str]:
+    outputs = ["outputs"] if rule.outputs else []
+    return [*(f"params.{n}" for n, _ in rule.params), *(f"inputs.{n}" for n, _ in rule.inputs), *outputs]
+
+
+def _missing(problem: BlockProblem, module: str, rule: TensorRule) -> dict[str, str]:
+    """Keys of the entry that mean nothing at this module, and why."""
+    found: dict[str, str] = {}
+    shapes = {p.name for p in problem.index.block.parameters}
+    for name, _ in rule.params:
+        if _joined(module, name) not in shapes:
+            own = [n.rpartition(".")[2] for n in shapes if n.rpartition(".")[0] == module]
+            found[f"params.{name}"] = f"no parameter {name}; it has {', '.join(sorted(own)) or 'none'}"
+    for name, _ in rule.inputs:
+        if not _argument_values(problem, module, name):
+            names = ", ".join(n for n, _ in arguments(problem, module)) or "none"
+            found[f"inputs.{name}"] = f"no tensor argument {name}; it has {names}"
+    made = results(problem, module)
+    if len(rule.outputs) > len(made):
+        found["outputs"] = f"{len(rule.outputs)} outputs, but the module returns {len(made)} tensors"
+    return found
+
+
+def _without(rule: TensorRule, missing: Mapping[str, str]) -> TensorRule:
+    return replace(
+        rule,
+        params=tuple((n, t) for n, t in rule.params if f"params.{n}" not in missing),
+        inputs=tuple((n, t) for n, t in rule.inputs if f"inputs.{n}" not in missing),
+        outputs=() if "outputs" in missing else rule.outputs,
+    )
 
 
 def _entry(rule: TensorRule) -> str:
@@ -70,19 +110,27 @@ def _joined(path: str, module: str) -> str:
     return ".".join(part for part in (path, module) if part)
 
 
-def _matches(graph: ModelGraph, block: int, rule: TensorRule) -> Iterator[str]:
-    """Modules of a distinct block that the entry names; it must name them in all of its instances."""
-    pattern = re.compile(re.escape(rule.module).replace(r"\*", r"[^.]+"))
+def _matches(graph: ModelGraph, block: int, rule: TensorRule, rules: Sequence[TensorRule]) -> Iterator[str]:
+    """Modules of a distinct block that the entry names. It must name them in all of its instances, alone or
+    together with entries that say the same of the others."""
+    own = _pattern(rule)
+    alike = [_pattern(r) for r in rules if replace(r, module="") == replace(rule, module="")]
     paths = [link.path for link in graph.chain if link.block == block]
     for module in modules_of(graph.blocks[block]):
-        hits = [bool(pattern.fullmatch(_joined(path, module))) for path in paths]
-        if any(hits) and not all(hits):
+        names = [_joined(path, module) for path in paths]
+        if not any(own.fullmatch(name) for name in names):
+            continue
+        covered = [name for name in names if any(pattern.fullmatch(name) for pattern in alike)]
+        if len(covered) < len(names):
             raise UserError(
-                f"{_entry(rule)}: names {sum(hits)} of {len(hits)} equal blocks, which are planned alike; "
-                f'write "{_starred(_joined(paths[0], module))}"'
+                f"{_entry(rule)}: names {len(covered)} of {len(names)} equal blocks, which are planned alike; "
+                f'write "{_joined(_starred(paths[0]), module)}"'
             )
-        if all(hits):
-            yield module
+        yield module
+
+
+def _pattern(rule: TensorRule) -> re.Pattern[str]:
+    return re.compile(re.escape(rule.module).replace(r"\*", r"[^.]+"))
 
 
 def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> Fixed:
@@ -90,9 +138,6 @@ def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> 
     shapes = {p.name: p.shape for p in problem.index.block.parameters}
     for name, text in rule.params:
         full = _joined(module, name)
-        if full not in shapes:
-            own = [n.rpartition(".")[2] for n in shapes if n.rpartition(".")[0] == module]
-            raise UserError(f"{_entry(rule)}: no parameter {name}; it has {', '.join(own) or 'none'}")
         placement = _placement(text, len(shapes[full]), f"{_entry(rule)}, params.{name}")
         if placement not in problem.params[full]:
             legal = ", ".join(describe(p) for p in problem.params[full])
@@ -169,26 +214,23 @@ def _outer(module: str) -> str:
     return module.rpartition(".")[0] if module else OUTSIDE
 
 
+def _argument_values(problem: BlockProblem, module: str, name: str) -> list[str]:
+    """Values that an entry's argument (a name or a position) stands for."""
+    known = arguments(problem, module)
+    hits = [v for n, v in known if n == name or n.startswith(f"{name}.")]
+    if name.isdigit() and not hits and int(name) < len(known):
+        return [known[int(name)][1]]
+    if not hits and len(known) == 1 and not problem.index.block.calls:
+        return [known[0][1]]  # the only argument, under a name that capture does not know
+    return hits
+
+
 def _pins(problem: BlockProblem, module: str, rule: TensorRule) -> Iterator[tuple[str, str, str, str]]:
     """(value, scope, layout, where in the entry) of each pin of an entry."""
-    known = arguments(problem, module)
     for name, text in rule.inputs:
-        hits = [v for n, v in known if n == name or n.startswith(f"{name}.")]
-        if name.isdigit() and not hits and int(name) < len(known):
-            hits = [known[int(name)][1]]
-        if not hits and len(known) == 1 and not problem.index.block.calls:
-            hits = [known[0][1]]
-        if not hits:
-            names = ", ".join(n for n, _ in known) or "none"
-            raise UserError(f"{_entry(rule)}: no tensor argument {name}; it has {names}")
-        for value in hits:
+        for value in _argument_values(problem, module, name):
             yield value, module, text, f"inputs.{name}"
-    made = results(problem, module)
-    if len(rule.outputs) > len(made):
-        raise UserError(
-            f"{_entry(rule)}: {len(rule.outputs)} outputs, but the module returns {len(made)} tensors"
-        )
-    for value, text in zip(made, rule.outputs, strict=False):
+    for value, text in zip(results(problem, module), rule.outputs, strict=False):
         yield value, _outer(module), text, "outputs"
 
 
@@ -231,28 +273,39 @@ def rules_of(graph: ModelGraph, problems: Sequence[BlockProblem], plan: TensorPl
     changes. A module of a repeated block is written with `*` unless a block of another kind has a module of
     that name which does something else."""
     by_path: dict[str, TensorRule | None] = {}
+    starred: dict[str, str] = {}
     for link in graph.chain:
-        block = graph.blocks[link.block]
         made = {r.module: r for r in _block_rules(problems[link.block], plan.blocks[link.block])}
-        for module in modules_of(block):
-            path = _joined(link.path, module)
-            rule = made.get(module)
-            if path not in by_path or rule is not None:
-                by_path[path] = replace(rule, module=path) if rule is not None else None
-    starred: dict[str, set[TensorRule | None]] = {}
+        for module in modules_of(graph.blocks[link.block]):
+            path, rule = _joined(link.path, module), made.get(module)
+            starred[path] = _joined(_starred(link.path), module)
+            if rule is not None or path not in by_path:
+                by_path[path] = _merged(by_path.get(path), rule)
+    kinds: dict[str, set[TensorRule | None]] = {}
     for path, rule in by_path.items():
-        name = _starred(path)
-        starred.setdefault(name, set()).add(replace(rule, module=name) if rule is not None else None)
+        kinds.setdefault(starred[path], set()).add(replace(rule, module="") if rule is not None else None)
     found: dict[str, TensorRule] = {}
     for path, rule in by_path.items():
         if rule is not None:
-            alike = len(starred[_starred(path)]) == 1
-            written = replace(rule, module=_starred(path)) if alike else rule
-            found.setdefault(written.module, written)
+            name = starred[path] if len(kinds[starred[path]]) == 1 else path
+            found.setdefault(name, replace(rule, module=name))
     return tuple(found.values())
 
 
+def _merged(first: TensorRule | None, second: TensorRule | None) -> TensorRule | None:
+    """One entry for a module of the glue that stands in two blocks."""
+    if first is None or second is None:
+        return first or second
+    return replace(
+        first,
+        params=tuple(dict([*first.params, *second.params]).items()),
+        inputs=tuple(dict([*first.inputs, *second.inputs]).items()),
+        outputs=first.outputs or second.outputs,
+    )
+
+
 def _starred(path: str) -> str:
+    """A repeated block's path with `*` for its indices."""
     return _INDEX.sub("*", path)
 
 

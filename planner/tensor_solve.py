@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from autoparallel.planner.tensor_costs import BlockCosts, Cost, total
-from autoparallel.planner.tensor_problem import BlockProblem
+from autoparallel.planner.tensor_problem import BlockProblem, layout
 
+MOST_TIES = 3  # of `change_cost`
 SOLVE_LIMIT_S = 20.0  # a guard: blocks of a few hundred operators take well under a second
 
 
@@ -116,7 +117,7 @@ def _whole(block: PricedBlock, unknown: _Unknowns) -> list[cp_model.LinearExpr]:
         var * specs[nodes[n].value].numel(1)
         for n, wanted in block.stream.items()
         for state, var in unknown.state[n].items()
-        if state != wanted
+        if layout(state) != wanted
     ]
     return [*matrices, *stream]
 
@@ -205,9 +206,15 @@ def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_m
 
 
 def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
-    """Cost of a pin; of equally good plans the one with fewer pins, and with those that rules ask for."""
-    cost = block.costs.changes[edge][change]
-    return cost if edge in block.pins else Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + 1)
+    """Cost of a pin. Of equally good plans the one with fewer pins, with those that rules ask for, and at
+    modules without modules inside: what those take and return is plain tensors."""
+    cost, where = block.costs.changes[edge][change], block.problem.edges[edge]
+    if edge in block.pins:
+        return cost
+    operators = block.problem.index.block.operators
+    container = where.module == "" or any(op.module.startswith(f"{where.module}.") for op in operators)
+    ties = 1 + container + (container and where.side == "output")
+    return Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + ties)
 
 
 def _most_memory(costs: BlockCosts) -> int:
@@ -217,7 +224,7 @@ def _most_memory(costs: BlockCosts) -> int:
         *costs.params.values(),
     ]
     rows = [*costs.variants, *(tuple(choice.values()) for choice in choices)]
-    return sum(max((c.memory_kib for c in row), default=0) + 1 for row in rows)
+    return sum(max((c.memory_kib for c in row), default=0) + MOST_TIES for row in rows)
 
 
 def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) -> BlockAnswer:
