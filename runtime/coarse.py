@@ -230,24 +230,25 @@ class _Builder:
         flat = list(call.arguments)
         for at, value in zip([*call.tensor_at, *call.size_at], [*tensors, *sizes], strict=True):  # type: ignore[misc]
             flat[at] = self.env[value] if isinstance(value, fx.Node) else value
-        if not call.random and not any(True for _ in self.module.get_submodule(call.path).parameters()):
-            for index in call.unread:
+        seen = call.outcome
+        assert seen is not None
+        if not seen.random and not any(True for _ in self.module.get_submodule(call.path).parameters()):
+            for index in seen.unread:
                 flat[call.tensor_at[index]] = self._stand_in(flat[call.tensor_at[index]])
         args, kwargs = pytree.tree_unflatten([self._at_home(leaf) for leaf in flat], call.spec)
         copy = self.graph.call_module(call.path, tuple(args), kwargs)
-        if call.random:
+        if seen.random:
             self.random.add(copy.name)
-        written = [flat[call.tensor_at[index]] for index in call.written]
+        written = [flat[call.tensor_at[index]] for index in seen.written]
         if written:
             self.written[copy.name] = tuple(node.name for node in written)
-        assert call.output_spec is not None
-        if call.output_spec.is_leaf():
+        if seen.output_spec.is_leaf():
             copy.meta["val"] = node.meta["val"][0]
             self.env[node] = [copy]
         else:
             self.env[node] = [
                 self._function(tensor_leaf, (copy, at), value)
-                for at, value in zip(call.output_at, node.meta["val"], strict=True)
+                for at, value in zip(seen.output_at, node.meta["val"], strict=True)
             ]
 
     def _stand_in(self, value: fx.Node) -> fx.Node:

@@ -7,9 +7,9 @@ numbers, and which of its inputs it really reads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,19 @@ from autoparallel.runtime.torch_private import exporting_seen_as
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one run on fake tensors showed; calls of equal submodules with equal arguments share it."""
+
+    outputs: tuple[Any, ...]  # flat; None where `output_at` says a tensor stands
+    output_at: tuple[int, ...]
+    output_spec: pytree.TreeSpec
+    tensors: tuple[torch.Tensor, ...]  # fake
+    random: bool  # draws random numbers
+    unread: frozenset[int]  # tensor arguments of which only shape, dtype and device matter
+    written: frozenset[int]  # tensor arguments that it changes in place
+
+
 @dataclass(slots=True, kw_only=True)
 class Call:
     """One call of a submodule seen while tracing."""
@@ -33,15 +46,39 @@ class Call:
     tensor_at: list[int]
     size_at: list[int]
     run: Callable[..., Any]  # (args, kwargs) -> output, on fake tensors
-    outputs: list[Any] = field(default_factory=list)  # flat; None where `output_at` says a tensor stands
-    output_at: list[int] = field(default_factory=list)
-    output_spec: pytree.TreeSpec | None = None
-    random: bool = False
-    unread: frozenset[int] = frozenset()  # tensor arguments of which only shape, dtype and device matter
-    written: frozenset[int] = frozenset()  # tensor arguments that it changes in place
+    kind: Hashable  # equal for submodules that are built alike
+    outcome: Outcome | None = None
+
+    def see(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Outcome:
+        """Run on fake tensors."""
+        flat = list(self.arguments)
+        for at, value in zip([*self.tensor_at, *self.size_at], [*tensors, *sizes], strict=True):
+            flat[at] = value
+        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        with _Watch(tensors) as watch:
+            leaves, spec = pytree.tree_flatten(self.run(args, kwargs))
+        at_tensor = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        return Outcome(
+            outputs=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            output_at=at_tensor,
+            output_spec=spec,
+            tensors=tuple(leaves[i] for i in at_tensor),
+            random=watch.random,
+            unread=frozenset(range(len(tensors))) - watch.sources(leaves),
+            written=watch.written,
+        )
+
+    def key(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Hashable:
+        """Equal for calls that have the same outcome."""
+        kinds = tuple((str(t.shape), t.dtype, str(t.stride()), t.device) for t in tensors)
+        same = [next(i for i, u in enumerate(tensors) if u is t) for t in tensors]
+        constants = tuple((type(a).__name__, str(a)) for a in self.arguments)
+        return self.kind, kinds, tuple(same), tuple(map(str, sizes)), constants, str(self.spec)
 
 
-_calls: dict[int, Call] = {}  # filled only within `hidden_submodules`: an operator can carry no object
+# Filled only within `hidden_submodules`: an operator can carry no object.
+_calls: dict[int, Call] = {}
+_outcomes: dict[Hashable, Outcome] = {}
 
 
 @torch.library.custom_op("autoparallel::submodule", mutates_args=())
@@ -54,21 +91,12 @@ def submodule(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) 
 @submodule.register_fake
 def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) -> list[torch.Tensor]:
     seen = _calls[call]
-    flat = list(seen.arguments)
-    for at, value in zip([*seen.tensor_at, *seen.size_at], [*tensors, *sizes], strict=True):
-        flat[at] = value
-    args, kwargs = pytree.tree_unflatten(flat, seen.spec)
-    watch = _Watch(tensors)
-    with watch:
-        output = seen.run(args, kwargs)
-    leaves, seen.output_spec = pytree.tree_flatten(output)
-    seen.random = watch.random
-    seen.unread = frozenset(range(len(tensors))) - watch.sources(leaves)
-    seen.written = watch.written
-    seen.output_at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    seen.outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    key = seen.key(tensors, sizes)
+    if key not in _outcomes:
+        _outcomes[key] = seen.see(tensors, sizes)
+    seen.outcome = _outcomes[key]
     # An operator may not return its own inputs: hand on fresh tensors of the same kind.
-    return [torch.empty_like(leaves[i]) for i in seen.output_at]
+    return [torch.empty_like(tensor) for tensor in seen.outcome.tensors]
 
 
 class _Watch(TorchDispatchMode):
@@ -121,6 +149,7 @@ def hidden_submodules(module: nn.Module, blocks: frozenset[str]) -> Iterator[Map
         yield _calls
     finally:
         _calls.clear()
+        _outcomes.clear()
         for child, own, forward in patched:
             del child.forward
             if own:
@@ -173,14 +202,34 @@ def _opaque_forward(
             tensor_at=[i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)],
             size_at=[i for i, leaf in enumerate(flat) if isinstance(leaf, torch.SymInt)],
             run=run,
+            kind=_kind(child, path),
         )
         number = len(_calls)
         _calls[number] = call
         results = submodule([flat[i] for i in call.tensor_at], [flat[i] for i in call.size_at], number)
-        leaves = list(call.outputs)
-        for at, tensor in zip(call.output_at, results, strict=True):
+        assert call.outcome is not None
+        leaves = list(call.outcome.outputs)
+        for at, tensor in zip(call.outcome.output_at, results, strict=True):
             leaves[at] = tensor
-        assert call.output_spec is not None
-        return pytree.tree_unflatten(leaves, call.output_spec)
+        return pytree.tree_unflatten(leaves, call.outcome.output_spec)
 
     return opaque
+
+
+def _kind(child: nn.Module, path: str) -> Hashable:
+    """Equal for submodules that are built alike: classes, printed configuration, shapes, plain attributes.
+
+    An attribute that holds the submodule's own index (many blocks know which layer they are) does not count.
+    """
+    index = path.rpartition(".")[2]
+    parts: list[Hashable] = [repr(child)]
+    for name, part in child.named_modules():
+        plain = tuple(
+            (key, "index" if repr(value) == index else repr(value))
+            for key, value in part.__dict__.items()
+            if isinstance(value, int | float | str)
+        )
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        state = tuple((key, t.shape, t.dtype, t.requires_grad) for key, t in own)
+        parts.append((name, type(part), plain, state))
+    return tuple(parts)
