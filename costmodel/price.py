@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
-from autoparallel.costmodel.kernels import host_s, kernel_s
+from autoparallel.costmodel.kernels import device_s, host_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
     Action,
@@ -47,18 +47,14 @@ class Pricer:
     """Prices kernels and collectives of one cluster, and remembers those it has priced."""
 
     cluster: Cluster
-    kernels: dict[tuple[Kernel, str, str], tuple[float, float]] = field(default_factory=dict)
+    kernels: dict[tuple[Kernel, str, str], float] = field(default_factory=dict)
     collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
 
     def kernel_s(self, kernel: Kernel, device: Device, mode: str) -> float:
         """As `costmodel.kernels.kernel_s`."""
-        return max(self.kernel_times(kernel, device, mode))
-
-    def kernel_times(self, kernel: Kernel, device: Device, mode: str) -> tuple[float, float]:
-        """Seconds of the device, and of the host that launches."""
         key = (kernel, device.name, mode)
         if key not in self.kernels:
-            self.kernels[key] = (device_s(kernel, device, mode), host_s(kernel, device, mode))
+            self.kernels[key] = kernel_s(kernel, device, mode)
         return self.kernels[key]
 
     def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
@@ -143,10 +139,11 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
 
     def parts(steps: Sequence[Step], key: str) -> Parts:
         total: Parts = {}
-        launches_s = sum(host_s(step, device, program.kernels) for step in steps)
+        launches_s = 0.0
         for step in steps:
             if isinstance(step, Kernel):
-                seconds, where = pricer.kernel_s(step, device, program.kernels), key
+                (seconds, launch_s), where = pricer.kernel_times(step, device, program.kernels), key
+                launches_s += launch_s
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
             total[where] = total.get(where, 0.0) + seconds
