@@ -1,0 +1,51 @@
+"""The tensor rules that the planner finds, run: what it can choose is what the runtime can do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.load import keyword_inputs
+from autoparallel.planner.expand import Expander
+from autoparallel.planner.strategy import Batch, Execution, Mesh, Shard, Strategy, TensorRule
+from autoparallel.profiles import load_cluster
+from tests.runtime.compare import TOLERANCE, compare
+from tests.runtime.harness import Processes
+from tests.runtime.models import EXAMPLES
+from tests.runtime.test_step import MODELS
+
+pytestmark = pytest.mark.distributed
+
+
+def planned_rules(name: str, tp: int, sequence_parallel: bool) -> tuple[TensorRule, ...]:
+    example = EXAMPLES[name](4)
+    graph = capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
+    strategy = Strategy(
+        batch=Batch(global_=4, micro=4),
+        mesh=Mesh(tp=tp),
+        shard=Shard(sequence_parallel=sequence_parallel),
+        execution=Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager"),
+    )
+    return Expander(graph, load_cluster(f"cpu-gloo:1x{tp}")).tensor_plan(strategy).rules
+
+
+CASES = [
+    (tp, model, sequence_parallel)
+    for tp, models in ((2, MODELS), (4, ("llama", "gpt2")))
+    for model in models
+    for sequence_parallel in (False, True)
+    if not (model == "resnet" and sequence_parallel)  # images are no sequences
+]
+
+
+@pytest.mark.parametrize(("tp", "model", "sequence_parallel"), CASES)
+def test_planned_rules_give_the_gradients_of_one_process(
+    gloo: Processes, tp: int, model: str, sequence_parallel: bool
+) -> None:
+    rules = planned_rules(model, tp, sequence_parallel)
+    options = {"tp": tp, "tensor": rules, "micro_batches": 2}
+    found = gloo.run(tp, compare, name=model, options=options, dtype=MODELS[model])[0]
+    limit = TOLERANCE[getattr(torch, MODELS[model])]
+    assert found.loss <= limit, (found, rules)
+    assert found.gradient <= limit, (found, rules)
