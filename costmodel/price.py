@@ -47,14 +47,18 @@ class Pricer:
     """Prices kernels and collectives of one cluster, and remembers those it has priced."""
 
     cluster: Cluster
-    kernels: dict[tuple[Kernel, str, str], float] = field(default_factory=dict)
+    kernels: dict[tuple[Kernel, str, str], tuple[float, float]] = field(default_factory=dict)
     collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
 
     def kernel_s(self, kernel: Kernel, device: Device, mode: str) -> float:
         """As `costmodel.kernels.kernel_s`."""
+        return max(self.kernel_times(kernel, device, mode))
+
+    def kernel_times(self, kernel: Kernel, device: Device, mode: str) -> tuple[float, float]:
+        """Seconds of the device, and of the host that launches."""
         key = (kernel, device.name, mode)
         if key not in self.kernels:
-            self.kernels[key] = kernel_s(kernel, device, mode)
+            self.kernels[key] = (device_s(kernel, device, mode), host_s(kernel, device, mode))
         return self.kernels[key]
 
     def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
