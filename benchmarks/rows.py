@@ -158,6 +158,17 @@ def _schedule(row: Row) -> Pipeline:
     )
 
 
+def _bucket_mib(row: Row, mesh: Mesh) -> float:
+    """Megatron's rule: max(40e6, 1e6 * data-parallel ranks) gradients a bucket, one bucket without overlap.
+
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py (bucket_size).
+    """
+    gradients = max(40e6, 1e6 * mesh.data_parallel * mesh.cp)
+    if not _flag(row, "overlap_dp", False):
+        gradients = 1e12
+    return gradients * 4 / 2**20
+
+
 def strategies_of(row: Row) -> tuple[Strategy, ...]:
     """What the row says ran; where it is silent on recomputation, each mode from light to heavy."""
     mesh = Mesh(
@@ -185,7 +196,7 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         ),
         pipeline=_schedule(row),
         execution=_execution(row),
-        grad_sync=GradSync(overlap=_flag(row, "overlap_dp", False)),
+        grad_sync=GradSync(overlap=_flag(row, "overlap_dp", False), bucket_mib=_bucket_mib(row, mesh)),
     )
     return tuple(replace(base, recompute=Recompute(mode=mode)) for mode in modes)
 
