@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, Operator, OpKind, Saved, Size, TensorSpec
 from autoparallel.planner.capture import kernels
@@ -14,6 +14,7 @@ from autoparallel.planner.capture.records import Call, Launch, Meta, SavedStorag
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.shardings import legal_shardings
 from autoparallel.planner.capture.split import Link
+from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
 _ATTENTION = "scaled_dot_product_attention"
 _PRODUCTS = {OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV}
@@ -104,7 +105,7 @@ class OperatorMaker:
             shardings=legal_shardings(self.rules, self.traces, calls, self.fit),
             labels=labels[0].names if labels[0] else (),
             sizes=self._sizes(labels),
-            causal=kind is OpKind.ATTENTION and True in call.constants,
+            causal=call.causal,
         )
 
     def _spec(self, position: int, index: int) -> TensorSpec:
@@ -132,6 +133,8 @@ class OperatorMaker:
     ) -> tuple[tuple[KernelSpec, ...], tuple[KernelSpec, ...]]:
         if kind is OpKind.ATTENTION:
             return self._attention(calls, labels)
+        if call_is_grouped(calls[0]):
+            return self._grouped(calls, labels)
         forward = _zip_launches([c.forward for c in calls])
         backward = _zip_launches([c.backward for c in calls])
         sizes = labels[0].sizes if labels[0] else {}
@@ -209,6 +212,33 @@ class OperatorMaker:
         )
         return (kernel,), (back,)
 
+    def _grouped(
+        self, calls: Sequence[Call], labels: Sequence[Labels | None]
+    ) -> tuple[tuple[KernelSpec, ...], tuple[KernelSpec, ...]]:
+        """A product of experts: 2 · rows · n · k forward and for each gradient, however the rows are routed."""
+        flops, moved = [], []
+        for trace, call, label in zip(self.traces, calls, labels, strict=True):
+            assert label is not None
+            flops.append(2 * label.sizes["m"] * label.sizes["n"] * label.sizes["k"])
+            tensors = [trace.values[i].meta for i in (*call.inputs[:2], *call.outputs)]
+            moved.append(sum(map(kernels.tensor_bytes, tensors)))
+        made = self.traces[0].values[calls[0].outputs[0]]
+        kernel = KernelSpec(
+            kind=OpKind.GROUPED_GEMM,
+            dtype=made.meta.dtype,
+            flops=self.fit.size(flops),
+            bytes_moved=self.fit.size(moved),
+            product="emnk",
+        )
+        wanted = [self.traces[0].values[i].requires_grad for i in calls[0].inputs[:2]]
+        halves = (("input", "emkn"), ("weight", "enkm"))
+        backward = [
+            replace(kernel, gradient_of=of, product=product)
+            for (of, product), want in zip(halves, wanted, strict=True)
+            if want and made.requires_grad
+        ]
+        return (kernel,), tuple(backward)
+
     # -- saved activations -------------------------------------------------------------------------------------
 
     def _saved(self, index: int) -> tuple[Saved, ...]:
@@ -254,7 +284,14 @@ def _zip_launches(rows: Sequence[Sequence[Launch]]) -> list[tuple[Launch, ...]]:
     return list(zip(*rows, strict=True))
 
 
+def call_is_grouped(call: Call) -> bool:
+    """Whether a call is a product of experts that the tracer kept whole."""
+    return call.name in GROUPED_PRODUCTS and all(not kernels.runs_kernel(x) for x in call.forward)
+
+
 def _kind(call: Call) -> OpKind:
+    if call_is_grouped(call):
+        return OpKind.GROUPED_GEMM
     if call.name == _ATTENTION:
         return OpKind.ATTENTION
     if call.name in {"cross_entropy_loss", "nll_loss"}:

@@ -69,6 +69,7 @@ class Call:
     inputs: list[int] = field(default_factory=list)  # values, tensors in the order of the arguments
     outputs: list[int] = field(default_factory=list)
     constants: tuple[object, ...] = ()  # arguments that are not tensors
+    causal: bool = False  # attention only
     forward: list[Launch] = field(default_factory=list)
     backward: list[Launch] = field(default_factory=list)
     saved: list[SavedStorage] = field(default_factory=list)

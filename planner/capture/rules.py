@@ -58,6 +58,22 @@ class Rules:
         self._tables[cached] = self._make(operator, leaves, spec, out)
         return self._tables[cached]
 
+    def grouped_product(self, rows: Meta, matrices: Meta, ends: Meta) -> dict[Row, Row]:
+        """Legal placements of a product of experts: its rows, its matrices, and the ends of the groups."""
+        operator = torch.ops.aten._grouped_mm.default
+        cached = (operator, rows.shape, matrices.shape, matrices.layout)
+        if cached not in self._tables:
+            # The rule looks at strides in 16-byte units; bfloat16 is what the accelerators' kernel takes.
+            tensors = [
+                torch.empty_strided(m.shape, m.layout[1:], dtype=torch.bfloat16, device="meta")
+                for m in (rows, matrices)
+            ]
+            out = _tensor_meta(torch.empty((rows.shape[0], matrices.shape[-1]), device="meta"))
+            offsets = torch.empty(ends.shape, dtype=torch.int32, device="meta")
+            leaves, spec = tree_flatten(((*tensors, offsets), {}))
+            self._tables[cached] = self._make(operator, leaves, spec, out)
+        return self._tables[cached]
+
     def _make(self, func: Any, leaves: list[Any], spec: Any, out: Any) -> dict[Row, Row]:
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if not positions:

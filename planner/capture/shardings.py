@@ -15,6 +15,7 @@ from autoparallel.costmodel.graph import OpKind, Sharding, Size
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.records import Call, Launch, Meta, Trace
 from autoparallel.planner.capture.rules import Row, Rules
+from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
 # More assignments than this are thinned to those that treat inputs of one shape alike (kind: chosen).
 _CANDIDATE_LIMIT = 1500
@@ -34,6 +35,9 @@ def legal_shardings(
         return (everything,)
     if call.name == "scaled_dot_product_attention":
         rows = _attention_rows(rules, inputs)
+        passes = [(i, o, _touched((*i, *o), 0)) for i, o in rows]
+    elif call.name in GROUPED_PRODUCTS and len(inputs) == 3:
+        rows = list(rules.grouped_product(*inputs).items())
         passes = [(i, o, _touched((*i, *o), 0)) for i, o in rows]
     else:
         passes = _compose(rules, trace, call, inputs, outputs)

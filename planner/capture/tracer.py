@@ -22,7 +22,7 @@ from autoparallel.planner.capture.fold import FoldError, FoldPlan, StandIn, forw
 from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
 from autoparallel.planner.capture.records import Call, Frame, Launch, Meta, SavedStorage, Trace, Value
 from autoparallel.planner.capture.trees import leaves, tensors
-from autoparallel.planner.capture.whole import replacement
+from autoparallel.planner.capture.whole import is_causal, replacement
 
 _NO_OVERRIDE = {
     name: (lambda *_: False)
@@ -163,6 +163,7 @@ class Tracer(TorchFunctionMode):
         call.constants = tuple(
             leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, int | float | bool | str)
         )
+        call.causal = is_causal(name, args, kwargs)
         index = len(self.trace.calls)
         self.trace.calls.append(call)
         on_floats = any(self.trace.values[i].on_floats for i in inputs)

@@ -1,5 +1,8 @@
-"""Functions that stay one operator: attention, whose unfused form the meta device would otherwise show, and
-dropout, whose form on a CPU is not that of an accelerator."""
+"""Functions that stay one operator: attention, whose unfused form the meta device would otherwise show; products
+of experts, which it knows for one dtype only; and dropout, whose form on a CPU is not that of an accelerator."""
+
+# The signatures are torch's; what shapes and storages do not depend on is not used.
+# ruff: noqa: ARG001
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ class Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-        # The layout that the flash kernels return: (batch, length, heads, size) seen transposed, so that the
-        # transpose that models do next is contiguous again.
-        out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(-3, -2)
+        if query.shape[-1] == value.shape[-1]:
+            out = torch.empty_like(query)  # the flash kernels return the query's layout
+        else:
+            out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(-3, -2)
         statistics = query.new_empty(
             (*batch, query.shape[-3], query.shape[-2]),
             dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
@@ -57,6 +61,35 @@ def attention(
     return result
 
 
+class GroupedProduct(torch.autograd.Function):
+    """grouped_mm: rows sorted by expert, each group times its expert's matrix; keeps its three inputs.
+
+    Source: the saved tensors of aten::_grouped_mm in torch's derivatives.yaml.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices, ends)
+        return rows.new_empty((rows.shape[0], matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, matrices, _ = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        like = [torch.empty_like(t) if need else None for t, need in zip((rows, matrices), needs, strict=False)]
+        return (*like, None)
+
+
+def grouped_product(
+    input: torch.Tensor, mat2: torch.Tensor, offs: torch.Tensor | None = None, **rest: Any
+) -> torch.Tensor:
+    """torch.nn.functional.grouped_mm for rows of one tensor and matrices of another."""
+    if input.dim() != 2 or mat2.dim() != 3 or offs is None or any(v is not None for v in rest.values()):
+        return torch.nn.functional.grouped_mm(input, mat2, offs=offs, **rest)
+    result: torch.Tensor = GroupedProduct.apply(input, mat2, offs)
+    return result
+
+
 def dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
     """torch.dropout as accelerators run it: one kernel, and a mask of one byte an element for the backward."""
     if p == 0 or not train:
@@ -64,6 +97,18 @@ def dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Te
     return torch.native_dropout(input, p, train)[0]
 
 
+GROUPED_PRODUCTS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
+
+
 def replacement(name: str) -> Callable[..., Any] | None:
     """What runs instead of torch's function called `name`; None for almost all."""
+    if name in GROUPED_PRODUCTS:
+        return grouped_product
     return {"scaled_dot_product_attention": attention, "dropout": dropout}.get(name)
+
+
+def is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of attention masks what comes later: its sixth argument."""
+    if name != "scaled_dot_product_attention":
+        return False
+    return bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
