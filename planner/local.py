@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autoparallel.costmodel.block_index import BlockIndex
-from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, Operator, OpKind, TensorSpec
-from autoparallel.costmodel.program import AttentionShape, Kernel
+from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec
+from autoparallel.costmodel.program import AttentionShape, Collective, CollectiveOp, Kernel
 from autoparallel.planner.strategy import Execution
 from autoparallel.planner.tensor_plan import BlockPlan
 
@@ -226,6 +226,18 @@ class LocalBlock:
         )  # fmt: skip
 
 
-def carries_weights(operator: Operator) -> bool:
-    """Whether the operator reads a parameter."""
-    return any(v.startswith("param:") for v in operator.inputs)
+def inner_collectives(local: LocalBlock, op: int) -> list[Collective]:
+    """Collectives inside an operator: cross-entropy over logits sharded by class reduces the rows' maxima, then
+    their sums together with the targets' logits."""
+    operator, sharding = local.index.block.operators[op], local.plan.shardings[op]
+    if operator.kind is not OpKind.CROSS_ENTROPY or sharding is None or not operator.inputs:
+        return []
+    spec = local.index.specs[operator.inputs[0]]
+    if sharding.inputs[0] != f"S{len(spec.shape) - 1}":
+        return []
+    rows = TensorSpec(shape=spec.shape[:-1], dtype=spec.dtype)
+    size = local.spec_bytes(rows, "R")
+    return [
+        Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=parts * size, label="tp")
+        for parts in (1, 2)
+    ]

@@ -9,7 +9,7 @@ from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner import local_memory as memory
-from autoparallel.planner.local import SHORT_DTYPE, LocalBlock, Setting
+from autoparallel.planner.local import SHORT_DTYPE, LocalBlock, Setting, inner_collectives
 from autoparallel.planner.tensor_plan import BlockPlan, Reshard, conjugates
 
 # A norm's weight gradient reads its input and the gradient once more. Kind: formula.
@@ -75,6 +75,7 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[Step]:
             steps += _collectives(local, reshard, backward=False)
             pending.remove(reshard)
         steps += _unit_forward(local, unit)
+        steps += [c for op in unit.ops for c in inner_collectives(local, op)]
     if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
         for reshard in pending:  # at the outputs of the block's last modules
             steps += _collectives(local, reshard, backward=False)

@@ -16,7 +16,7 @@ from autoparallel.costmodel.fusion import fuse
 from autoparallel.costmodel.graph import OpKind, Parameter
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
-from autoparallel.planner.local import LocalBlock, Setting
+from autoparallel.planner.local import LocalBlock, Setting, inner_collectives
 from autoparallel.planner.state import UPDATE_FLOPS, dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.strategy import Execution
 from autoparallel.planner.tensor_plan import BlockPlan, conjugates, replicated_plan
@@ -132,6 +132,7 @@ def _variant_cost(
     if share is not None:
         moved = (share.forward_bytes, share.backward_bytes)
         time_s = sum(seconds(_pass(b // local.split(op))) for b in moved) / share.operators
+    time_s += sum(seconds(c) for c in inner_collectives(local, op))
     kept = 0
     if op not in whole.index.aliases:
         kept = sum(local.spec_bytes(s.spec, local.placement(op, s.value)) for s in operator.saved)
