@@ -81,10 +81,17 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: 
         tokens_per_sample=_tokens_per_sample(trace),
         has_loss=trace.loss >= 0,
         pipeline_cuts=_linear(chain),
-        warnings=(f"{fit.misses} sizes are not affine in the micro-batch; they are extrapolated",)
-        if fit.misses
-        else (),
+        warnings=_warnings(fit, rules),
     )
+
+
+def _warnings(fit: Fit, rules: Rules) -> tuple[str, ...]:
+    found = []
+    if fit.misses:
+        found.append(f"{fit.misses} sizes are not affine in the micro-batch; they are extrapolated")
+    if rules.missing:
+        found.append(f"operators without a sharding rule are replicated: {', '.join(sorted(rules.missing))}")
+    return tuple(found)
 
 
 def _check_alike(traces: Sequence[Trace]) -> None:

@@ -11,3 +11,12 @@ class ModelError(UserError):
 
 class UntraceableError(Exception):
     """A value that only real data has was asked for while the model ran on the meta device."""
+
+
+class TraceError(Exception):
+    """The code of the module at `path` failed while it was traced."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path or 'the model'}: {reason}")
+        self.path = path
+        self.reason = reason

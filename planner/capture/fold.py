@@ -32,6 +32,7 @@ class FoldPlan:
     stood_in: dict[str, str] = field(default_factory=dict)  # path -> path of the module that stands for it
     pairs: tuple[tuple[str, str], ...] = ()  # (second, last) of each group: must trace to equal blocks
     run: tuple[str, ...] = ()  # repeated modules that really run
+    leaves: tuple[str, ...] = ()  # modules that cannot be traced: priced whole
 
 
 def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = False) -> FoldPlan:
@@ -146,10 +147,22 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         vars(child)["forward"] = stood_in if model else remembered
         patched.append(child)
 
-    own = [path for path in (*plan.run, *plan.stood_in) if "forward" in vars(module.get_submodule(path))]
+    def patch_leaf(path: str) -> None:
+        child = module.get_submodule(path)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return tracer.leaf(child, path, args, kwargs)
+
+        vars(child)["forward"] = whole
+        patched.append(child)
+
+    replaced = (*plan.run, *plan.stood_in, *plan.leaves)
+    own = [path for path in replaced if "forward" in vars(module.get_submodule(path))]
     if own:
         raise FoldError(f"{own[0]} has a forward of its own")
     try:
+        for path in plan.leaves:
+            patch_leaf(path)
         for path in plan.run:
             patch(path, "")
         for path, model in plan.stood_in.items():
@@ -157,7 +170,7 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         yield
     finally:
         for child in patched:
-            del vars(child)["forward"]
+            vars(child).pop("forward", None)
 
 
 class StandIn(torch.autograd.Function):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.capture.build import build_graph
-from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.on_meta import on_meta, with_batch
 from autoparallel.planner.capture.split import repeated_paths
@@ -29,16 +30,46 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str) -> Model
     inputs = example_inputs if isinstance(example_inputs, Mapping | tuple) else (example_inputs,)
     if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(inputs)):
         raise ModelError(f"{name}: the example inputs hold no tensor: pass at least one batch-first tensor")
+    leaves: dict[str, str] = {}  # path -> why it cannot be traced
     with on_meta(module):
-        paths = repeated_paths(module)
-        for plan in (fold_plan(module, paths), fold_plan(module, paths, last_differs=True)):
+        while True:
             try:
-                return _capture(module, inputs, name, plan)
-            except FoldError:
-                continue
-        return _capture(module, inputs, name, FoldPlan())
+                graph = _folded(module, inputs, name, tuple(leaves))
+                break
+            except TraceError as error:
+                leaves |= _more_leaves(module, error, leaves)
+    return replace(graph, warnings=(*graph.warnings, *map(_warning, leaves.items())))
 
 
-def _capture(module: torch.nn.Module, inputs: Any, name: str, plan: FoldPlan) -> ModelGraph:
+def _folded(module: torch.nn.Module, inputs: Any, name: str, leaves: tuple[str, ...]) -> ModelGraph:
+    """The graph with as little traced as can be proved to be enough."""
+    paths = repeated_paths(module)
+    for last_differs in (False, True):
+        try:
+            plan = fold_plan(module, paths, last_differs=last_differs)
+            return _captured(module, inputs, name, replace(plan, leaves=leaves))
+        except FoldError:
+            continue
+    return _captured(module, inputs, name, FoldPlan(leaves=leaves))
+
+
+def _captured(module: torch.nn.Module, inputs: Any, name: str, plan: FoldPlan) -> ModelGraph:
     traces = [trace_step(module, with_batch(inputs, batch), batch, plan) for batch in MICRO_BATCHES]
     return build_graph(module, traces, name=name, plan=plan)
+
+
+def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str, str]) -> dict[str, str]:
+    """The module that failed and all of its class: what one cannot do the others cannot."""
+    if error.path in known:
+        raise ModelError(str(error)) from error
+    failed = type(module.get_submodule(error.path))
+    return {
+        path: error.reason
+        for path, part in module.named_modules()
+        if path == error.path or (type(part) is failed and failed is not type(module))
+    }
+
+
+def _warning(leaf: tuple[str, str]) -> str:
+    path, reason = leaf
+    return f"{path or 'the whole model'} cannot be traced ({reason}): it is priced whole and never sharded"

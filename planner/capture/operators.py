@@ -133,6 +133,8 @@ class OperatorMaker:
     ) -> tuple[tuple[KernelSpec, ...], tuple[KernelSpec, ...]]:
         if kind is OpKind.ATTENTION:
             return self._attention(calls, labels)
+        if kind is OpKind.LEAF:
+            return self._leaf(calls)
         if call_is_grouped(calls[0]):
             return self._grouped(calls, labels)
         forward = _zip_launches([c.forward for c in calls])
@@ -212,6 +214,29 @@ class OperatorMaker:
         )
         return (kernel,), (back,)
 
+    def _leaf(self, calls: Sequence[Call]) -> tuple[tuple[KernelSpec, ...], tuple[KernelSpec, ...]]:
+        """One kernel each way, as measured; the backward pass moves what the forward moved twice."""
+        costs = [call.leaf for call in calls if call.leaf is not None]
+        forward = KernelSpec(
+            kind=OpKind.LEAF,
+            dtype=self._dtype(calls[0]),
+            flops=self.fit.size([c.forward_flops for c in costs]),
+            bytes_moved=self.fit.size([c.moved_bytes for c in costs]),
+        )
+        if not any(self.traces[0].values[i].requires_grad for i in calls[0].outputs):
+            return (forward,), ()
+        backward = replace(
+            forward,
+            flops=self.fit.size([c.backward_flops for c in costs]),
+            bytes_moved=forward.bytes_moved * 2,
+            gradient_of="input",
+        )
+        return (forward,), (backward,)
+
+    def _dtype(self, call: Call) -> str:
+        made = [self.traces[0].values[i].meta.dtype for i in call.outputs]
+        return made[0] if made else "float32"
+
     def _grouped(
         self, calls: Sequence[Call], labels: Sequence[Labels | None]
     ) -> tuple[tuple[KernelSpec, ...], tuple[KernelSpec, ...]]:
@@ -243,6 +268,10 @@ class OperatorMaker:
 
     def _saved(self, index: int) -> tuple[Saved, ...]:
         result = []
+        leaves = [call.leaf for call in (t.calls[index] for t in self.traces) if call.leaf is not None]
+        if leaves:
+            size = self.fit.size([leaf.saved_bytes for leaf in leaves])
+            result.append(Saved(value="", spec=TensorSpec(shape=(size,), dtype="uint8")))
         for entry in self.saved.get(index, ()):
             rows = [self._same_saved(t, entry) for t in self.traces]
             value = self._storages.get(entry.storage, "")
@@ -290,6 +319,8 @@ def call_is_grouped(call: Call) -> bool:
 
 
 def _kind(call: Call) -> OpKind:
+    if call.leaf is not None:
+        return OpKind.LEAF
     if call_is_grouped(call):
         return OpKind.GROUPED_GEMM
     if call.name == _ATTENTION:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoparallel.planner.capture.leaf import LeafCost
+
 
 @dataclass(frozen=True, slots=True)
 class Meta:
@@ -33,6 +35,7 @@ class Value:
     name: str = ""  # of a parameter or buffer, absolute; of an input its position in the example inputs
     call: int = -1  # index of the call that made it
     output: int = 0  # which of that call's outputs
+    like: int = -1  # for an output of a module that was stood in for: the value that stands for it
     requires_grad: bool = False
     on_floats: bool = False  # computed from a floating-point input of the model
 
@@ -70,6 +73,7 @@ class Call:
     outputs: list[int] = field(default_factory=list)
     constants: tuple[object, ...] = ()  # arguments that are not tensors
     causal: bool = False  # attention only
+    leaf: LeafCost | None = None  # a submodule that was not traced
     forward: list[Launch] = field(default_factory=list)
     backward: list[Launch] = field(default_factory=list)
     saved: list[SavedStorage] = field(default_factory=list)

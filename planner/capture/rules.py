@@ -31,7 +31,7 @@ class Rules:
         self._mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
         self._propagator = copy.copy(DTensor._op_dispatcher.sharding_propagator)
         self._tables: dict[object, dict[Row, Row]] = {}
-        self.missing: set[str] = set()  # operators that have no rule
+        self.missing: set[str] = set()  # operators on floats that have no rule
 
     def table(self, launch: Launch) -> dict[Row, Row]:
         """Legal placements of one launch. Empty where there is no rule: replicated only."""
@@ -42,7 +42,17 @@ class Rules:
             outputs = [_meta_of(m) for m in launch.outputs]
             out = outputs[0] if len(outputs) == 1 else tuple(outputs)
             self._tables[key] = self._make(func, leaves, spec, out)
+            floats = any(m.dtype.startswith(("float", "bfloat")) for m in launch.outputs)
+            if floats and launch.inputs and not self._has_rule(func):
+                self.missing.add(str(func))
         return self._tables[key]
+
+    def _has_rule(self, func: Any) -> bool:
+        tables = self._propagator
+        return any(
+            func in table
+            for table in (tables.op_single_dim_strategy_funcs, tables.op_strategy_funcs, tables.op_to_rules)
+        )
 
     def flash_attention(self, query: Meta, key: Meta, value: Meta) -> dict[Row, Row]:
         """Legal placements of flash attention's query, key and value."""
@@ -86,8 +96,7 @@ class Rules:
             placed = {i: Shard(0) if i == first and leaves[i].dim() else Replicate() for i in positions}
             self._collect(rows, func, leaves, spec, placed, out)
             return rows
-        if func not in tables.op_strategy_funcs and func not in tables.op_to_rules:
-            self.missing.add(str(func))
+        if not self._has_rule(func):
             return {}
         options = [
             [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from autoparallel.costmodel.graph import OpKind, Sharding, Size
+from autoparallel.costmodel.graph import Sharding, Size
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.records import Call, Launch, Meta, Trace
 from autoparallel.planner.capture.rules import Row, Rules
@@ -31,7 +31,7 @@ def legal_shardings(
     inputs = [trace.values[v].meta for v in call.inputs]
     outputs = [trace.values[v].meta for v in call.outputs]
     everything = Sharding(inputs=("R",) * len(inputs), outputs=("R",) * len(outputs))
-    if not inputs:
+    if not inputs or call.leaf is not None:
         return (everything,)
     if call.name == "scaled_dot_product_attention":
         rows = _attention_rows(rules, inputs)
@@ -169,8 +169,3 @@ def _vocabulary(call: Call, inputs: Sequence[Meta]) -> list[_Pass]:
     if call.name != "cross_entropy_loss" or len(inputs[0].shape) != 2 or len(inputs) != 2:
         return []
     return [(("S1", "R"), ("R",), ((-1, 0, 1),))]
-
-
-def is_ruled(kind: OpKind, shardings: Sequence[Sharding]) -> bool:
-    """Whether anything but replication is legal."""
-    return kind is OpKind.LEAF or len(shardings) > 1

@@ -26,28 +26,28 @@ class Link:
 
 def repeated_paths(module: nn.Module) -> tuple[str, ...]:
     """Paths of the outermost repeated modules: children with parameters of a `ModuleList`, and those of a
-    `Sequential` whose class occurs there more than once. In order of registration."""
+    `Sequential` whose class occurs there more than once. In order of registration.
+
+    A container is looked into first; it counts itself where nothing in it is repeated.
+    """
+    return tuple(_repeated(module, ""))
+
+
+def _repeated(parent: nn.Module, path: str) -> list[str]:
     found: list[str] = []
-
-    def visit(parent: nn.Module, path: str) -> None:
-        for name, child in parent.named_children():
-            child_path = f"{path}.{name}" if path else name
-            if _is_repeated(parent, child):
-                found.append(child_path)
-            else:
-                visit(child, child_path)
-
-    visit(module, "")
-    return tuple(found)
+    for name, child in parent.named_children():
+        child_path = f"{path}.{name}" if path else name
+        container = isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        inside = _repeated(child, child_path) if container or not _is_repeated(parent, child) else []
+        found += inside or ([child_path] if _is_repeated(parent, child) else [])
+    return found
 
 
 def _is_repeated(parent: nn.Module, child: nn.Module) -> bool:
-    if next(child.parameters(), None) is None or isinstance(
-        child, nn.ModuleList | nn.Sequential | nn.ModuleDict
-    ):
+    if next(child.parameters(), None) is None:
         return False
     if isinstance(parent, nn.ModuleList):
-        return True
+        return not isinstance(child, nn.ModuleList | nn.ModuleDict)
     classes = Counter(type(c) for c in parent.children())
     return isinstance(parent, nn.Sequential) and classes[type(child)] > 1
 

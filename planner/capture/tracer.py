@@ -8,6 +8,7 @@ of the running autograd node tells which call a backward kernel belongs to.
 from __future__ import annotations
 
 import bisect
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, StandIn, forwards_replaced
+from autoparallel.planner.capture.leaf import measure_leaf
 from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
 from autoparallel.planner.capture.records import Call, Frame, Launch, Meta, SavedStorage, Trace, Value
-from autoparallel.planner.capture.trees import leaves, tensors
+from autoparallel.planner.capture.trees import leaves, mapped, tensors
 from autoparallel.planner.capture.whole import is_causal, replacement
 
 _NO_OVERRIDE = {
@@ -75,6 +78,7 @@ class Tracer(TorchFunctionMode):
         self._opened: dict[object, Callable[..., Any]] = {}
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
+        self.failed: str | None = None
         self._returned: list[int] = []  # values returned by the repeated module that ran last
         self._opening: set[object] = set()  # functions whose body is running
 
@@ -194,7 +198,7 @@ class Tracer(TorchFunctionMode):
             if node is None:
                 return  # the gradient of the loss itself, set before the first node runs
             owner = bisect.bisect_right(self._backward_starts, node._sequence_nr()) - 1
-            if max(owner, 0) not in self.trace.stand_ins:
+            if self.trace.calls[max(owner, 0)].name not in {"stand_in", "leaf"}:
                 self.trace.calls[max(owner, 0)].backward.append(launch)
                 self.trace.backward.append(launch)
         elif self._call is not None:
@@ -256,11 +260,32 @@ class Tracer(TorchFunctionMode):
             self._returned = [self._values.get(id(result[id(t)]), -1) for t in tensors(known.result)]
             return tree_map(lambda leaf: result.get(id(leaf), leaf), known.result)
 
+    def leaf(self, module: torch.nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """The result of a module that cannot be traced, and its costs as those of one call."""
+        with torch._C.DisableTorchFunction():
+            result, cost = measure_leaf(module, path, args, kwargs)
+            given, fresh = tensors((args, kwargs)), tensors(result)
+            call = Call(name="leaf", frame=self._frame, leaf=cost)
+            made = self._opaque(call, [*given, *module.parameters()], fresh)
+            replaced = {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
+            return mapped(lambda leaf: replaced.get(id(leaf), leaf), result)
+
     def _stood_in(
         self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of one opaque call."""
-        call = Call(name="stand_in", frame=self._frame, first_node=torch.autograd._get_sequence_nr())
+        call = Call(name="stand_in", frame=self._frame)
+        index = len(self.trace.calls)
+        self.trace.stand_ins[index] = model
+        made = self._opaque(call, inputs, fresh)
+        for tensor, like in zip(made, fresh, strict=True):
+            self.trace.values[self._values[id(tensor)]].like = self.value_of(like)
+        return made
+
+    def _opaque(
+        self, call: Call, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of `call`."""
+        call.first_node = torch.autograd._get_sequence_nr()
         call.inputs = [self.value_of(t) for t in inputs]
         self._call, self._standing_in = call, True
         try:
@@ -269,10 +294,9 @@ class Tracer(TorchFunctionMode):
         finally:
             self._call, self._standing_in = None, False
         index = len(self.trace.calls)
-        self.trace.stand_ins[index] = model
         self.trace.calls.append(call)
-        for position, (tensor, like) in enumerate(zip(made, fresh, strict=True)):
-            on_floats = self.trace.values[self.value_of(like)].on_floats
+        on_floats = any(self.trace.values[i].on_floats for i in call.inputs)
+        for position, tensor in enumerate(made):
             value = Value(
                 meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats
             )
@@ -286,8 +310,12 @@ class Tracer(TorchFunctionMode):
             self.trace.frames.append(Frame(path=self._paths[id(module)], parent=self._frame))
             self._frame = len(self.trace.frames) - 1
 
-    def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
-        if id(module) in self._paths and self._frame:
+    def _leave(self, module: torch.nn.Module, _: Any, result: Any) -> None:
+        if id(module) not in self._paths:
+            return
+        if result is None and self.failed is None and sys.exc_info()[1] is not None:
+            self.failed = self._paths[id(module)]  # the innermost module that an exception leaves
+        if self._frame:
             self._frame = self.trace.frames[self._frame].parent
 
     @contextmanager
@@ -322,8 +350,8 @@ def trace_step(
 ) -> Trace:
     """Trace a forward and backward pass of a module whose parameters and `inputs` are on the meta device.
 
-    `inputs` are keyword or positional arguments. A single scalar output that needs a gradient is the loss; else all outputs
-    that need one are differentiated.
+    `inputs` are keyword or positional arguments. A scalar output that needs a gradient is the loss; without one
+    all outputs that need a gradient are differentiated. Raises TraceError, FoldError.
     """
     tracer = Tracer(module, micro_batch)
     for name, parameter in module.named_parameters():
@@ -333,8 +361,14 @@ def trace_step(
     inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
     for position, tensor in enumerate(tensors(inputs)):
         tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
-    with forwards_replaced(module, plan, tracer), tracer.recording():
-        result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+    try:
+        with forwards_replaced(module, plan, tracer), tracer.recording():
+            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+    except (FoldError, ModelError):
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
+        raise TraceError(tracer.failed or "", reason.splitlines()[0]) from error
     outputs = tensors(_plain(result))
     tracer.trace.outputs = [tracer.value_of(t) for t in outputs]
     wanted = [p for p in module.parameters() if p.requires_grad]

@@ -1,0 +1,108 @@
+"""A submodule that cannot be traced is run once for real, on the CPU with random weights, and priced whole."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.trees import mapped, tensors
+
+# A leaf with more parameter bytes than this is not run here (kind: chosen; about what a laptop can spare).
+_LARGEST_LEAF_BYTES = 4 << 30
+
+# Weights and inputs of the trial run. Kind: chosen; small numbers keep deep submodules finite.
+_SCALE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafCost:
+    """What one call of a leaf costs: FLOPs as torch counts them, bytes of its tensors, bytes autograd keeps."""
+
+    forward_flops: int
+    backward_flops: int
+    moved_bytes: int
+    saved_bytes: int
+
+
+def measure_leaf(module: nn.Module, path: str, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
+    """Run `module`, whose tensors are on the meta device, on real random data of the same shapes.
+
+    Returns its result, on the meta device, and what it cost. Raises ModelError where it does not run either.
+    """
+    size = sum(p.numel() * p.element_size() for p in module.parameters())
+    if size > _LARGEST_LEAF_BYTES:
+        raise ModelError(
+            f"{path or 'the model'} cannot be traced and is too large ({size / 2**30:.1f} GiB) to be run for its "
+            "costs: make its control flow independent of the data"
+        )
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        try:
+            return _run(module, args, kwargs)
+        except Exception as error:
+            where = path or type(module).__name__
+            raise ModelError(
+                f"{where} can neither be traced nor run on example data: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.deepcopy(module)
+    vars(trial).pop("forward", None)  # the class's own, not what stands in for it while tracing
+    trial = trial.to_empty(device="cpu")
+    for tensor in (*trial.parameters(), *trial.buffers()):
+        _fill(tensor.data, generator)
+    args, kwargs = mapped(lambda x: _real(x, generator), args), mapped(lambda x: _real(x, generator), kwargs)
+    own = {t.untyped_storage().data_ptr() for t in (*trial.parameters(), *trial.buffers())}
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = trial(*args, **kwargs)
+    differentiable = [t for t in tensors(result) if t.requires_grad]
+    with FlopCounterMode(display=False) as backward:
+        if differentiable:
+            torch.autograd.backward(differentiable, [torch.ones_like(t) for t in differentiable])
+    touched = [*tensors((args, kwargs)), *tensors(result), *trial.parameters()]
+    cost = LeafCost(
+        forward_flops=int(forward.get_total_flops()),
+        backward_flops=int(backward.get_total_flops()),
+        moved_bytes=sum(t.numel() * t.element_size() for t in touched),
+        saved_bytes=sum(size for size, _ in kept.values()),
+    )
+    return mapped(_to_meta, result), cost
+
+
+def _to_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return meta.requires_grad_(leaf.requires_grad)
+
+
+def _real(leaf: Any, generator: torch.Generator) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+    real = torch.empty(leaf.shape, dtype=leaf.dtype)
+    _fill(real, generator)
+    return real.requires_grad_(leaf.requires_grad)
+
+
+def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Random numbers; zero where they are indices or flags, which any table can be asked for."""
+    if tensor.is_floating_point():
+        tensor.normal_(0.0, _SCALE, generator=generator)
+    else:
+        tensor.zero_()
