@@ -171,8 +171,9 @@ def _attach(
     constants: Mapping[str, torch.Tensor | fx.GraphModule],
 ) -> None:
     """Put everything that the graph names into `stage`, under the same path as in `module`."""
-    calls = sorted({str(n.target) for n in graph.nodes if n.op == "call_module"}, key=lambda p: p.count("."))
-    for path in calls:
+    # In the graph's order, the same in every process: buckets of gradients follow the order of parameters.
+    calls = dict.fromkeys(str(n.target) for n in graph.nodes if n.op == "call_module")
+    for path in sorted(calls, key=lambda p: p.count(".")):
         _place_at(stage, module, path, module.get_submodule(path))
     for name in sorted({str(n.target) for n in graph.nodes if n.op == "get_attr"}):
         if isinstance(constant := constants.get(name), fx.GraphModule):
