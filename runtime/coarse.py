@@ -74,19 +74,41 @@ def coarse_graph(
     dynamic = pytree.tree_map(
         lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None, (args, kwargs)
     )
+    shapes = _by_name(*dynamic)
+    blocks = frozenset(repeated_paths)
     try:
-        with hidden_submodules(module, frozenset(repeated_paths)) as seen:
-            program = export(module, args, kwargs, strict=False, dynamic_shapes=_by_name(*dynamic))
-            calls = dict(seen)
+        program, calls = _export(module, args, kwargs, shapes, blocks, eager_view=True)
+    except UserError:
+        raise
+    except Exception:
+        # Eager code that branches on its inputs (is there padding?) has another way under export.
+        program, calls = _export(module, args, kwargs, shapes, blocks, eager_view=False)
+    _check_order([c.path for c in calls.values()], repeated_paths)
+    return _Builder(module, program, calls, home, device).build(pytree.tree_structure((args, kwargs)))
+
+
+def _export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Any,
+    blocks: frozenset[str],
+    *,
+    eager_view: bool,
+) -> tuple[ExportedProgram, dict[int, Call]]:
+    """The exported program, and the calls of submodules in it. UserError if the last way fails."""
+    try:
+        with hidden_submodules(module, blocks, eager_view=eager_view) as calls:
+            return export(module, args, kwargs, strict=False, dynamic_shapes=shapes), dict(calls)
     except UserError:
         raise
     except Exception as error:
+        if eager_view:
+            raise
         raise UserError(
             f"cannot cut {type(module).__name__} into pipeline stages: torch.export cannot trace it "
             f'({type(error).__name__}: {str(error).strip().splitlines()[0]}). Set pipeline.schedule = "none".'
         ) from error
-    _check_order([c.path for c in calls.values()], repeated_paths)
-    return _Builder(module, program, calls, home, device).build(pytree.tree_structure((args, kwargs)))
 
 
 def _tracing_inputs(inputs: Any, device: torch.device) -> Any:

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.torch_private import exporting_seen_as
+from autoparallel.runtime.known_values import EagerView
+from autoparallel.runtime.torch_private import traced_as
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -132,8 +133,13 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def hidden_submodules(module: nn.Module, blocks: frozenset[str]) -> Iterator[Mapping[int, Call]]:
-    """Replace the forward of every submodule that holds no block by one opaque operator. Yields the calls."""
+def hidden_submodules(
+    module: nn.Module, blocks: frozenset[str], *, eager_view: bool
+) -> Iterator[Mapping[int, Call]]:
+    """Replace the forward of every submodule that holds no block by one opaque operator. Yields the calls.
+
+    With `eager_view` the glue between them is traced as it would run eagerly (see `EagerView`).
+    """
     inside: list[str] = []  # the opaque submodules being run on fake tensors: what they call is theirs
     patched = [
         (child, "forward" in child.__dict__, child.forward)
@@ -143,8 +149,9 @@ def hidden_submodules(module: nn.Module, blocks: frozenset[str]) -> Iterator[Map
     paths = {id(child): path for path, child in module.named_modules()}
     for child, _, forward in patched:
         child.forward = _opaque_forward(child, paths[id(child)], forward, inside, paths[id(child)] in blocks)
-    patched.append((module, "forward" in module.__dict__, module.forward))
-    module.forward = _eager_forward(module.forward)
+    if eager_view:
+        patched.append((module, "forward" in module.__dict__, module.forward))
+        module.forward = _eager_forward(module.forward)
     try:
         yield _calls
     finally:
@@ -159,7 +166,7 @@ def hidden_submodules(module: nn.Module, blocks: frozenset[str]) -> Iterator[Map
 def _eager_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        with exporting_seen_as(False):
+        with EagerView():
             return forward(*args, **kwargs)
 
     return eager
@@ -177,7 +184,7 @@ def _opaque_forward(
         state = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in tensors}
         inside.append(path)
         try:
-            with exporting_seen_as(True):
+            with traced_as(eager=False):
                 return torch.func.functional_call(child, state, args, kwargs, tie_weights=False)
         finally:
             inside.pop()

@@ -6,23 +6,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-TORCH_VERSIONS = ("2.11", "2.12", "2.13")  # what the names below were read from; tests/runtime checks them
+TORCH_VERSIONS = ("2.13",)  # what the names below were seen to work with; a test compares
 
 
 @contextmanager
-def exporting_seen_as(exporting: bool) -> Iterator[None]:
-    """What `torch.compiler.is_exporting()` answers to the code that is being traced.
+def traced_as(*, eager: bool) -> Iterator[None]:
+    """How code finds out that it is being traced: flags of `torch.compiler`, and the class of its tensors.
 
-    Model libraries build an explicit causal mask under export and leave it to the attention kernel in eager
-    mode. The glue of a stage runs eagerly, so it is traced as it would run eagerly.
+    `eager` hides all of it. Model libraries leave a causal mask to the attention kernel in eager mode and build
+    an explicit one under export; the glue of a pipeline stage runs eagerly, so it is traced as it would run.
     """
-    before = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = exporting
+    flags, tensors = vars(torch.compiler), vars(torch._subclasses)
+    before = flags["_is_compiling_flag"], flags["_is_exporting_flag"], tensors["FakeTensor"]
+    flags["_is_compiling_flag"] = flags["_is_exporting_flag"] = not eager
+    tensors["FakeTensor"] = _NoTensor if eager else FakeTensor
     try:
         yield
     finally:
-        torch.compiler._is_exporting_flag = before
+        flags["_is_compiling_flag"], flags["_is_exporting_flag"], tensors["FakeTensor"] = before
+
+
+class _NoTensor:
+    """The class of no tensor."""
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Operators run on real tensors and leave no trace."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def size_hint(size: torch.SymInt) -> int:
+    """The value that a symbolic size had in the example inputs, without fixing it."""
+    return int(size.node.hint)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -262,6 +262,30 @@ def test_hooks_of_submodules_fire_in_their_stage() -> None:
     assert seen == ["model.embed_tokens", "model.layers.3.mlp", "model.norm", "lm_head"]
 
 
+def test_a_causal_mask_is_left_to_the_attention_kernel_as_in_eager_mode() -> None:
+    module, inputs, paths = _make("llama")
+    (_, stage) = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2))
+    masks: list[Any] = []
+    block = module.get_submodule(paths[3])
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    hidden = torch.randn(4, 8, 32, dtype=torch.float64)
+    stage((hidden,), inputs)
+    module(**inputs)
+    assert masks == [None, None]
+
+
+def test_a_padding_mask_is_read_anew_in_every_step() -> None:
+    module, inputs, paths = _make("llama")
+    mask = torch.ones(4, 8, dtype=torch.int64)
+    stages = cut(module, inputs | {"attention_mask": mask}, repeated_paths=paths, stage_blocks=(2, 2))
+    for padded in (0, 3):
+        mask[:, 8 - padded :] = 0
+        given = inputs | {"attention_mask": mask}
+        torch.testing.assert_close(_chain(stages, given).loss, module(**given).loss)
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

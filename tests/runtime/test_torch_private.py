@@ -11,13 +11,25 @@ def test_this_torch_is_one_whose_private_names_were_read() -> None:
 
 
 def test_traced_code_sees_the_answer_it_is_given_and_the_old_one_comes_back() -> None:
+    kind = torch._subclasses.FakeTensor
     assert not torch.compiler.is_exporting()
-    with torch_private.exporting_seen_as(True):
+    with torch_private.traced_as(eager=False):
         assert torch.compiler.is_exporting()
-        with torch_private.exporting_seen_as(False):
+        assert torch.compiler.is_compiling()
+        with torch_private.traced_as(eager=True):
             assert not torch.compiler.is_exporting()
+            assert not torch.compiler.is_compiling()
+            assert torch._subclasses.FakeTensor is not kind
         assert torch.compiler.is_exporting()
     assert not torch.compiler.is_exporting()
+    assert torch._subclasses.FakeTensor is kind
+
+
+def test_outside_tracing_operators_run_on_real_tensors() -> None:
+    with torch._subclasses.FakeTensorMode():
+        assert isinstance(torch.ones(2), torch._subclasses.FakeTensor)
+        with torch_private.outside_tracing():
+            assert torch.ones(2).sum().item() == 2.0
 
 
 def test_a_callback_runs_once_when_the_backward_pass_ends() -> None:
