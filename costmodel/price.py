@@ -141,6 +141,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
     needs; the difference stands under the key of the pass.
     """
 
+    call_s = device.constants.get("collective.host_s", 0.0)
+
     def parts(steps: Sequence[Step], key: str) -> Parts:
         total: Parts = {}
         launches_s = 0.0
@@ -150,6 +152,7 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
                 launches_s += launch_s
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
+                launches_s += call_s if seconds else 0.0
             total[where] = total.get(where, 0.0) + seconds
         if (waiting_s := launches_s - sum(total.values())) > 0.0:
             total[key] = total.get(key, 0.0) + waiting_s

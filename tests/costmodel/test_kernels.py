@@ -173,7 +173,7 @@ def test_every_shipped_device_prices_every_kind_of_kernel(name: str) -> None:
 
 
 def test_a_large_product_runs_near_its_published_rate() -> None:
-    # Stas Bekman's and SemiAnalysis' tables: A100 SXM 230 to 270, H100 650 to 800 TFLOP/s in bf16.
+    # At best 268 (A100 SXM) and 794 TFLOP/s (H100) by Stas Bekman's table; sustained in training less.
     kernel = product(1, 8192, 8192, 8192, "bf16")
-    for name, low, high in (("a100-sxm-80gb", 230e12, 270e12), ("h100-sxm", 650e12, 800e12)):
+    for name, low, high in (("a100-sxm-80gb", 210e12, 268e12), ("h100-sxm", 650e12, 794e12)):
         assert low < kernel.flops / kernel_s(kernel, DEVICES[name], "fused") < high, name
