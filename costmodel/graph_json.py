@@ -13,6 +13,7 @@ from autoparallel.costmodel.graph import (
     Instance,
     KernelSpec,
     ModelGraph,
+    ModuleCall,
     Operator,
     OpKind,
     Parameter,
@@ -143,6 +144,7 @@ def _graph(graph: ModelGraph) -> dict[str, Any]:
                 "operators": [_operator(op) for op in block.operators],
                 "parameters": [[p.name, p.shape, p.dtype, p.trainable, p.tied] for p in block.parameters],
                 "buffers": [[name, _spec(s)] for name, s in block.buffers],
+                "calls": [[c.module, c.inputs, c.outputs] for c in block.calls],
             }
             for block in graph.blocks
         ],
@@ -206,6 +208,10 @@ def _read_block(raw: Mapping[str, Any]) -> Block:
             for name, shape, dtype, trainable, tied in raw["parameters"]
         ),
         buffers=tuple((name, _read_spec(spec)) for name, spec in raw["buffers"]),
+        calls=tuple(
+            ModuleCall(module=module, inputs=tuple((n, v) for n, v in inputs), outputs=tuple(outputs))
+            for module, inputs, outputs in raw.get("calls", ())
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from autoparallel.costmodel.graph import Block, Instance, ModelGraph, Parameter, TensorSpec
+from autoparallel.planner.capture.boundaries import frames_by_link, module_calls
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.fold import FoldError, FoldPlan
@@ -45,6 +46,7 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: 
     saved = saved_by_call(trace, links)
     weights = weight_only_launches(trace)
     rules = Rules()
+    frames = frames_by_link(trace, links)
     of_path: dict[str, int] = {}
     for position, link in enumerate(links):
         sends = _sends(traces, flow, fit, position)
@@ -64,7 +66,11 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: 
             parameters=parameters[position],
             buffers=maker.buffers(),
         )
-        block = replace(block, outputs=tuple(maker.value_name(v) for v in outputs))
+        block = replace(
+            block,
+            outputs=tuple(maker.value_name(v) for v in outputs),
+            calls=module_calls(trace, frames[position], maker, link),
+        )
         if block not in blocks:
             blocks.append(block)
         index = blocks.index(block)

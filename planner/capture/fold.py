@@ -64,7 +64,7 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
 def _shared_parameters(module: nn.Module) -> frozenset[int]:
     """Identities of parameters that have more than one name."""
     seen: set[int] = set()
-    shared = set()
+    shared: set[int] = set()
     for _, parameter in module.named_parameters(remove_duplicate=False):
         (shared if id(parameter) in seen else seen).add(id(parameter))
     return frozenset(shared)
@@ -182,7 +182,7 @@ class StandIn(torch.autograd.Function):
         return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in like)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.shapes]
         return (
             None,

@@ -28,7 +28,7 @@ def product_labels(name: str, inputs: Shapes, outputs: Shapes, constants: Sequen
     if name == "einsum":
         names = _einsum(constants, inputs)
     elif name in _CONVOLUTIONS:
-        return _convolution(inputs, outputs, constants, transposed="transpose" in name)
+        return _convolution(inputs, outputs, transposed="transpose" in name)
     else:
         names = _FORMS[name](inputs) if name in _FORMS else None
     if names is None:
@@ -118,7 +118,7 @@ def _einsum(constants: Sequence[object], inputs: Shapes) -> tuple[str, ...] | No
     return tuple("".join(map(role, term)) for term in (first, second, result))
 
 
-def _convolution(inputs: Shapes, outputs: Shapes, constants: Sequence[object], transposed: bool) -> Labels:
+def _convolution(inputs: Shapes, outputs: Shapes, transposed: bool) -> Labels:
     """A convolution as a product: m output positions, n output channels, k input channels × window; b groups."""
     weight, out = inputs[1].shape, outputs[0].shape
     spatial = len(weight) - 2

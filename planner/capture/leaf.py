@@ -69,7 +69,10 @@ def _run(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with (
+        FlopCounterMode(display=False) as forward,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+    ):
         result = trial(*args, **kwargs)
     differentiable = [t for t in tensors(result) if t.requires_grad]
     with FlopCounterMode(display=False) as backward:

@@ -166,6 +166,6 @@ def _small(arguments: list[Any], inputs: list[torch.Tensor], name: str) -> bool:
             product *= max(abs(leaf), 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else 1
         return product <= KNOWN_VALUES_LIMIT
     try:
-        return torch.broadcast_shapes(*(t.shape for t in inputs)).numel() <= KNOWN_VALUES_LIMIT
+        return bool(torch.broadcast_shapes(*(t.shape for t in inputs)).numel() <= KNOWN_VALUES_LIMIT)
     except RuntimeError:
         return True

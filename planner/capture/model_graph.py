@@ -14,7 +14,7 @@ from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.on_meta import on_meta, with_batch
 from autoparallel.planner.capture.split import repeated_paths
-from autoparallel.planner.capture.tracer import trace_step
+from autoparallel.planner.capture.step import trace_step
 
 # Two points give an affine function, the third checks it; 1 is left out because code treats it apart.
 MICRO_BATCHES = (2, 3, 5)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 def on_meta(module: torch.nn.Module) -> Iterator[None]:
     """While inside, every parameter and buffer of `module` is a meta tensor; ties and flags are kept."""
     swapped: dict[int, torch.Tensor] = {}
-    undo: list[tuple[dict[str, Any], str, Any]] = []
+    undo: list[tuple[Any, str, Any]] = []
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in swapped:

@@ -60,6 +60,10 @@ class OperatorMaker:
         self._names[value] = name
         self._storages.setdefault(self.traces[0].values[value].meta.storage, name)
 
+    def knows(self, value: int) -> bool:
+        """Whether the block has a name for a value: it reads, holds or makes it."""
+        return value in self._names or self.traces[0].values[value].origin in {"param", "buffer", "constant"}
+
     def value_name(self, value: int) -> str:
         """The block's name of a value."""
         if value in self._names:

@@ -88,12 +88,21 @@ class Frame:
     parent: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What crosses the boundary of one module call: (argument, value) of its tensors, and the values returned."""
+
+    inputs: tuple[tuple[str, int], ...]
+    outputs: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Trace:
     """A whole traced step at one micro-batch."""
 
     micro_batch: int
     frames: list[Frame] = field(default_factory=list)
+    boundaries: dict[int, Boundary] = field(default_factory=dict)  # by frame
     values: list[Value] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)  # values the root module returned

@@ -91,14 +91,22 @@ class Rules:
         tables = self._propagator
         rows: dict[Row, Row] = {}
         if func in tables.op_single_dim_strategy_funcs:
-            # One sharded input is enough for such a rule to list all its rows.
+            # One sharded input is enough for such a rule to list all its rows; but one that works in place
+            # lists only those that leave its tensor as it is.
             first = next((i for i in positions if leaves[i].dim()), positions[0])
-            placed = {i: Shard(0) if i == first and leaves[i].dim() else Replicate() for i in positions}
-            self._collect(rows, func, leaves, spec, placed, out)
+            dims = range(leaves[first].dim() if func._schema.is_mutable else min(leaves[first].dim(), 1))
+            layouts: list[Any] = [Shard(d) for d in dims] or [Replicate()]
+            for layout in layouts:
+                placed = {i: layout if i == first else Replicate() for i in positions}
+                self._collect(rows, func, leaves, spec, placed, out)
             return rows
         if not self._has_rule(func):
             return {}
-        options = [
+        if func not in tables.op_to_rules:
+            self._collect(rows, func, leaves, spec, dict.fromkeys(positions, Replicate()), out)
+            if len(rows) > 1:
+                return rows  # this rule lists all it knows, whatever its inputs are
+        options: list[list[Any]] = [
             [
                 Replicate(),
                 Partial("sum"),
@@ -122,7 +130,7 @@ class Rules:
         schema = OpSchema(func, args, kwargs)
         try:
             if func in self._propagator.op_to_rules:
-                result = self._propagator.op_to_rules[func](schema)
+                result: Any = self._propagator.op_to_rules[func](schema)
                 if result.output_spec is not None and result.redistribute_schema is None:
                     _add(rows, [placed[i] for i in placed], result.output_spec, out)
                 return
@@ -130,7 +138,8 @@ class Rules:
         except Exception:  # a rule that cannot take these placements is not a rule for them
             return
         if isinstance(strategy, OpStrategy):
-            for choice in strategy.strategies:
+            choices: list[Any] = strategy.strategies
+            for choice in choices:
                 needed = choice.input_specs
                 wanted = (
                     [s.placements[0] for s in needed]

@@ -24,7 +24,9 @@ def saved_by_call(trace: Trace, links: Sequence[Link]) -> dict[int, list[SavedSt
         for saved in call.saved:
             if saved.storage not in held:
                 keepers[saved.storage].append((index, saved))
-    own = {s for s, kept in keepers.items() if s in maker and link_of[maker[s]] in {link_of[i] for i, _ in kept}}
+    own = {
+        s for s, kept in keepers.items() if s in maker and link_of[maker[s]] in {link_of[i] for i, _ in kept}
+    }
     result: dict[int, list[SavedStorage]] = defaultdict(list)
     for storage, entries in keepers.items():
         if _kept_by_model(trace, maker.get(storage, -1), storage, own):

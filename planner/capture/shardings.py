@@ -138,7 +138,7 @@ def _divides(
 
 def _follows(size: Size, other: Size) -> bool:
     """Whether what divides `other` divides `size` too."""
-    if other.per_sample and other.const or not (other.per_sample or other.const):
+    if (other.per_sample and other.const) or not (other.per_sample or other.const):
         return False
     if other.per_sample:
         return not size.const and size.per_sample % other.per_sample == 0

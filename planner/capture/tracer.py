@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
-from autoparallel.planner.capture.fold import FoldError, FoldPlan, StandIn, forwards_replaced
+from autoparallel.planner.capture.fold import FoldError, StandIn
 from autoparallel.planner.capture.leaf import measure_leaf
 from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
-from autoparallel.planner.capture.records import Call, Frame, Launch, Meta, SavedStorage, Trace, Value
-from autoparallel.planner.capture.trees import leaves, mapped, tensors
+from autoparallel.planner.capture.records import (
+    Boundary,
+    Call,
+    Frame,
+    Launch,
+    Meta,
+    SavedStorage,
+    Trace,
+    Value,
+)
+from autoparallel.planner.capture.trees import leaves, mapped, named_arguments, plain, tensors
 from autoparallel.planner.capture.whole import is_causal, replacement
 
 _NO_OVERRIDE = {
@@ -36,6 +44,11 @@ _NO_OVERRIDE = {
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a dtype without the prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+def _sequence_number() -> int:
+    """The number that the next node of the autograd graph will get."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
@@ -79,6 +92,7 @@ class Tracer(TorchFunctionMode):
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
         self.failed: str | None = None
+        self._entered: list[dict[int, int]] = []  # of each open module call: its tensors' values on entry
         self._returned: list[int] = []  # values returned by the repeated module that ran last
         self._opening: set[object] = set()  # functions whose body is running
 
@@ -148,7 +162,7 @@ class Tracer(TorchFunctionMode):
         name = func.__name__
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
-        call = Call(name=name, frame=self._frame, first_node=torch.autograd._get_sequence_nr())
+        call = Call(name=name, frame=self._frame, first_node=_sequence_number())
         before = [t._version for t in tensors((args, kwargs))]
         self._call = call
         try:
@@ -194,7 +208,7 @@ class Tracer(TorchFunctionMode):
         if self._standing_in:
             return
         if self._backward_starts is not None:
-            node = torch._C._current_autograd_node()
+            node: Any = torch._C._current_autograd_node()
             if node is None:
                 return  # the gradient of the loss itself, set before the first node runs
             owner = bisect.bisect_right(self._backward_starts, node._sequence_nr()) - 1
@@ -285,7 +299,7 @@ class Tracer(TorchFunctionMode):
         self, call: Call, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Tensors like `fresh` that depend on `inputs`, noted as the outputs of `call`."""
-        call.first_node = torch.autograd._get_sequence_nr()
+        call.first_node = _sequence_number()
         call.inputs = [self.value_of(t) for t in inputs]
         self._call, self._standing_in = call, True
         try:
@@ -305,16 +319,26 @@ class Tracer(TorchFunctionMode):
 
     # -- modules -----------------------------------------------------------------------------------------------
 
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if id(module) in self._paths:
             self.trace.frames.append(Frame(path=self._paths[id(module)], parent=self._frame))
             self._frame = len(self.trace.frames) - 1
+            self._entered.append({id(t): self._values[id(t)] for t in tensors(args) if id(t) in self._values})
 
-    def _leave(self, module: torch.nn.Module, _: Any, result: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if id(module) not in self._paths:
             return
         if result is None and self.failed is None and sys.exc_info()[1] is not None:
             self.failed = self._paths[id(module)]  # the innermost module that an exception leaves
+        before = self._entered.pop() if self._entered else {}
+        self.trace.boundaries[self._frame] = Boundary(
+            inputs=tuple(
+                (name, before.get(id(tensor), self._values[id(tensor)]))  # what it was before it was changed
+                for name, tensor in named_arguments(module, args, kwargs)
+                if id(tensor) in self._values
+            ),
+            outputs=tuple(self._values[id(t)] for t in tensors(plain(result)) if id(t) in self._values),
+        )
         if self._frame:
             self._frame = self.trace.frames[self._frame].parent
 
@@ -325,7 +349,7 @@ class Tracer(TorchFunctionMode):
             hooks = torch.nn.modules.module
             enter = hooks.register_module_forward_pre_hook(self._enter)
             stack.callback(enter.remove)
-            leave = hooks.register_module_forward_hook(self._leave, always_call=True)
+            leave = hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
             stack.callback(leave.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
             stack.enter_context(torch.enable_grad())
@@ -343,52 +367,3 @@ class Tracer(TorchFunctionMode):
             if gradient is not None:
                 self._alive.append(gradient)
                 self.trace.parameter_gradients.add(storage_key(gradient))
-
-
-def trace_step(
-    module: torch.nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
-) -> Trace:
-    """Trace a forward and backward pass of a module whose parameters and `inputs` are on the meta device.
-
-    `inputs` are keyword or positional arguments. A scalar output that needs a gradient is the loss; without one
-    all outputs that need a gradient are differentiated. Raises TraceError, FoldError.
-    """
-    tracer = Tracer(module, micro_batch)
-    for name, parameter in module.named_parameters():
-        tracer.declare(parameter, "param", name)
-    for name, buffer in module.named_buffers():
-        tracer.declare(buffer, "buffer", name)
-    inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-    for position, tensor in enumerate(tensors(inputs)):
-        tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
-    try:
-        with forwards_replaced(module, plan, tracer), tracer.recording():
-            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
-    except (FoldError, ModelError):
-        raise
-    except Exception as error:
-        reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
-        raise TraceError(tracer.failed or "", reason.splitlines()[0]) from error
-    outputs = tensors(_plain(result))
-    tracer.trace.outputs = [tracer.value_of(t) for t in outputs]
-    wanted = [p for p in module.parameters() if p.requires_grad]
-    differentiable = [t for t in outputs if t.requires_grad]
-    loss = next((t for t in differentiable if t.numel() == 1), None)
-    if loss is not None:
-        tracer.trace.loss, differentiable = tracer.value_of(loss), [loss]
-    if differentiable and wanted:
-        tracer.run_backward(differentiable, wanted)
-    return tracer.trace
-
-
-def _plain(result: Any) -> Any:
-    """Model outputs as plain containers: a mapping or dataclass becomes the list of its values."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if isinstance(result, Mapping):
-        return [_plain(v) for v in result.values()]
-    if isinstance(result, list | tuple):
-        return [_plain(v) for v in result]
-    if hasattr(result, "__dict__"):
-        return [_plain(v) for v in vars(result).values()]
-    return []

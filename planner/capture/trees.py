@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,3 +42,40 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: mapped(function, item) for key, item in tree.items()}
     return function(tree)
+
+
+def plain(result: Any) -> Any:
+    """Model outputs as plain containers: a mapping or dataclass becomes the list of its values."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, Mapping):
+        return [plain(v) for v in result.values()]
+    if isinstance(result, list | tuple):
+        return [plain(v) for v in result]
+    if hasattr(result, "__dict__"):
+        return [plain(v) for v in vars(result).values()]
+    return []
+
+
+def named_arguments(module: torch.nn.Module, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensor arguments of a call by their names in `forward`'s signature; those inside a container as
+    "name.0", "name.1"."""
+    try:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except (TypeError, ValueError):
+        return []
+    named: list[tuple[str, Any]] = []
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = bound.signature.parameters[name].kind
+        named += list(value.items()) if kind is inspect.Parameter.VAR_KEYWORD else [(name, value)]
+    result = []
+    for name, value in named:
+        if isinstance(value, torch.Tensor):
+            result.append((name, value))
+        else:
+            result += [
+                (f"{name}.{i}", leaf)
+                for i, leaf in enumerate(leaves(value))
+                if isinstance(leaf, torch.Tensor)
+            ]
+    return result

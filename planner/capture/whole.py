@@ -27,7 +27,9 @@ class Attention(torch.autograd.Function):
         if query.shape[-1] == value.shape[-1]:
             out = torch.empty_like(query)  # the flash kernels return the query's layout
         else:
-            out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(-3, -2)
+            out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(
+                -3, -2
+            )
         statistics = query.new_empty(
             (*batch, query.shape[-3], query.shape[-2]),
             dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
@@ -36,7 +38,7 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, mask, _, _ = ctx.saved_tensors
         needs = ctx.needs_input_grad
         tensors = (query, key, value, mask)
@@ -73,10 +75,12 @@ class GroupedProduct(torch.autograd.Function):
         return rows.new_empty((rows.shape[0], matrices.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, matrices, _ = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        like = [torch.empty_like(t) if need else None for t, need in zip((rows, matrices), needs, strict=False)]
+        like = [
+            torch.empty_like(t) if need else None for t, need in zip((rows, matrices), needs, strict=False)
+        ]
         return (*like, None)
 
 
@@ -104,7 +108,8 @@ def replacement(name: str) -> Callable[..., Any] | None:
     """What runs instead of torch's function called `name`; None for almost all."""
     if name in GROUPED_PRODUCTS:
         return grouped_product
-    return {"scaled_dot_product_attention": attention, "dropout": dropout}.get(name)
+    kept: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention, "dropout": dropout}
+    return kept.get(name)
 
 
 def is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

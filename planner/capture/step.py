@@ -1,0 +1,51 @@
+"""`trace_step`: one training step of a module, traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
+from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced
+from autoparallel.planner.capture.records import Trace
+from autoparallel.planner.capture.tracer import Tracer
+from autoparallel.planner.capture.trees import plain, tensors
+
+
+def trace_step(
+    module: torch.nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
+) -> Trace:
+    """Trace a forward and backward pass of a module whose parameters and `inputs` are on the meta device.
+
+    `inputs` are keyword or positional arguments. A scalar output that needs a gradient is the loss; without one
+    all outputs that need a gradient are differentiated. Raises TraceError, FoldError.
+    """
+    tracer = Tracer(module, micro_batch)
+    for name, parameter in module.named_parameters():
+        tracer.declare(parameter, "param", name)
+    for name, buffer in module.named_buffers():
+        tracer.declare(buffer, "buffer", name)
+    inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
+    for position, tensor in enumerate(tensors(inputs)):
+        tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
+    try:
+        with forwards_replaced(module, plan, tracer), tracer.recording():
+            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+    except (FoldError, ModelError):
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
+        raise TraceError(tracer.failed or "", reason.splitlines()[0]) from error
+    outputs = tensors(plain(result))
+    tracer.trace.outputs = [tracer.value_of(t) for t in outputs]
+    wanted: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
+    differentiable = [t for t in outputs if t.requires_grad]
+    loss = next((t for t in differentiable if t.numel() == 1), None)
+    if loss is not None:
+        tracer.trace.loss, differentiable = tracer.value_of(loss), [loss]
+    if differentiable and wanted:
+        tracer.run_backward(differentiable, wanted)
+    return tracer.trace
