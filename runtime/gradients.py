@@ -89,11 +89,16 @@ class GradientSync:
         """End a step: every `.grad` is the mean over the replicas of what has arrived, added to what was."""
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
-        used = self._used_anywhere()
+        flags, work = self._start_flags()
         for bucket in self._buckets:
             if bucket.reduction is not None:
                 bucket.reduction.wait()
-            self._hand_over(bucket, used)
+        if work is not None:
+            work.wait()
+        position = 0
+        for bucket in self._buckets:
+            self._hand_over(bucket, flags[position : position + len(bucket.parameters)])
+            position += len(bucket.parameters)
         self._arrivals = self._next = 0
         for parameter in self._parameters:
             _reduce_partial(parameter)
@@ -152,19 +157,21 @@ class GradientSync:
             bucket.arrived.update({p: 1 for p in arrived if self._home.get(p) is bucket})
         self.finish()
 
-    def _used_anywhere(self) -> dict[nn.Parameter, bool]:
-        """Which parameters got a gradient on some replica; the others' `.grad` stays None."""
+    def _start_flags(self) -> tuple[Tensor, dist.Work | None]:
+        """Which parameters got a gradient on some replica, in the order of the buckets; still on its way."""
         ordered = [p for bucket in self._buckets for p in bucket.parameters]
         here = [1 if self._home[p].arrived.get(p) else 0 for p in ordered]
+        device = local(ordered[0]).device if ordered else None
+        flags = torch.tensor(here, device=device, dtype=torch.int32)
         if not ordered or self._group is None:
-            return {p: bool(flag) for p, flag in zip(ordered, here, strict=True)}
-        flags = torch.tensor(here, device=local(ordered[0]).device, dtype=torch.int32)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return {p: bool(flag) for p, flag in zip(ordered, flags.tolist(), strict=True)}
+            return flags, None
+        return flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def _hand_over(self, bucket: _Bucket, used: dict[nn.Parameter, bool]) -> None:
-        for parameter, view in zip(bucket.parameters, bucket.views(), strict=True):
-            if not used[parameter] and not bool(view.any()):  # what was there before the step stays
+    def _hand_over(self, bucket: _Bucket, used: Tensor) -> None:
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views(), strict=True)):
+            # Without any gradient, here or on a replica or from before, `.grad` stays None. The flag is read
+            # (which waits for the device) only where none has arrived here.
+            if not bucket.arrived.get(parameter) and not bool(used[index]) and not bool(view.any()):
                 parameter.grad = None
             elif parameter.dtype != bucket.dtype:
                 parameter.grad = _like(parameter, view.to(parameter.dtype))

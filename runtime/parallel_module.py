@@ -6,7 +6,7 @@ names, `state_dict`, `train`/`eval`, attributes and the call signature stay what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,6 +23,7 @@ from autoparallel.planner.strategy import Strategy
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradients
 from autoparallel.runtime.lower import Dtypes, Lowered
+from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.micro_batches import as_call, loss_of, split, to_device
 from autoparallel.runtime.tensor_tools import to_plain
@@ -126,8 +127,22 @@ class ParallelModule(nn.Module):
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         return gather_full(gradients, self._run.mesh.rank)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's state (what `state_dict` gave), or the whole model's, of which it takes its share."""
+        held = self.state_dict()
+        return super().load_state_dict(
+            {name: _fitting(value, held.get(name)) for name, value in state_dict.items()}, strict, assign
+        )
+
     def __deepcopy__(self, memo: Any) -> Self:
         raise UserError("a parallel module cannot be copied; copy the original before auto_parallelize")
+
+
+def _fitting(value: Any, held: Any) -> Any:
+    whole = isinstance(held, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return share_of(value.to(held.device, held.dtype), held) if whole and value.shape == held.shape else value
 
 
 def make_parallel(module: nn.Module, run: Run) -> nn.Module:

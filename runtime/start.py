@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoparallel.costmodel.program import Program
@@ -13,7 +15,7 @@ from autoparallel.planner.strategy import Strategy
 from autoparallel.runtime.compression import check_compression
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
-from autoparallel.runtime.mesh import build_mesh, check_mesh, world_size
+from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, world_size
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
 
@@ -38,6 +40,7 @@ def parallelize(
     check_strategy(module, strategy, blocks)
     dtypes = dtypes or module_dtypes(module)
     mesh = build_mesh(strategy.mesh, level_sizes)
+    _share_generator(mesh)
     if strategy.mesh.pp > 1:
         from autoparallel.runtime.pipeline_module import pipeline_module
 
@@ -50,6 +53,17 @@ def parallelize(
     lowered = lower_module(module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed)
     run = Run(strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program)
     return make_parallel(module, run)
+
+
+def _share_generator(mesh: RankMesh) -> None:
+    """Let tensor-parallel peers draw the same random numbers on the CPU: they hold the same activations.
+
+    On other devices DTensor keeps its own generator in step.
+    """
+    if mesh.sizes.tp > 1:
+        state = torch.get_rng_state().to(mesh.device)
+        dist.broadcast(state, group_src=0, group=mesh.group("tp"))
+        torch.set_rng_state(state.cpu())
 
 
 def check_strategy(module: nn.Module, strategy: Strategy, blocks: Sequence[str]) -> None:

@@ -102,6 +102,9 @@ def _interface(rank: int, world_size: int, options: dict[str, Any]) -> dict[str,
     else:
         assert state == {}
     model.load_state_dict(model.state_dict())
+    twice = {n: 2 * value for n, value in original.state_dict().items()}
+    model.load_state_dict(twice)  # a whole state is cut to this rank's share
+    original.load_state_dict(twice)
     with torch.no_grad():
         inputs = {"input_ids": example.inputs["input_ids"]}
         torch.testing.assert_close(model(**inputs).logits, original(**inputs).logits, rtol=1e-5, atol=1e-6)
@@ -291,3 +294,48 @@ def test_zero_without_sharding_is_the_same_at_every_level() -> None:
         model = parallelize(module, None, strategy, blocks=example.blocks, program=no_program)
         losses.append(model.step(example.inputs, example.targets, loss_fn=example.loss_fn).item())
     assert len(set(losses)) == 1
+
+
+class _Sometimes(Mlp):
+    """Leaves its last block out where a sample says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: 2 if x[0, 0] > 0 else 3]:
+            x = block(x)
+        return self.head(x)
+
+
+def _conditional(rank: int, world_size: int, used_by: tuple[int, ...]) -> bool:
+    torch.manual_seed(0)
+    module = _Sometimes()
+    strategy = strategy_of(build("mlp", 1, torch.float32), dp_replicate=2, micro=1)
+    model = parallelize(
+        module, None, strategy, blocks=["blocks.0", "blocks.1", "blocks.2"], program=no_program
+    )
+    x = torch.ones(1, 16) * (-1 if rank in used_by else 1)
+    model.step(x, torch.tensor([1]), loss_fn=nn.functional.cross_entropy)
+    return all(p.grad is not None for p in model.blocks[2].parameters())
+
+
+@pytest.mark.parametrize("used_by", [(), (1,), (0, 1)])
+def test_a_parameter_has_a_gradient_where_some_replica_used_it(
+    gloo: Processes, used_by: tuple[int, ...]
+) -> None:
+    assert gloo.run(2, _conditional, used_by=used_by) == [bool(used_by)] * 2
+
+
+def _dropout(rank: int, world_size: int) -> torch.Tensor:
+    torch.manual_seed(rank)
+    example = build("mlp", 2, torch.float32)
+    module = nn.Sequential(example.module, nn.Dropout(0.5))
+    rules = tuple(replace(r, module=f"0.{r.module}") for r in example.rules(False))
+    strategy = replace(strategy_of(example, tp=2), tensor=rules)
+    blocks = [f"0.{path}" for path in example.blocks]
+    model = parallelize(module, None, strategy, blocks=blocks, program=no_program)
+    return model(torch.ones(2, 16)).detach()
+
+
+def test_tensor_parallel_peers_drop_the_same_activations(gloo: Processes) -> None:
+    first, second = gloo.run(2, _dropout)
+    assert torch.equal(first == 0, second == 0)
+    assert (first == 0).any()
