@@ -50,10 +50,7 @@ class Unit:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     saved: tuple[tuple[int, Saved], ...]
-
-    @property
-    def fused(self) -> bool:
-        return len(self.ops) > 1
+    fused: bool = False  # several kernels in eager mode, one here
 
 
 def fuse(index: BlockIndex, kernels: str, barriers: Collection[str] = ()) -> tuple[Unit, ...]:
@@ -81,7 +78,9 @@ def fuse(index: BlockIndex, kernels: str, barriers: Collection[str] = ()) -> tup
     units = []
     for first in sorted(set(group)):
         inside = tuple(j for j in range(len(ops)) if group[j] == first)
-        units.append(_unit(index, inside))
+        composite = ops[first].kind in FUSIBLE and len(ops[first].forward) > 1
+        fused = kernels != "eager" and (len(inside) > 1 or composite)
+        units.append(_unit(index, inside, fused=fused))
     return _in_order(units, index)
 
 
@@ -139,7 +138,7 @@ def _may_fuse(index: BlockIndex, source: int, reader: int, kernels: str) -> bool
     return a.kind is OpKind.DROPOUT and b.kind is OpKind.ELEMENTWISE
 
 
-def _unit(index: BlockIndex, inside: tuple[int, ...]) -> Unit:
+def _unit(index: BlockIndex, inside: tuple[int, ...], *, fused: bool) -> Unit:
     ops, members = index.block.operators, frozenset(inside)
     inputs: dict[str, None] = {}
     outputs: dict[str, None] = {}
@@ -152,9 +151,9 @@ def _unit(index: BlockIndex, inside: tuple[int, ...]) -> Unit:
             if index.leaves_block(value) or any(r not in members for r in readers):
                 outputs[value] = None
     saved = tuple((i, s) for i in inside for s in ops[i].saved)
-    if len(inside) > 1:
+    if fused:
         saved = _kept_by_fused(index, inside, tuple(inputs))
-    return Unit(ops=inside, inputs=tuple(inputs), outputs=tuple(outputs), saved=saved)
+    return Unit(ops=inside, inputs=tuple(inputs), outputs=tuple(outputs), saved=saved, fused=fused)
 
 
 def _kept_by_fused(
@@ -170,6 +169,8 @@ def _kept_by_fused(
             if saved.value == "":
                 if ops[i].kind is OpKind.DROPOUT:  # its mask cannot be computed again
                     kept["", i] = (i, saved)
+                else:
+                    needed |= {s for v in ops[i].inputs for s in _sources(index, v, members)}
                 continue
             if source not in members:
                 kept[saved.value, 0] = (i, saved)

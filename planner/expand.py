@@ -100,10 +100,7 @@ class Expander:
         request = self._request(strategy) if mesh.tp > 1 else None
         key = _WorkKey(block, request, strategy.batch.micro, mesh.tp, mesh.cp, recompute, execution)
         if key not in self._works:
-            setting = Setting(
-                graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp,
-                recompute=recompute, execution=execution,
-            )  # fmt: skip
+            setting = self._setting(strategy, recompute)
             index = self.index(block, dropout=execution.dropout > 0)
             self._works[key] = localize(index, self.tensor_plan(strategy).blocks[block], setting)
         return self._works[key]
@@ -155,7 +152,13 @@ class Expander:
             if key not in made:
                 works = [self._synchronised(strategy, *link) for link in zip(links, dropped, strict=True)]
                 send = None if last else self._send(strategy, positions[-1])
-                made[key] = _stage(works, send, self._tied(strategy, positions, crossing), strategy)
+                made[key] = _stage(
+                    works,
+                    send,
+                    self._tied(strategy, positions, crossing),
+                    self._gathered(strategy, positions),
+                    strategy,
+                )
             found.append(made[key])
         return tuple(found)
 
@@ -210,15 +213,38 @@ class Expander:
     def _send(self, strategy: Strategy, position: int) -> Collective:
         mesh, link = strategy.mesh, self.graph.chain[position]
         index = self.index(link.block, dropout=strategy.execution.dropout > 0)
-        setting = Setting(
-            graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp,
-            execution=strategy.execution,
-        )  # fmt: skip
+        setting = self._setting(strategy, "none")
         plan = self.tensor_plan(strategy).blocks[link.block]
         local = LocalBlock(index=index, plan=plan, setting=setting)
         sharded = "S1" if strategy.shard.sequence_parallel and mesh.tp > 1 else "R"
         size = sum(local.spec_bytes(spec, sharded) for spec in link.sends)
         return Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size, label="pp")
+
+    def _gathered(self, strategy: Strategy, positions: range) -> int:
+        """Megatron keeps one buffer for its sequence-parallel gathers, as large as the largest of them."""
+        if strategy.mesh.tp == 1 or strategy.execution.kernels != "fused":
+            return 0
+        found = 0
+        for block in {self.graph.chain[p].block for p in positions}:
+            local = LocalBlock(
+                index=self.index(block, dropout=strategy.execution.dropout > 0),
+                plan=self.tensor_plan(strategy).blocks[block],
+                setting=self._setting(strategy, "none"),
+            )
+            gathers = [
+                r
+                for r in local.plan.reshards
+                if r.before.startswith("S") and r.after == "R" and r.partial_gradient
+            ]
+            found = max([found, *(local.value_bytes(r.value, "R") for r in gathers)])
+        return found
+
+    def _setting(self, strategy: Strategy, recompute: str) -> Setting:
+        mesh = strategy.mesh
+        return Setting(
+            graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp,
+            recompute=recompute, execution=strategy.execution,
+        )  # fmt: skip
 
     def _tied(self, strategy: Strategy, positions: range, ties: Sequence[str]) -> tuple[Collective, ...]:
         """Gradients of tied tensors, exchanged between the two ranks that hold them."""
@@ -253,8 +279,9 @@ def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
 
 
 def _stage(
-    works: Sequence[BlockWork], send: Collective | None, tied: tuple[Collective, ...], strategy: Strategy
-) -> StageWork:
+    works: Sequence[BlockWork], send: Collective | None, tied: tuple[Collective, ...], gathered: int,
+    strategy: Strategy,
+) -> StageWork:  # fmt: skip
     parameters, trainable = sum(w.parameters for w in works), sum(w.trainable for w in works)
     held, graded, stepped = state.state_bytes(parameters, trainable, strategy)
     return StageWork(
@@ -265,7 +292,7 @@ def _stage(
         parameter_bytes=held,
         gradient_bytes=graded,
         optimizer_bytes=stepped,
-        buffer_bytes=sum(w.buffer_bytes for w in works) + _buffers(parameters, graded, strategy),
+        buffer_bytes=sum(w.buffer_bytes for w in works) + gathered + _buffers(parameters, graded, strategy),
         tied_reduce=tied,
     )
 

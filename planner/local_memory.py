@@ -47,6 +47,9 @@ def probabilities_bytes(local: LocalBlock, op: int) -> int:
 
 def _saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
     placement = local.placement(op, saved.value)
+    sharding, operator = local.plan.shardings[op], local.index.block.operators[op]
+    if operator.kind is OpKind.CROSS_ENTROPY and saved.value == "" and saved.spec.shape and sharding:
+        placement = sharding.inputs[0]  # the log-softmax lies like the logits
     if placement == "R" and saved.value and local.setting.regathers:
         before = _before_gather(local, op, saved.value)
         placement = before if before.startswith("S") else placement
@@ -101,6 +104,8 @@ def forward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[s
             if storage not in kept and storage not in live and not storage.startswith("input:"):
                 live[storage] = local.value_bytes(storage, local.output_placement(storage))
         kept_so_far |= {s: b for s, b in kept.items() if _made_in(local, s, unit)}
+        if _overwrites(local, unit):
+            live = {s: b for s, b in live.items() if last.get(s, -1) > n}
         inside = 0 if local.setting.flash else sum(_scores_temp(local, op, kept) for op in unit.ops)
         peak = max(peak, sum(live.values()) + sum(kept_so_far.values()) + inside)
         live = {s: b for s, b in live.items() if last.get(s, -1) > n}
@@ -147,6 +152,8 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
             placement = local.placement(_reader(local, unit, value), value)
             live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
         inside = 0 if local.setting.flash else 2 * sum(_attention_temp(local, op) for op in unit.ops)
+        if _overwrites(local, unit):
+            remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         peak = max(peak, sum(live.values()) + sum(remaining.values()) + weights + inside)
         for op in unit.ops:
             if op in index.aliases:
@@ -155,6 +162,15 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
             live = {s: b for s, b in live.items() if index.producer.get(s) != op}
         remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
     return max(peak - sum(kept.values()), 0)
+
+
+def _overwrites(local: LocalBlock, unit: Unit) -> bool:
+    """Megatron's cross-entropy writes its softmax over the logits it read, and the gradient over its softmax.
+
+    Source: Megatron-LM, core/tensor_parallel/cross_entropy.py.
+    """
+    kinds = {local.index.block.operators[op].kind for op in unit.ops}
+    return local.setting.execution.kernels == "fused" and OpKind.CROSS_ENTROPY in kinds
 
 
 def _reader(local: LocalBlock, unit: Unit, value: str) -> int:
