@@ -82,7 +82,7 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:
     offload: dict[str, Any] = {
         key: fixed[f"offload.{key}"] for key in ("optimizer", "activations") if f"offload.{key}" in fixed
     }
-    keeps = any(deal.recomputed) or "recompute.per_stage" in fixed
+    keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
     groups = problem.fixed_ints("mesh.groups")
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
     return Strategy(

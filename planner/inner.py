@@ -116,8 +116,14 @@ def stage_problem(
         recompute=frees(problem, chosen),
         least=least_blocks(problem.graph, chosen.chunks) if chain.kinds else (0,) * chosen.chunks,
         blocks=problem.fixed_ints("pipeline.stage_blocks"),
-        recomputed=problem.fixed_ints("recompute.per_stage"),
+        recomputed=_fixed_recomputed(problem, chosen.chunks),
     )
+
+
+def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
+    """Blocks recomputed in full that the user fixes per chunk; an empty list says none at all."""
+    fixed = problem.fixed_ints("recompute.per_stage")
+    return (0,) * chunks if fixed == () else fixed
 
 
 def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
