@@ -1,6 +1,6 @@
 """Blocks to chunks, and how many of each chunk's blocks are recomputed in full: an integer program for CP-SAT.
 
-    n[c] >= least[c], sum n[c] = N        every repeated block stands in one chunk, in model order
+    least[c] <= n[c] <= most[c], sum = N  every repeated block stands in one chunk, in model order
     0 <= k[c] <= n[c]                     the first k[c] blocks of chunk c are recomputed in full
     A[q, c](n, k)                         what chunk c needs of quantity q (seconds, bytes): the largest of some sums
                                           over its blocks, with a surcharge where k[c] = n[c] > 0 or n[c] = 0
@@ -74,6 +74,7 @@ class StageProblem:
     capacity_bytes: int
     recompute: bool  # whether blocks may be recomputed one by one
     least: tuple[int, ...]  # blocks that each chunk must have
+    most: tuple[int, ...]  # and may have
     blocks: tuple[int, ...] | None = None  # fixed by the user
     recomputed: tuple[int, ...] | None = None
 
@@ -124,7 +125,7 @@ def deal_fits(problem: StageProblem, deal: Deal) -> bool:
     return (
         len(deal.blocks) == problem.chunks
         and sum(deal.blocks) == len(problem.kinds)
-        and all(n >= least for n, least in zip(deal.blocks, problem.least, strict=True))
+        and all(a <= n <= b for a, n, b in zip(problem.least, deal.blocks, problem.most, strict=True))
         and all(0 <= k <= n for n, k in zip(deal.blocks, deal.recomputed, strict=True))
         and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
         and problem.blocks in (None, deal.blocks)
@@ -145,9 +146,9 @@ def solve_stages(
 
     Deterministic: one worker, a fixed seed, and deterministic time.
     """
-    if not excluded and (answer := _only_deal(problem)) is not None:
-        fits = deal_fits(problem, answer.deal) and (below is None or answer.value < below)
-        return answer if fits else None
+    few = _few_deals(problem)
+    if few is not None:
+        return _best_of(problem, [deal for deal in few if deal not in excluded], below)
     model = cp_model.CpModel()
     builder = _Builder(model, problem)
     builder.every_block_in_one_chunk()
@@ -159,6 +160,7 @@ def solve_stages(
     model.minimize(step)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = EFFORT
     status = solver.solve(model)
@@ -172,21 +174,35 @@ def solve_stages(
     return StageAnswer(deal=deal, value=deal_value(problem, deal), bound=int(solver.best_objective_bound))
 
 
-def _only_deal(problem: StageProblem) -> StageAnswer | None:
-    """The answer where nothing is left to choose: one block a chunk or one chunk, and no free recomputation."""
-    blocks = problem.blocks
+def _few_deals(problem: StageProblem) -> list[Deal] | None:
+    """All deals, where the blocks are dealt and at most one number of recomputed blocks is open; else None."""
+    blocks, recomputed = problem.blocks, problem.recomputed
     if problem.chunks == 1:
         blocks = (len(problem.kinds),)
     elif sum(problem.least) == len(problem.kinds):
         blocks = problem.least
-    recomputed = problem.recomputed
     if recomputed is None and not problem.recompute:
         recomputed = (0,) * problem.chunks
-    if blocks is None or recomputed is None:
+    if blocks is None:
         return None
-    deal = Deal(blocks=blocks, recomputed=recomputed)
-    value = deal_value(problem, deal)
-    return StageAnswer(deal=deal, value=value, bound=value)
+    if recomputed is not None:
+        return [Deal(blocks=blocks, recomputed=recomputed)]
+    if problem.chunks > 1:
+        return None
+    return [Deal(blocks=blocks, recomputed=(k,)) for k in range(blocks[0] + 1)]
+
+
+def _best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> StageAnswer | None:
+    """The best of a few deals, the first of equals."""
+    best: StageAnswer | None = None
+    for deal in deals:
+        limit = below if best is None else best.value
+        if limit is not None and deal_value(problem, deal) >= limit:
+            continue
+        if deal_fits(problem, deal):
+            value = deal_value(problem, deal)
+            best = StageAnswer(deal=deal, value=value, bound=value)
+    return best
 
 
 class _Builder:
@@ -196,7 +212,8 @@ class _Builder:
         self.model, self.problem = model, problem
         spare = len(problem.kinds) - sum(problem.least)
         self.blocks = [
-            model.new_int_var(least, least + max(spare, 0), f"n{c}") for c, least in enumerate(problem.least)
+            model.new_int_var(least, min(least + max(spare, 0), most), f"n{c}")
+            for c, (least, most) in enumerate(zip(problem.least, problem.most, strict=True))
         ]
         self.recomputed = [
             model.new_int_var(0, least + max(spare, 0) if problem.recompute else 0, f"k{c}")

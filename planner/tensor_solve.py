@@ -97,6 +97,7 @@ def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
     """One worker, so that equal inputs give equal answers."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
     solver.parameters.max_time_in_seconds = SOLVE_LIMIT_S
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise NoTensorPlan

@@ -320,4 +320,4 @@ def test_an_interrupt_ends_cleanly_and_leaves_no_half_file(tmp_path: Path) -> No
     else:
         assert process.returncode in (4, 130), complaint
         assert left == []
-        assert "interrupted" in complaint
+        assert "interrupted" in complaint or "no strategy found" in complaint
