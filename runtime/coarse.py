@@ -107,7 +107,7 @@ def _export(
             raise
         raise UserError(
             f"cannot cut {type(module).__name__} into pipeline stages: torch.export cannot trace it "
-            f'({type(error).__name__}: {str(error).strip().splitlines()[0]}). Set pipeline.schedule = "none".'
+            f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Use mesh.pp = 1."
         ) from error
 
 
@@ -141,7 +141,7 @@ def _check_order(called: list[str], repeated_paths: Sequence[str]) -> None:
     if order != list(repeated_paths):
         raise UserError(
             f"cannot cut into pipeline stages: the blocks run in the order {order}, not {list(repeated_paths)}. "
-            'Set pipeline.schedule = "none".'
+            "Use mesh.pp = 1."
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -115,6 +115,7 @@ class PipelineRunner:
             self._do[action.kind](action)
         self._channels.finish()
         assert not self._flights, "the program left a backward out"
+        self._inputs, self._targets = (), ()
         return self._mean_loss()
 
     def _forward(self, action: Action) -> None:
@@ -216,8 +217,3 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def _micro(action: Action) -> int:
     assert action.micro is not None
     return action.micro
-
-
-def stage_modules(stages: Mapping[int, StageModule]) -> nn.ModuleList:
-    """This rank's stages in order of their index."""
-    return nn.ModuleList([stages[index] for index in sorted(stages)])

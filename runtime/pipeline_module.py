@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
@@ -62,13 +63,12 @@ def pipeline_module(
             f"{len(homes)} stages (mesh.pp = {ranks} times pipeline.virtual_stages = {pipeline.virtual_stages})"
         )
     broadcast_state(module, mesh.device)
-    drawn = on_meta(module)
-    seed = common_seed(mesh.device) if drawn else 0
+    seed = common_seed(mesh.device) if on_meta(module) else 0
     mine = [stage for stage, rank in enumerate(homes) if rank == mesh.coordinate("pp")]
     aliases = _aliases(module)
     stages = cut(
         module,
-        example_inputs,
+        _one_micro_batch(example_inputs, strategy),
         repeated_paths=blocks,
         stage_blocks=pipeline.stage_blocks,
         stages=mine,
@@ -93,12 +93,20 @@ def pipeline_module(
                 seed=seed,
             )
         )
-    result = PipelineModule(
+    return PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases
     )
-    if drawn:
-        result.share_tied_values()
-    return result
+
+
+def _one_micro_batch(example_inputs: Any, strategy: Strategy) -> Any:
+    """What one forward pass gets, where the examples hold this rank's share of the batch."""
+    micro = strategy.batch.micro
+    share = micro * strategy.micro_batches
+
+    def part(leaf: Tensor) -> Tensor:
+        return leaf[:micro] if leaf.dim() and leaf.shape[0] == share else leaf
+
+    return tree_map_only(Tensor, part, example_inputs)
 
 
 def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorRule, ...]:
@@ -160,10 +168,6 @@ class PipelineModule(nn.Module):
             mesh=tensor_axis,
             hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
         )
-
-    def share_tied_values(self) -> None:
-        """Make tied parameters equal again where each stage has initialised its own copy; collective."""
-        self._ties.share_values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A pipeline has no single forward: use `step`."""

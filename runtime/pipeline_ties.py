@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.cut import StageModule
 from autoparallel.runtime.materialise import share_of
@@ -67,7 +67,7 @@ class _Copies:
             return value
         mesh, placements = parameter.device_mesh, parameter.placements
         if not self.same_layout:
-            return distribute_tensor(value, mesh, placements, src_data_rank=None)
+            return share_of(value, parameter)
         return DTensor.from_local(
             value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
@@ -121,17 +121,6 @@ class TiedGradients:
                 if parameter.grad is not None:
                     self._before[parameter] = parameter.grad
                     parameter.grad = None
-
-    @torch.no_grad()
-    def share_values(self) -> None:
-        """Give every copy the first copy's values (stages that initialise their own draw different ones)."""
-        for copies in self._copies:
-            first = copies.parameters[0]
-            whole = first.full_tensor() if isinstance(first, DTensor) else first.detach().clone()
-            if copies.group is not None:
-                dist.broadcast(whole, dist.get_global_rank(copies.group, 0), group=copies.group)
-            for parameter in copies.parameters:
-                local(parameter).copy_(local(share_of(whole, parameter)))
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from autoparallel.errors import UserError
 from autoparallel.planner.strategy import Pipeline, Strategy
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import (
@@ -22,6 +22,7 @@ from tests.runtime.compare import (
     strategy_of,
 )
 from tests.runtime.models import Example
+from tests.runtime.shared import no_program
 
 DEPTH = 4
 
@@ -73,11 +74,9 @@ def run_pipeline(
     reference = copy.deepcopy(example.module)
     share = strategy.batch.micro * strategy.micro_batches
     model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=lambda: None
+        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program
     )
-    optimizers = [
-        torch.optim.SGD(m.parameters(), lr=LEARNING_RATE, momentum=0.9) for m in (model, reference)
-    ]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=LEARNING_RATE, momentum=0.9) for m in (model, reference)]
     first = model.data_parallel_rank * share
     inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))
     worst, where, loss_difference = 0.0, "", 0.0
@@ -114,9 +113,30 @@ def run_pipeline(
     )
 
 
+def initial_state(
+    rank: int, world_size: int, name: str, pipeline: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Rank 0's full state of a model built on the meta device."""
+    example = deep(name, 1, torch.float32)
+    strategy = pipeline_strategy(example, pipeline, options)
+    module = example.module.to("meta")
+    torch.manual_seed(3 + rank)  # only rank 0's generator may count
+    model = parallelize(
+        module, deep(name, 1, torch.float32).inputs, strategy, blocks=example.blocks, program=no_program
+    )
+    return model.full_state_dict()
+
+
+def refused(rank: int, world_size: int, pipeline: dict[str, Any]) -> str:
+    """What a strategy that cannot run is refused with."""
+    example = deep("mlp", 2, torch.float32)
+    strategy = pipeline_strategy(example, pipeline, {"pp": 2})
+    try:
+        parallelize(example.module, example.inputs, strategy, blocks=example.blocks, program=no_program)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def _difference(value: Tensor, wanted: Tensor) -> float:
     return float((value.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-6))
-
-
-def on_device(batch: Any, device: str) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)

@@ -155,10 +155,11 @@ def _loss(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_chained_stages_compute_the_loss_and_gradients_of_the_whole(name: str) -> None:
+def test_chained_stages_compute_the_loss_and_gradients_and_hold_the_state_of_the_whole(name: str) -> None:
     module, inputs, paths = _make(name)
     whole = copy.deepcopy(module)
     stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(1, 2, 1))
+    _check_state(module, stages)
     output = _chain(stages, inputs)
     args, kwargs = as_call(inputs)
     expected = whole(*args, **kwargs)
@@ -177,16 +178,20 @@ def test_chained_stages_compute_the_loss_and_gradients_of_the_whole(name: str) -
         torch.testing.assert_close(module.get_buffer(path), buffer, msg=path)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_stages_hold_the_whole_state_under_the_names_of_the_original(name: str) -> None:
-    module, inputs, paths = _make(name)
-    stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 0, 2))
-    held = {key for stage in stages for key in stage.state_dict()}
+def _check_state(module: nn.Module, stages: tuple[StageModule, ...]) -> None:
     every = dict(module.state_dict(keep_vars=True))
-    assert held <= set(every)
+    assert {key for stage in stages for key in stage.state_dict()} <= set(every)
     tensors = {id(p) for stage in stages for p in (*stage.parameters(), *stage.buffers())}
-    left_out = {key for key, tensor in every.items() if id(tensor) not in tensors}
-    assert not left_out
+    assert not {key for key, tensor in every.items() if id(tensor) not in tensors}
+
+
+def test_stages_without_blocks_and_unused_parameters_keep_the_whole_state() -> None:
+    for name in ("skips", "mlp"):
+        module, inputs, paths = _make(name)
+        stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(0, 4, 0))
+        _check_state(module, stages)
+        args, kwargs = as_call(inputs)
+        torch.testing.assert_close(_chain(stages, inputs), module(*args, **kwargs))
 
 
 def test_a_batch_of_another_size_and_of_one_run_through_the_same_cut() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.compare import TOLERANCE
 from tests.runtime.harness import Processes
-from tests.runtime.pipelines import run_pipeline
+from tests.runtime.pipelines import initial_state, refused, run_pipeline
 
 pytestmark = pytest.mark.distributed
 
@@ -34,6 +34,7 @@ ON_TWO: dict[str, Case] = {
     "vit, gpipe, full recomputation": ("vit", GPIPE, {"micro_batches": 2, "recompute": "full"}),
     "mlp, interleaved": ("mlp", INTERLEAVED, {"micro_batches": 2}),
     "resnet, 1f1b": ("resnet", ONE_F_ONE_B, {"micro_batches": 3}),
+    "mlp, zero bubble": ("mlp", {**ONE_F_ONE_B, "schedule": "zb1p"}, {"micro_batches": 3}),
     "micro-batch of one": ("llama", ONE_F_ONE_B, {"micro": 1, "micro_batches": 2}),
 }
 ON_FOUR: dict[str, Case] = {
@@ -71,3 +72,17 @@ def test_two_stages_give_the_gradients_of_one_process(gloo: Processes, case: Cas
 @pytest.mark.parametrize("case", ON_FOUR.values(), ids=ON_FOUR.keys())
 def test_pipelines_with_other_axes_give_the_gradients_of_one_process(gloo: Processes, case: Case) -> None:
     _check(gloo, 4, case)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mlp"])
+def test_a_model_built_on_meta_starts_as_in_one_process(gloo: Processes, name: str) -> None:
+    (alone,) = gloo.run(1, initial_state, name=name, pipeline={}, options={})
+    state = gloo.run(2, initial_state, name=name, pipeline=INTERLEAVED, options={"pp": 2})[0]
+    assert state.keys() == alone.keys()
+    for key, value in alone.items():
+        assert torch.equal(state[key], value), key
+
+
+def test_a_pipeline_that_cannot_run_is_refused_in_words(gloo: Processes) -> None:
+    message = gloo.run(2, refused, pipeline={"schedule": "1f1b", "stage_blocks": (4,)})[0]
+    assert "one entry for each of the 2 stages" in message
