@@ -94,6 +94,7 @@ class Rows:
     reduce_s: Floats  # per trainable parameter
     gather_s: Floats  # of a unit's parameters, ZeRO-3
     repeated: int
+    least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
     slow: float  # 1 + compute_slowdown
     slow_comm: float
 
@@ -115,7 +116,7 @@ def _take(rows: Rows, index: Ints) -> Rows:
     return Rows(
         shapes=rows.shapes.take(index), units=take_units(rows.units, index), zero=rows.zero[index],
         schedule=rows.schedule[index], chunks=rows.chunks[index], reduce_s=rows.reduce_s[index],
-        gather_s=rows.gather_s[index], repeated=rows.repeated, slow=rows.slow, slow_comm=rows.slow_comm,
+        gather_s=rows.gather_s[index], repeated=rows.repeated, least_per_chunk=rows.least_per_chunk[index], slow=rows.slow, slow_comm=rows.slow_comm,
     )  # fmt: skip
 
 
@@ -136,7 +137,9 @@ class _Rank:
         ended_s = _beside(u.unit_backward_s, rows.gather_s + rows.reduce_s * u.unit_trainable, more, less)
         b = np.where(rows.zero >= 2, ended_s, gathered_s)
         plain = rows.schedule < len(OPEN_SCHEDULES)  # the backward is whole
-        before = max(rank - 1, 0)  # blocks in the stages before: the first may have none
+        before = np.maximum(
+            rank * rows.least_per_chunk - 1, 0
+        )  # blocks in the stages before: the first may have one less
         own_s = shapes.micro_batches * (u.head_s * first + u.tail_s * last)
         # fill, work, reduce and step; or fill, work, drain
         self.per_block_s = m * f + np.where(plain, (m - 1) * b + ended_s, m * gathered_s)

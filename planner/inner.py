@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from autoparallel.costmodel.graph import ITEM_BYTES
+from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner import state
@@ -46,6 +46,9 @@ class Q(IntEnum):
 
 
 _PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
+# Models with more repeated blocks than this have their interleaved chunks dealt evenly: the ways to deal them
+# grow beyond proof, and the published schedules take equal chunks.
+UNEVEN_CHUNKS_BLOCKS = 8
 _V_SHAPED = frozenset({"zbv", "dualpipev"})
 
 
@@ -106,6 +109,8 @@ def stage_problem(
 ) -> StageProblem:
     """The stage problem with the rows that every schedule has; critical paths are added as they are found."""
     chosen, strategy = priced.chosen, priced.strategy
+    blocks = problem.fixed_ints("pipeline.stage_blocks")
+    least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen)
     return StageProblem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
@@ -114,8 +119,9 @@ def stage_problem(
         memory=memory_rows(states),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
-        least=least_blocks(problem.graph, chosen.chunks) if chain.kinds else (0,) * chosen.chunks,
-        blocks=problem.fixed_ints("pipeline.stage_blocks"),
+        least=least,
+        most=most,
+        blocks=blocks,
         recomputed=_fixed_recomputed(problem, chosen.chunks),
     )
 
@@ -124,6 +130,23 @@ def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
     """Blocks recomputed in full that the user fixes per chunk; an empty list says none at all."""
     fixed = problem.fixed_ints("recompute.per_stage")
     return (0,) * chunks if fixed == () else fixed
+
+
+def chunk_sizes(graph: ModelGraph, chosen: Candidate) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks that each chunk must and may have: what is legal; of many blocks in many interleaved chunks an even
+    share, one more, or in an end chunk (which carries an end of the model) one less."""
+    blocks, chunks = len(graph.repeated_positions), chosen.chunks
+    if not blocks:
+        return (0,) * chunks, (0,) * chunks
+    least = least_blocks(graph, chunks)
+    if chosen.virtual_stages == 1 or blocks <= UNEVEN_CHUNKS_BLOCKS:
+        return least, (blocks,) * chunks
+    even = blocks // chunks
+    ends = (0, chunks - 1)
+    return (
+        tuple(max(a, even - (c in ends)) for c, a in enumerate(least)),
+        tuple(max(a, even + 1) for a in least),
+    )
 
 
 def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
@@ -273,11 +296,34 @@ def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
         work += [(int(Q.BACKWARD), stage, strategy.micro_batches - 1) for stage in chunks]
         work += [(int(Q.LAST_BACKWARD), stage, 1) for stage in chunks[1:]]
         rows.append(Row(terms=_merged([*work, (int(Q.END), first, 1), (int(Q.STEP), first, 1)])))
+        if pipeline.virtual_stages == 1 and mesh.pp > 1:
+            rows.append(Row(terms=_merged(_round_trip(strategy, rank))))
         if first:
             drain = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, first + 1)]
             drain += [(int(Q.SEND), stage, 1) for stage in range(first)]
             rows.append(Row(terms=_merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
     return tuple(rows)
+
+
+def _round_trip(strategy: Strategy, rank: int) -> list[tuple[int, int, int]]:
+    """One micro-batch through all stages and back, while the rank's other work waits for it: 1F1B has run
+    ranks - rank forwards when its first gradient arrives, GPipe runs all but one before its last input leaves."""
+    pp, m = strategy.mesh.pp, strategy.micro_batches
+    ahead = 1 if strategy.pipeline.schedule == "gpipe" else min(pp - rank, m)
+    last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, rank + 1)]
+    last += [(int(Q.END), 0, 1), (int(Q.STEP), 0, 1)]
+    if m == 1:  # the gradient that comes back is the last
+        last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, pp)] + last[rank:]
+    else:
+        last += [(int(Q.BACKWARD), stage, 1) for stage in range(rank, pp)]
+        last += [(int(Q.BACKWARD), rank, m - 2)]
+    hops = [(int(Q.SEND), stage, 2) for stage in range(pp - 1)]
+    return [
+        *((int(Q.FORWARD), stage, 1) for stage in range(pp)),
+        (int(Q.FORWARD), rank, m - ahead),
+        *last,
+        *hops,
+    ]
 
 
 def _merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:

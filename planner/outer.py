@@ -12,6 +12,7 @@ from autoparallel.planner.bounds import Bounds, Rows, shape_bounds, variant_boun
 from autoparallel.planner.candidates import Candidate, candidate, even_deal, strategy_of
 from autoparallel.planner.expand import MIB, Expander, mesh_axes
 from autoparallel.planner.forms import Chain, units_of
+from autoparallel.planner.inner import UNEVEN_CHUNKS_BLOCKS
 from autoparallel.planner.prices import PriceBook
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.space import Ints, Space, Variants, build_space, variants
@@ -86,10 +87,20 @@ def bound_variants(outer: Outer, found: Variants, below_s: float) -> Bounds:
         reduce_s=columns[:, 0],
         gather_s=columns[:, 1],
         repeated=outer.space.repeated,
+        least_per_chunk=_least_per_chunk(outer, shapes.pp, found.virtual_stages),
         slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
         slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0),
     )
     return variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s)
+
+
+def _least_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> Ints:
+    """As `planner.inner.chunk_sizes` deals the chunks that are not at an end of the model."""
+    repeated, blocks = outer.space.repeated, outer.problem.fixed_ints("pipeline.stage_blocks")
+    if blocks is not None:
+        return np.full_like(pp, min((*blocks[1:-1], 1)))
+    even = np.maximum(repeated // (pp * virtual_stages), 1)
+    return np.where((virtual_stages > 1) & (repeated > UNEVEN_CHUNKS_BLOCKS), even, 1)
 
 
 def _wire_s(outer: Outer, chosen: Candidate, unit_parameters: float) -> tuple[float, float]:

@@ -36,6 +36,7 @@ def problem_of(
     return StageProblem(
         kinds=kinds, chunks=chunks, quantities=(seconds, bytes_), capacity_bytes=capacity, recompute=recompute,
         least=(ends, *(1,) * (chunks - 2), ends) if chunks > 1 else (1,),
+        most=(len(kinds),) * chunks,
         paths=tuple(
             Row(terms=(*((SECONDS, b, 1) for b in range(c)), (SECONDS, c, 4)), constant=c) for c in range(chunks)
         ),
