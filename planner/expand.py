@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
+from autoparallel.costmodel.fusion import Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.price import Pricer
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
@@ -14,7 +15,7 @@ from autoparallel.costmodel.simulate import Prepared, prepare_simulation
 from autoparallel.planner import state
 from autoparallel.planner.chain import carried_inputs, even_stages, find_ties, first_positions, stage_ranges
 from autoparallel.planner.local import TENSOR_DTYPE, LocalBlock, Setting
-from autoparallel.planner.localize import localize
+from autoparallel.planner.localize import fused_units, localize
 from autoparallel.planner.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.sharding import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy import Execution, Strategy
@@ -48,6 +49,9 @@ class Expander:
     cluster: Cluster
     _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
+    _units: dict[tuple[int, bool, str, frozenset[str]], tuple[Unit, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _works: dict[_WorkKey, BlockWork] = field(default_factory=dict, repr=False, compare=False)
     _schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict, repr=False, compare=False
@@ -102,7 +106,16 @@ class Expander:
         if key not in self._works:
             setting = self._setting(strategy, recompute)
             index = self.index(block, dropout=execution.dropout > 0)
-            self._works[key] = localize(index, self.tensor_plan(strategy).blocks[block], setting)
+            plan = self.tensor_plan(strategy).blocks[block]
+            shape = (
+                block,
+                execution.dropout > 0,
+                execution.kernels,
+                frozenset(r.value for r in plan.reshards),
+            )
+            if shape not in self._units:
+                self._units[shape] = fused_units(index, plan, execution.kernels)
+            self._works[key] = localize(index, plan, setting, self._units[shape])
         return self._works[key]
 
     def schedule(self, strategy: Strategy) -> Schedule:

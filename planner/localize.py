@@ -16,15 +16,25 @@ from autoparallel.planner.tensor_plan import BlockPlan, Reshard, conjugates
 WEIGHT_PASSES = 2
 
 
-def localize(index: BlockIndex, plan: BlockPlan, setting: Setting) -> BlockWork:
+def fused_units(index: BlockIndex, plan: BlockPlan, kernels: str) -> tuple[Unit, ...]:
+    """The kernels of a block under a tensor plan: nothing fuses across a change of layout."""
+    return fuse(index, kernels, barriers={r.value for r in plan.reshards})
+
+
+def localize(
+    index: BlockIndex, plan: BlockPlan, setting: Setting, units: Sequence[Unit] | None = None
+) -> BlockWork:
     """The block's work on one device, without what data parallelism adds (`gather`, `reduce`).
+
+    `units` are `fused_units` of the same block and plan, where the caller has them already.
 
     Recomputation: "selective" drops the inside of attention and runs its forward again; "full" keeps only the
     block's inputs and runs the forward again up to the last unit that keeps anything (checkpointing stops
     there).
     """
     local = LocalBlock(index=index, plan=plan, setting=setting)
-    units = fuse(index, setting.execution.kernels, barriers={r.value for r in plan.reshards})
+    if units is None:
+        units = fused_units(index, plan, setting.execution.kernels)
     full_kept = memory.saved_storages(local, units)
     kept, recompute = full_kept, list[Step]()
     if setting.recompute == "selective":

@@ -272,23 +272,29 @@ def rules_of(graph: ModelGraph, problems: Sequence[BlockProblem], plan: TensorPl
     """The entries that make the runtime do what the plan says: sharded parameters, and pins where a layout
     changes. A module of a repeated block is written with `*` unless a block of another kind has a module of
     that name which does something else."""
+    made = [
+        {rule.module: rule for rule in _block_rules(problem, block)}
+        for problem, block in zip(problems, plan.blocks, strict=True)
+    ]
+    modules = [modules_of(block) for block in graph.blocks]
     by_path: dict[str, TensorRule | None] = {}
     starred: dict[str, str] = {}
     for link in graph.chain:
-        made = {r.module: r for r in _block_rules(problems[link.block], plan.blocks[link.block])}
-        for module in modules_of(graph.blocks[link.block]):
-            path, rule = _joined(link.path, module), made.get(module)
-            starred[path] = _joined(_starred(link.path), module)
+        star = _starred(link.path)
+        for module in modules[link.block]:
+            path, rule = _joined(link.path, module), made[link.block].get(module)
+            starred[path] = _joined(star, module)
             if rule is not None or path not in by_path:
                 by_path[path] = _merged(by_path.get(path), rule)
-    kinds: dict[str, set[TensorRule | None]] = {}
+    kinds: dict[str, set[object]] = {}
     for path, rule in by_path.items():
-        kinds.setdefault(starred[path], set()).add(replace(rule, module="") if rule is not None else None)
+        kinds.setdefault(starred[path], set()).add(rule and (rule.params, rule.inputs, rule.outputs))
     found: dict[str, TensorRule] = {}
     for path, rule in by_path.items():
         if rule is not None:
             name = starred[path] if len(kinds[starred[path]]) == 1 else path
-            found.setdefault(name, replace(rule, module=name))
+            if name not in found:
+                found[name] = replace(rule, module=name)
     return tuple(found.values())
 
 
