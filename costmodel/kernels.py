@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.program import AttentionShape, Kernel, Step
+from autoparallel.costmodel.program import AttentionShape, Kernel
 from autoparallel.errors import UserError
 from autoparallel.profiles.constants import TILES
 from autoparallel.profiles.hardware import Device
@@ -110,10 +110,10 @@ def gemm_s(kernel: Kernel, device: Device) -> float:
     dtype = DTYPE_ALIASES.get(kernel.dtype, kernel.dtype)
     batch, m, n, k = kernel.product
     peak = peak_flops(device, dtype) * constants[_efficiency_key(dtype)]
-    host_s = 0.0
+    launching_s = 0.0
     if kernel.kind == OpKind.GROUPED_GEMM:
         peak *= constants["gemm.grouped_efficiency"]
-        host_s = batch * constants["gemm.grouped_expert_s"]
+        launching_s = batch * constants["gemm.grouped_expert_s"]
     elif kernel.kind == OpKind.CONV:
         peak *= constants["gemm.conv_efficiency"]
     ideal_s = 2.0 * batch * m * n * k / peak
@@ -122,8 +122,8 @@ def gemm_s(kernel: Kernel, device: Device) -> float:
     compute_s = tiled_s(batch, m, n, k, peak, OPERAND_BYTES[dtype], constants)
     bandwidth = device.hbm_bytes_per_s * constants["gemm.memory_efficiency"]
     memory = kernel.bytes_moved / bandwidth
-    device_s = _overlapped(compute_s, memory, constants) + _quantise_s(dtype, batch * k * (m + n), device)
-    return max(device_s, host_s)
+    on_device_s = _overlapped(compute_s, memory, constants) + _quantise_s(dtype, batch * k * (m + n), device)
+    return max(on_device_s, launching_s)
 
 
 def tiled_s(
