@@ -12,6 +12,8 @@ ranks' tracebacks are raised here and the processes of that size are started afr
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import pickle
 import sys
@@ -48,21 +50,34 @@ def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> Non
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(store_path, world_size)
     timeout = timedelta(seconds=CASE_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    while True:
+    for case in itertools.count():
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
+        # Groups of its own for every case: those of earlier ones, kept alive, hold two threads each, which spin
+        # once a peer has closed its end.
+        store = dist.FileStore(f"{store_path}.{case}", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
             function, kwargs = pickle.loads(message)
             torch.manual_seed(0)
             reply = pickle.dumps((True, function(rank, world_size, **kwargs)))
+            _wait_for_all(store, world_size)
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
+            store.set("all finished", "1")  # nobody waits for a rank that failed
+        gc.collect()  # modules in cycles hold groups
+        dist.destroy_process_group()
         pipe.send_bytes(reply)
+
+
+def _wait_for_all(store: Any, world_size: int) -> None:
+    """Through the store, not the groups: nobody closes a connection that a peer still needs."""
+    if store.add("finished", 1) == world_size:
+        store.set("all finished", "1")
+    store.wait(["all finished"], timedelta(seconds=CASE_TIMEOUT_S))
 
 
 @dataclass
