@@ -59,7 +59,8 @@ def index_block(block: Block, *, carried: tuple[int, ...], dropout: bool) -> Blo
             aliases.add(i)
         for value in dict.fromkeys(op.inputs):
             consumers.setdefault(value, []).append(i)
-        flows = (alias or bool(op.backward)) and any(v in grads for v in op.inputs)
+        # Also through operators whose backward launches nothing: an addition hands its gradient on as it is.
+        flows = any(v in grads for v in op.inputs)
         for name, spec in zip(output_names(op), op.outputs, strict=True):
             specs[name], producer[name] = spec, i
             source = next(iter(op.inputs), "")

@@ -8,6 +8,7 @@ sequence parallelism. Blocks that share a tied parameter are solved together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,8 +51,10 @@ def solve_tensor_plan(
     Raises UserError, naming the entry, where the user's rules are illegal or contradict each other.
     """
     axis = Axis(name="tp", size=request.tp, stride=request.stride)
+    unpinned = called_again(graph)
     problems = [
-        build_problem(index, request.tp, block_boundary(graph, b, request)) for b, index in enumerate(indices)
+        build_problem(index, request.tp, block_boundary(graph, b, request), unpinned[b])
+        for b, index in enumerate(indices)
     ]
     fixed = fixed_by_rules(graph, problems, request.rules)
     priced = [
@@ -73,6 +76,17 @@ def solve_tensor_plan(
             plans[b] = block_plan(priced[b].problem, answer)
     plan = TensorPlan(blocks=tuple(plans[b] for b in range(len(graph.blocks))))
     return replace(plan, rules=rules_of(graph, problems, plan))
+
+
+def called_again(graph: ModelGraph) -> list[frozenset[str]]:
+    """For each block its modules that run more than once in a forward pass, in it or in other glue too."""
+    glue = {link.block for link in graph.chain if not link.repeated}
+    everywhere = Counter(call.module for b in glue for call in graph.blocks[b].calls)
+    found = []
+    for b, block in enumerate(graph.blocks):
+        counts = everywhere if b in glue else Counter(call.module for call in block.calls)
+        found.append(frozenset(module for module, count in counts.items() if count > 1))
+    return found
 
 
 def _matrices(graph: ModelGraph, block: int) -> dict[str, int]:

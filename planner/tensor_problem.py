@@ -90,8 +90,11 @@ class BlockProblem:
     params: Mapping[str, tuple[str, ...]]  # placements that the operators know for each parameter
 
 
-def build_problem(index: BlockIndex, tp: int, boundary: Boundary) -> BlockProblem:
-    """Prepare one block for degree `tp`."""
+def build_problem(
+    index: BlockIndex, tp: int, boundary: Boundary, unpinned: frozenset[str] = frozenset()
+) -> BlockProblem:
+    """Prepare one block for degree `tp`. `unpinned` are modules that run more than once: one pin there would
+    serve several values."""
     flows = _flows(index, boundary)
     places = [key for value in flows for key in flows[value].scopes]
     number = {key: n for n, key in enumerate(places)}
@@ -99,7 +102,9 @@ def build_problem(index: BlockIndex, tp: int, boundary: Boundary) -> BlockProble
     states = _states(index, variants, places)
     nodes = tuple(Node(value=v, scope=s, states=states[v]) for v, s in places)
     edges = tuple(
-        _edge(index, nodes, number, value, *hop) for value, flow in flows.items() for hop in flow.hops
+        _edge(index, nodes, number, unpinned, value, *hop)
+        for value, flow in flows.items()
+        for hop in flow.hops
     )
     fixed: dict[int, tuple[str, ...]] = {}
     for i, placement in enumerate(boundary.inputs):
@@ -176,15 +181,15 @@ def _path(origin: str, target: str) -> tuple[list[str], list[str]]:
 
 
 def _edge(
-    index: BlockIndex, nodes: Sequence[Node], number: Mapping[tuple[str, str], int], value: str,
-    source: str, target: str, position: int,
+    index: BlockIndex, nodes: Sequence[Node], number: Mapping[tuple[str, str], int], unpinned: frozenset[str],
+    value: str, source: str, target: str, position: int,
 ) -> Edge:  # fmt: skip
     entering = len(_chain(target)) > len(_chain(source))
     module = target if entering else source
     side = "input" if entering else "output"
     a, b = number[value, source], number[value, target]
     changes: tuple[tuple[str, str], ...] = ()
-    if _pinnable(index, module, value, side):
+    if module not in unpinned and _pinnable(index, module, value, side):
         changes = tuple(
             (x, y) for x, y in product(nodes[a].states, nodes[b].states) if _can_change(x, y)
         )  # fmt: skip
