@@ -19,8 +19,10 @@ from autoparallel.planner.space import Bools, Ints, Shapes, Variants
 from autoparallel.planner.stages import Deal
 from autoparallel.planner.strategy import Strategy
 
-SHAPES_TRIED = 12  # the most promising shapes of a kind, bounded again with all their variants
-SIMULATED = 3  # deals simulated per kind
+SHAPES_TRIED = 8  # the most promising shapes of a kind, bounded again with all their variants
+SIMULATED = 2  # deals simulated per kind
+SOLVED = 6  # stage problems solved per kind
+EFFORT = 0.05  # of each stage problem: what is shown beside the answer need not be proved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +94,18 @@ def _fastest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
     """Simulate a few of the kind's most promising variants; the fastest that fits."""
 
     def check(frontier: Frontier) -> None:
-        if len(frontier.seen) >= SIMULATED:
+        if len(frontier.seen) >= SIMULATED or frontier.solved >= SOLVED:
             raise Stopped
 
-    frontier = Frontier(outer=outer, check=check, only=kind.variants)
+    frontier = Frontier(outer=outer, check=check, only=_simple(kind), effort=EFFORT)
     with suppress(Stopped):
         frontier.run(rows)
     return frontier.incumbent.strategy if frontier.incumbent is not None else None
+
+
+def _simple(kind: Kind) -> Callable[[Variants, Shapes], Bools]:
+    """The kind's variants with one chunk per rank: what they show, and quickly."""
+    return lambda v, s: (v.virtual_stages == 1) & (True if kind.variants is None else kind.variants(v, s))
 
 
 def _smallest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:

@@ -17,7 +17,7 @@ from autoparallel.planner.inner import path_row, price_candidate, stage_problem,
 from autoparallel.planner.outer import Outer, expand_shapes
 from autoparallel.planner.problem import Objective, price_per_device_s
 from autoparallel.planner.space import Bools, Ints, Shapes, Variants
-from autoparallel.planner.stages import Deal, Row, StageAnswer, StageProblem, solve_stages
+from autoparallel.planner.stages import EFFORT, Deal, Row, StageAnswer, StageProblem, solve_stages
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
@@ -57,6 +57,7 @@ class Frontier:
 
     outer: Outer
     check: Callable[[Frontier], None]
+    effort: float = EFFORT  # of each stage problem
     only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
     incumbent: Evaluation | None = None
     value: Value = NOTHING
@@ -68,6 +69,7 @@ class Frontier:
     _values: list[Value] = field(default_factory=list)
     _next: int = 0
     _current: Value = NOTHING
+    _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
     _paths: dict[object, list[Row]] = field(default_factory=dict)
     _errors: list[UserError] = field(default_factory=list)
 
@@ -92,9 +94,9 @@ class Frontier:
                 self._simulate(item)
 
     def bound(self) -> Value:
-        """What nothing that is still open goes below."""
+        """What nothing that is still open, or was given up, goes below."""
         head = self._heap[0][0] if self._heap else NOTHING
-        return min(head, self._upcoming(), self._current)
+        return min(head, self._upcoming(), self._current, self._given_up)
 
     @property
     def errors(self) -> tuple[UserError, ...]:
@@ -205,11 +207,15 @@ class Frontier:
         else:
             below_s = self._below_s(chosen.mesh.devices)
             below = ceil(below_s * PS) if below_s < inf else None
-            answer = solve_stages(problem, excluded=excluded, below=below)
+            answer = solve_stages(problem, excluded=excluded, below=below, effort=self.effort)
             value = NOTHING
             if answer is not None:
                 value = max(bound, self.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
-        if answer is not None and self.may_win(value):
+        if answer is None or not self.may_win(value):
+            return
+        if answer.deal is None:
+            self._given_up = min(self._given_up, value)
+        else:
             node = Node(chosen=chosen, bound=value, problem=problem, excluded=excluded, deal=answer.deal)
             self._push(value, node)
 
@@ -217,11 +223,13 @@ class Frontier:
         """The deal with the least peak, the fastest of these."""
         below = int(min(self.value[0], float(problem.capacity_bytes))) + 1
         by_bytes = replace(problem, paths=problem.memory, memory=())
-        least = solve_stages(by_bytes, excluded=excluded, below=below)
-        if least is None:
-            return None
-        fastest = solve_stages(replace(problem, capacity_bytes=least.value), excluded=excluded)
-        return replace(least, deal=fastest.deal if fastest is not None else least.deal)
+        least = solve_stages(by_bytes, excluded=excluded, below=below, effort=self.effort)
+        if least is None or least.deal is None:
+            return least
+        tight = replace(problem, capacity_bytes=least.value)
+        fastest = solve_stages(tight, excluded=excluded, effort=self.effort)
+        deal = fastest.deal if fastest is not None else None
+        return least if deal is None else replace(least, deal=deal)
 
     def _simulate(self, node: Node) -> None:
         """Simulate a node's deal, learn from it, and solve again for what is left."""

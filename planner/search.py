@@ -131,7 +131,7 @@ def _result(outer: Outer, frontier: Frontier, *, stopped: bool, started_s: float
     prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction)
     value, bound = frontier.value[0], frontier.bound()[0]
-    optimal = not stopped or not frontier.may_win(frontier.bound())
+    optimal = not frontier.may_win(frontier.bound())
     gap = 0.0 if optimal else max(0.0, 1.0 - bound / value)
     candidates = int(outer.counts.sum())
     return PlanResult(

@@ -23,7 +23,7 @@ from ortools.sat.python import cp_model
 
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
 # second). Kind: formula: far above what the largest chain here needs.
-EFFORT = 4.0
+EFFORT = 0.5
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
 
@@ -81,9 +81,10 @@ class StageProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAnswer:
-    """The best deal of a stage problem; no deal is below `bound` (equal to `value` when proved)."""
+    """The best deal of a stage problem; no deal is below `bound` (equal to `value` when proved). Where the solver
+    found none in its time there is only the bound."""
 
-    deal: Deal
+    deal: Deal | None
     value: int
     bound: int
 
@@ -99,16 +100,6 @@ def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: i
         + sum(form.kept[kind] for kind in kinds[k:])
         + (form.when_all if k == len(kinds) > 0 else 0)
         + (form.when_none[chunk] if form.when_none and not kinds else 0)
-        for form in quantity.forms
-    )
-
-
-def most_of(problem: StageProblem, quantity: Quantity, chunk: int) -> int:
-    """More than any deal makes of a quantity in a chunk."""
-    return max(
-        form.when_all
-        + abs(form.fixed[chunk])
-        + sum(max(form.kept[k], form.recomputed[k], 0) for k in problem.kinds)
         for form in quantity.forms
     )
 
@@ -140,11 +131,15 @@ def deal_value(problem: StageProblem, deal: Deal) -> int:
 
 
 def solve_stages(
-    problem: StageProblem, *, excluded: Sequence[Deal] = (), below: int | None = None
+    problem: StageProblem,
+    *,
+    excluded: Sequence[Deal] = (),
+    below: int | None = None,
+    effort: float = EFFORT,
 ) -> StageAnswer | None:
     """The best deal with a value below `below` that is not excluded; None where there is none.
 
-    Deterministic: one worker, a fixed seed, and deterministic time.
+    Deterministic: one worker, a fixed seed, and `effort` in deterministic time.
     """
     few = _few_deals(problem)
     if few is not None:
@@ -162,16 +157,19 @@ def solve_stages(
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
     solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = EFFORT
+    solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        assert status == cp_model.INFEASIBLE or below is not None, solver.status_name(status)
+    if status == cp_model.INFEASIBLE:
         return None
+    assert status != cp_model.MODEL_INVALID, model.validate()
+    bound = max(int(solver.best_objective_bound), 0)
+    if status == cp_model.UNKNOWN:
+        return StageAnswer(deal=None, value=bound, bound=bound)
     deal = Deal(
         blocks=tuple(solver.value(n) for n in builder.blocks),
         recomputed=tuple(solver.value(k) for k in builder.recomputed),
     )
-    return StageAnswer(deal=deal, value=deal_value(problem, deal), bound=int(solver.best_objective_bound))
+    return StageAnswer(deal=deal, value=deal_value(problem, deal), bound=bound)
 
 
 def _few_deals(problem: StageProblem) -> list[Deal] | None:
@@ -221,6 +219,7 @@ class _Builder:
         ]
         self.uniform = len(set(problem.kinds)) <= 1
         self.sums: dict[int, list[Linear]] = {}
+        self.spreads: dict[int, list[int]] = {}
         self.all: dict[int, cp_model.IntVar] = {}
         self.none: dict[int, cp_model.IntVar] = {}
         if not self.uniform:
@@ -242,7 +241,7 @@ class _Builder:
             quantity = self.problem.quantities[index]
             forms = [self._form(form) for form in quantity.forms]
             self.sums[index] = [
-                self._at_least([form[c] for form in forms], most_of(self.problem, quantity, c))
+                self._at_least([form[c] for form in forms], self._most_of(index, c))
                 for c in range(self.problem.chunks)
             ]
         return self.sums[index]
@@ -344,11 +343,26 @@ class _Builder:
             self.model.add(self.row(row) <= step)
         return step
 
+    def _most_of(self, index: int, chunk: int) -> int:
+        """More than any deal makes of a quantity in a chunk."""
+        if index not in self.spreads:
+            self.spreads[index] = [
+                form.when_all
+                + max((0, *form.when_none))
+                + sum(
+                    map(
+                        max,
+                        (form.kept[k] for k in self.problem.kinds),
+                        (form.recomputed[k] for k in self.problem.kinds),
+                    )
+                )
+                for form in self.problem.quantities[index].forms
+            ]
+        forms = self.problem.quantities[index].forms
+        return max(abs(f.fixed[chunk]) + s for f, s in zip(forms, self.spreads[index], strict=True))
+
     def _most_of_row(self, row: Row) -> int:
-        quantities = self.problem.quantities
-        return max(0, row.constant) + sum(
-            n * most_of(self.problem, quantities[q], c) for q, c, n in row.terms
-        )
+        return max(0, row.constant) + sum(n * self._most_of(q, c) for q, c, n in row.terms)
 
     def differs_from(self, deal: Deal) -> None:
         """At least one n[c] or k[c] is another than in `deal`."""
