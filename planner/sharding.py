@@ -225,4 +225,5 @@ def block_plan(problem: BlockProblem, answer: BlockAnswer) -> BlockPlan:
             for i in range(len(block.inputs))
         ),
         partial_params=tuple(p.name for p in block.parameters if p.name in partial),
+        layouts=tuple((v, scope, layout(s)) for (v, scope), s in states.items()),
     )

@@ -31,7 +31,7 @@ class Reshard:
 class BlockPlan:
     """One sharding per operator of a block (None: replicated, no rule), and what follows from the choice.
 
-    `inputs` and `outputs` are the layouts at the block's own boundary (empty: replicated). `partial_params` are
+    `layouts` lists every value in every module that it passes. `inputs` and `outputs` are the layouts at the block's own boundary (empty: replicated). `partial_params` are
     replicated parameters whose gradient is a partial sum: all-reduced once per step.
     """
 
@@ -41,6 +41,7 @@ class BlockPlan:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     partial_params: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, str, str], ...] = ()  # (value, module, layout of the value inside the module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -343,11 +343,5 @@ def _outputs(
     """Layouts of the module's results up to the last that changes; those that do not are pinned as they are."""
     made = results(problem, module)
     last = max((n for n, value in enumerate(made) if value in changed), default=-1)
-    found = []
-    for value in made[: last + 1]:
-        source = problem.index.producer.get(value)
-        kept = "R"
-        if source is not None and (sharding := plan.shardings[source]) is not None:
-            kept = sharding.outputs[0]
-        found.append(changed.get(value, describe(kept)))
-    return tuple(found)
+    outside = {value: layout for value, scope, layout in plan.layouts if scope == _outer(module)}
+    return tuple(changed.get(value, describe(outside.get(value, "R"))) for value in made[: last + 1])
