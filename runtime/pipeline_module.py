@@ -50,18 +50,9 @@ def pipeline_module(
     `module` keeps only what this rank's stages hold; the rest of it moves to the meta device.
     """
     pipeline, ranks = strategy.pipeline, strategy.mesh.pp
-    if strategy.mesh.dp_shard > 1 and pipeline.schedule in ("zb1p", "zbv", "dualpipev"):
-        raise UserError(
-            f'pipeline.schedule = "{pipeline.schedule}" with mesh.dp_shard = {strategy.mesh.dp_shard}: the '
-            "runtime does not split the backward of sharded parameters; use 1f1b, or dp_replicate"
-        )
     rows = build_schedule(pipeline.schedule, ranks, pipeline.virtual_stages, strategy.micro_batches)
     homes = rank_of_stage(pipeline.schedule, ranks, pipeline.virtual_stages)
-    if len(pipeline.stage_blocks) != len(homes):
-        raise UserError(
-            f"pipeline.stage_blocks = {list(pipeline.stage_blocks)} must have one entry for each of the "
-            f"{len(homes)} stages (mesh.pp = {ranks} times pipeline.virtual_stages = {pipeline.virtual_stages})"
-        )
+    _check_stages(strategy, len(homes))
     broadcast_state(module, mesh.device)
     seed = common_seed(mesh.device) if on_meta(module) else 0
     mine = [stage for stage, rank in enumerate(homes) if rank == mesh.coordinate("pp")]
@@ -96,6 +87,21 @@ def pipeline_module(
     return PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases
     )
+
+
+def _check_stages(strategy: Strategy, stages: int) -> None:
+    """Refuse a pipeline that the runtime cannot run."""
+    pipeline, ranks = strategy.pipeline, strategy.mesh.pp
+    if strategy.mesh.dp_shard > 1 and pipeline.schedule in ("zb1p", "zbv", "dualpipev"):
+        raise UserError(
+            f'pipeline.schedule = "{pipeline.schedule}" with mesh.dp_shard = {strategy.mesh.dp_shard}: the '
+            "runtime does not split the backward of sharded parameters; use 1f1b, or dp_replicate"
+        )
+    if len(pipeline.stage_blocks) != stages:
+        raise UserError(
+            f"pipeline.stage_blocks = {list(pipeline.stage_blocks)} must have one entry for each of the "
+            f"{stages} stages (mesh.pp = {ranks} times pipeline.virtual_stages = {pipeline.virtual_stages})"
+        )
 
 
 def _one_micro_batch(example_inputs: Any, strategy: Strategy) -> Any:

@@ -61,7 +61,12 @@ def deep(name: str, batch: int, dtype: torch.dtype, layers: int = DEPTH) -> Exam
 
 
 def pipeline_strategy(example: Example, pipeline: dict[str, Any], options: dict[str, Any]) -> Strategy:
-    return replace(strategy_of(example, **options), pipeline=Pipeline(**pipeline))
+    """`options` of `strategy_of`; `without` names a module whose tensor rule is left out."""
+    options = dict(options)
+    without = options.pop("without", None)
+    strategy = strategy_of(example, **options)
+    rules = tuple(rule for rule in strategy.tensor if rule.module != without)
+    return replace(strategy, pipeline=Pipeline(**pipeline), tensor=rules)
 
 
 def run_pipeline(

@@ -45,6 +45,7 @@ ON_FOUR: dict[str, Case] = {
     "zero 3": ("vit", ONE_F_ONE_B, {"dp_shard": 2, "zero": 3, "micro_batches": 3}),
     "tensor parallel": ("llama_with_labels", ONE_F_ONE_B, {"tp": 2, "micro_batches": 2}),
     "tensor parallel, interleaved": ("gpt2", INTERLEAVED, {"tp": 2, "micro_batches": 2}),
+    "tied, but sharded on one stage only": ("gpt2", ONE_F_ONE_B, {"tp": 2, "without": "lm_head"}),
     "sequence parallel": ("llama", ONE_F_ONE_B, {"tp": 2, "sequence_parallel": True, "micro_batches": 2}),
     "resnet, tensor parallel": ("resnet", UNEVEN, {"tp": 2, "micro_batches": 2}),
 }
