@@ -79,6 +79,9 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: 
     for second, last in plan.pairs:
         if of_path[second] != of_path[last]:
             raise FoldError(f"{second} and {last} trace to different blocks")
+    for second, last in plan.lasts:
+        if _forward_of(blocks[of_path[second]]) != _forward_of(blocks[of_path[last]]):
+            raise FoldError(f"{second} and {last} do different things")
     return ModelGraph(
         name=name,
         dtype=_main_dtype(module),
@@ -98,6 +101,11 @@ def _warnings(fit: Fit, rules: Rules) -> tuple[str, ...]:
     if rules.missing:
         found.append(f"operators without a sharding rule are replicated: {', '.join(sorted(rules.missing))}")
     return tuple(found)
+
+
+def _forward_of(block: Block) -> Block:
+    """The block without its backward pass."""
+    return replace(block, operators=tuple(replace(op, backward=()) for op in block.operators))
 
 
 def _check_alike(traces: Sequence[Trace]) -> None:

@@ -3,9 +3,9 @@
 Repeated modules are grouped by structure. Of a group of four or more the first, the second and the last really
 run while the step is traced. The others are stood in for by one opaque operation with the same inputs and
 outputs, at their own place, so that everything around them runs as it does in the whole model. What proves that
-the block of the second is theirs too: their structure is equal, they are called with the same arguments from the
-same places, and the second and the last trace to equal blocks. Otherwise `FoldError` is raised, and the model is
-traced whole.
+the block of the second is theirs too: their structure is equal but for their position in the list, which those
+that run do not look at; they are called with the same arguments from the same places; and the second and the
+last trace to equal blocks. Otherwise `FoldError` is raised, and the model is traced whole.
 """
 
 from __future__ import annotations
@@ -33,20 +33,24 @@ class FoldPlan:
     pairs: tuple[tuple[str, str], ...] = ()  # (second, last) of each group: must trace to equal blocks
     run: tuple[str, ...] = ()  # repeated modules that really run
     leaves: tuple[str, ...] = ()  # modules that cannot be traced: priced whole
+    lasts: tuple[tuple[str, str], ...] = ()  # (second, last): equal but for the backward pass
+    positions: dict[str, frozenset[tuple[str, str]]] = field(default_factory=dict)  # see `_index_attributes`
 
 
 def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = False) -> FoldPlan:
     """Group the repeated modules at `paths` by structure, and choose those that run.
 
-    With `last_differs` the last of a group is not compared, and the third runs for that instead: the last
-    decoder layer is the first to send gradients back to the encoder, and so has nothing to add them to.
+    With `last_differs` the backward pass of the last of a group is not compared, and the third runs for that
+    instead: the last decoder layer is the first to send gradients back to the encoder, and so has nothing to add
+    them to.
     """
     shared = _shared_parameters(module)
     lists: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         lists[path.rpartition(".")[0]].append(path)
     stood_in: dict[str, str] = {}
-    pairs = []
+    pairs, lasts = [], []
+    positions: dict[str, frozenset[tuple[str, str]]] = {}
     for parent, members in lists.items():
         children = [module.get_submodule(path) for path in members]
         indices = _index_attributes(children)
@@ -58,7 +62,10 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
             if len(group) > first + 1:
                 stood_in |= dict.fromkeys(group[first:-1], group[1])
                 pairs.append((group[1], group[2] if last_differs else group[-1]))
-    return FoldPlan(stood_in, tuple(pairs), tuple(p for p in paths if p not in stood_in) if stood_in else ())
+                lasts.append((group[1], group[-1]))
+                positions |= {path: indices for path in group if path not in stood_in}
+    run = tuple(p for p in paths if p not in stood_in) if stood_in else ()
+    return FoldPlan(stood_in=stood_in, pairs=tuple(pairs), run=run, lasts=tuple(lasts), positions=positions)
 
 
 def _shared_parameters(module: nn.Module) -> frozenset[int]:
@@ -127,6 +134,35 @@ def _setting(value: object, depth: int = 2) -> object:
     return id(value)
 
 
+class Position:
+    """Stands for a module's position in its list while the module runs: any use but passing it on is an error."""
+
+    def _used(self, *_: object) -> Any:
+        raise FoldError("a module's position in its list decides what it does")
+
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = _used
+    __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = _used
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = _used
+
+
+@contextmanager
+def positions_hidden(module: nn.Module, plan: FoldPlan) -> Iterator[None]:
+    """While inside, the attributes that hold a position are a `Position` in all modules of the plan that run."""
+    hidden = [
+        (vars(module.get_submodule(path).get_submodule(inside)), name)
+        for path, attributes in plan.positions.items()
+        for inside, name in attributes
+    ]
+    values = [table[name] for table, name in hidden]
+    try:
+        for table, name in hidden:
+            table[name] = Position()
+        yield
+    finally:
+        for (table, name), value in zip(hidden, values, strict=True):
+            table[name] = value
+
+
 @contextmanager
 def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterator[None]:
     """While inside, the modules of the plan tell `tracer` of their calls or are stood in for by it."""
@@ -137,12 +173,13 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         original = child.forward
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
+            since = len(tracer.trace.calls)
             result = original(*args, **kwargs)
-            tracer.remember_call(path, args, kwargs, result)
+            tracer.remember_call(path, args, kwargs, result, since)
             return result
 
         def stood_in(*args: Any, **kwargs: Any) -> Any:
-            return tracer.stand_in(path, model, args, kwargs)
+            return tracer.stand_in(child, path, model, args, kwargs)
 
         vars(child)["forward"] = stood_in if model else remembered
         patched.append(child)

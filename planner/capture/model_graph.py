@@ -20,12 +20,13 @@ from autoparallel.planner.capture.step import trace_step
 MICRO_BATCHES = (2, 3, 5)
 
 
-def capture(module: torch.nn.Module, example_inputs: Any, *, name: str) -> ModelGraph:
+def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bool = True) -> ModelGraph:
     """The graph of one training step of `module`.
 
     `example_inputs` are a tensor, a tuple of positional or a mapping of keyword arguments; dim 0 of the tensors
     that share the first tensor's is the batch. Nothing is computed: parameters and inputs are replaced by meta
     tensors while the module's code runs, and put back afterwards. The module's training mode is respected.
+    With `fold` equal modules are traced as often as the proof needs that they are equal; without it all are.
     """
     inputs = example_inputs if isinstance(example_inputs, Mapping | tuple) else (example_inputs,)
     if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(inputs)):
@@ -34,7 +35,8 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str) -> Model
     with on_meta(module):
         while True:
             try:
-                graph = _folded(module, inputs, name, tuple(leaves))
+                make = _folded if fold else _whole
+                graph = make(module, inputs, name, tuple(leaves))
                 break
             except TraceError as error:
                 leaves |= _more_leaves(module, error, leaves)
@@ -50,6 +52,10 @@ def _folded(module: torch.nn.Module, inputs: Any, name: str, leaves: tuple[str, 
             return _captured(module, inputs, name, replace(plan, leaves=leaves))
         except FoldError:
             continue
+    return _whole(module, inputs, name, leaves)
+
+
+def _whole(module: torch.nn.Module, inputs: Any, name: str, leaves: tuple[str, ...]) -> ModelGraph:
     return _captured(module, inputs, name, FoldPlan(leaves=leaves))
 
 

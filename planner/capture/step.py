@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
-from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced
+from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
 from autoparallel.planner.capture.records import Trace
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
@@ -32,7 +32,7 @@ def trace_step(
     for position, tensor in enumerate(tensors(inputs)):
         tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
     try:
-        with forwards_replaced(module, plan, tracer), tracer.recording():
+        with positions_hidden(module, plan), forwards_replaced(module, plan, tracer), tracer.recording():
             result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
     except (FoldError, ModelError):
         raise

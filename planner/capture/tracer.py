@@ -71,6 +71,7 @@ class Remembered:
 
     arguments: list[object]
     inputs: list[torch.Tensor]
+    used: list[bool]  # which of the inputs it computes with
     result: Any
 
 
@@ -240,11 +241,15 @@ class Tracer(TorchFunctionMode):
 
     # -- folding -----------------------------------------------------------------------------------------------
 
-    def remember_call(self, path: str, args: Any, kwargs: Any, result: Any) -> None:
-        """Note how the module at `path` was called and what it returned, for those it stands for."""
+    def remember_call(self, path: str, args: Any, kwargs: Any, result: Any, since: int) -> None:
+        """Note how the module at `path` was called, from call `since` on, and what it returned, for those it
+        stands for."""
         with torch._C.DisableTorchFunction():
             arguments = self._described(args, kwargs)
-        self._remembered[path] = Remembered(arguments, tensors((args, kwargs)), result)
+        read = {value for call in self.trace.calls[since:] for value in call.inputs}
+        inputs = tensors((args, kwargs))
+        used = [self._values.get(id(t)) in read for t in inputs]
+        self._remembered[path] = Remembered(arguments, inputs, used, result)
         self._returned = [self._values.get(id(t), -1) for t in tensors(result)]
 
     def _described(self, args: Any, kwargs: Any) -> list[object]:
@@ -260,7 +265,7 @@ class Tracer(TorchFunctionMode):
             described.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, place))
         return described
 
-    def stand_in(self, path: str, model: str, args: Any, kwargs: Any) -> Any:
+    def stand_in(self, module: torch.nn.Module, path: str, model: str, args: Any, kwargs: Any) -> Any:
         """The result of the module at `path`, from what `model` did with arguments of the same shapes."""
         with torch._C.DisableTorchFunction():
             known = self._remembered.get(model)
@@ -269,7 +274,8 @@ class Tracer(TorchFunctionMode):
             given = tensors((args, kwargs))
             result = {id(t): given[i] for i, t in enumerate(known.inputs)}  # what the model handed through
             fresh = [t for t in tensors(known.result) if id(t) not in result]
-            made = self._stood_in(model, given, fresh)
+            used = [t for t, is_used in zip(given, known.used, strict=True) if is_used]
+            made = self._stood_in(model, used, fresh, [p for p in module.parameters() if p.requires_grad])
             result |= {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
             self._returned = [self._values.get(id(result[id(t)]), -1) for t in tensors(known.result)]
             return tree_map(lambda leaf: result.get(id(leaf), leaf), known.result)
@@ -280,30 +286,32 @@ class Tracer(TorchFunctionMode):
             result, cost = measure_leaf(module, path, args, kwargs)
             given, fresh = tensors((args, kwargs)), tensors(result)
             call = Call(name="leaf", frame=self._frame, leaf=cost)
-            made = self._opaque(call, [*given, *module.parameters()], fresh)
+            made = self._opaque(call, [*given, *module.parameters()], fresh, [])
             replaced = {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
             return mapped(lambda leaf: replaced.get(id(leaf), leaf), result)
 
     def _stood_in(
-        self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
+        self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor], sources: list[torch.Tensor]
     ) -> list[torch.Tensor]:
         call = Call(name="stand_in", frame=self._frame)
         index = len(self.trace.calls)
         self.trace.stand_ins[index] = model
-        made = self._opaque(call, inputs, fresh)
+        made = self._opaque(call, inputs, fresh, sources)
         for tensor, like in zip(made, fresh, strict=True):
             self.trace.values[self._values[id(tensor)]].like = self.value_of(like)
         return made
 
     def _opaque(
-        self, call: Call, inputs: list[torch.Tensor], fresh: list[torch.Tensor]
+        self, call: Call, inputs: list[torch.Tensor], fresh: list[torch.Tensor], sources: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of `call`."""
+        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of `call`. Where no input needs a
+        gradient but the outputs do, it comes from `sources`."""
         call.first_node = _sequence_number()
         call.inputs = [self.value_of(t) for t in inputs]
         self._call, self._standing_in = call, True
         try:
-            made = StandIn.apply(fresh, *(t for t in inputs if t.requires_grad)) if fresh else ()
+            sources = [t for t in inputs if t.requires_grad] or sources
+            made = StandIn.apply(fresh, *sources) if fresh else ()
             made = [m if f.requires_grad else m.detach() for m, f in zip(made, fresh, strict=True)]
         finally:
             self._call, self._standing_in = None, False

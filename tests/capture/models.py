@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,7 +111,7 @@ _MAKERS = {
     "mixtral": _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "deepseek": _decoder(
         "DeepseekV3", num_key_value_heads=4, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=16, n_group=2, topk_group=1, n_shared_experts=1,
     ),
     "gpt2": _gpt2,
@@ -120,3 +122,28 @@ _MAKERS = {
 }  # fmt: skip
 
 NAMES = tuple(_MAKERS)
+
+
+def example(file: str, name: str, **arguments: Any) -> tuple[nn.Module, Any]:
+    """What a factory of a file in examples/ returns."""
+    path = Path(__file__).parents[2] / "examples" / file
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    result: tuple[nn.Module, Any] = getattr(module, name)(**arguments)
+    return result
+
+
+EXAMPLES = ("resnet", "dlrm", "mlp")
+
+
+def any_small(name: str, layers: int = 2) -> tuple[nn.Module, Any]:
+    """A transformers architecture or one of the examples, small."""
+    if name == "mlp":
+        return example("mlp.py", "mlp", features=12, width=16, depth=layers)
+    if name in EXAMPLES:
+        return example(f"{name}.py", f"{name}_small")
+    return small(name, layers)

@@ -1,0 +1,83 @@
+"""Saved bytes and FLOPs of captured graphs against what torch itself says on real tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph, OpKind
+from autoparallel.planner.capture import capture
+from tests.capture.measured import counted_flops, eager_saved_bytes, saved_bytes, show_saved
+from tests.capture.models import EXAMPLES, NAMES, SAMPLES, SEQ, any_small
+
+EVERY = (*NAMES, *EXAMPLES)
+
+
+def test_saved_bytes_of_bert_with_one_sample_more_follow_the_affine_sizes() -> None:
+    module, inputs = any_small("bert")
+    graph = capture(module, inputs, name="bert")
+    one, two, three = (saved_bytes(graph, b) for b in (1, 2, 3))
+    assert three - two == two - one
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_saved_bytes_are_what_autograd_keeps(name: str) -> None:
+    module, inputs = any_small(name)
+    graph = capture(module, inputs, name=name)
+    expected = eager_saved_bytes(module, inputs) - _kept_by_the_math_kernel(graph)
+    assert saved_bytes(graph, SAMPLES) == expected, show_saved(graph)
+
+
+def _kept_by_the_math_kernel(graph: ModelGraph) -> int:
+    """On a CPU attention under a mask that needs a gradient (the position bias of T5's self-attention) runs
+    unfused: it keeps the probabilities, where a fused kernel keeps its output and one statistic a row."""
+    extra = 0
+    for link in graph.chain:
+        for op in graph.blocks[link.block].operators:
+            if op.kind is OpKind.ATTENTION and graph.name == "t5" and op.module.endswith("SelfAttention"):
+                size = {letter: size.at(SAMPLES) for letter, size in op.sizes}
+                rows = size["b"] * size["h"] * size["s"]
+                extra += rows * (size["t"] - size["v"] - 1) * ITEM_BYTES["float32"]
+    return extra
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_flops_are_what_torch_counts(name: str) -> None:
+    module, inputs = any_small(name)
+    graph = capture(module, inputs, name=name)
+    assert graph.model_flops(SAMPLES) - _experts_flops(name) == counted_flops(module, inputs)
+
+
+def _experts_flops(name: str) -> int:
+    """By hand, for torch does not count them: each token meets two experts, each of which multiplies by a
+    (hidden, 2 · width) and a (width, hidden) matrix; forward, and two gradients of the same size."""
+    hidden, top_k, tokens = 32, 2, SAMPLES * SEQ
+    layers, width = {"mixtral": (2, 48), "deepseek": (1, 16)}.get(name, (0, 0))
+    return layers * 3 * 2 * tokens * top_k * 3 * hidden * width
+
+
+def test_attention_counts_the_full_square_however_causal() -> None:
+    module, inputs = any_small("llama")
+    attention = [
+        op for block in capture(module, inputs, name="x").blocks for op in block.operators if op.kind is OpKind.ATTENTION
+    ]
+    assert attention
+    for op in attention:
+        # q·k and p·v: 2 · heads · length² · (8 + 8) each sample.
+        assert op.causal
+        assert op.forward[0].flops.per_sample == 2 * 4 * SEQ**2 * 16
+        assert op.backward[0].flops.per_sample == 2 * op.forward[0].flops.per_sample
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_product_names_letters_whose_sizes_give_its_flops(name: str) -> None:
+    module, inputs = any_small(name)
+    for block in capture(module, inputs, name=name).blocks:
+        for op in block.operators:
+            sizes = {letter: size.at(SAMPLES) for letter, size in op.sizes}
+            for kernel in (*op.forward, *op.backward):
+                if kernel.kind is OpKind.GEMM and kernel.product:
+                    product = 2
+                    for letter in kernel.product:
+                        product *= sizes[letter]
+                    assert kernel.flops.at(SAMPLES) == product, (op.name, op.module, kernel)
+                    assert sorted(kernel.product) == sorted("bmnk")

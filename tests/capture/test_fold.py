@@ -1,0 +1,103 @@
+"""Folding: the graph of a deep model is that of all its layers, at the cost of a few."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph_json import graph_hash
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.load import load_model
+from tests.capture.measured import saved_bytes
+from tests.capture.models import EXAMPLES, NAMES, any_small
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+
+
+@pytest.mark.parametrize("name", (*NAMES, *EXAMPLES))
+def test_folded_capture_equals_the_full_one(name: str) -> None:
+    module, inputs = any_small(name, layers=7)
+    folded, full = (capture(module, inputs, name=name, fold=fold) for fold in (True, False))
+    assert folded.parameter_count == full.parameter_count == sum(p.numel() for p in module.parameters())
+    assert folded.model_flops(3) == full.model_flops(3)
+    assert saved_bytes(folded, 3) == saved_bytes(full, 3)
+    assert folded == full
+
+
+def test_folding_leaves_the_module_as_it_was() -> None:
+    module, inputs = any_small("llama", layers=6)
+    before = {name: p.data_ptr() for name, p in module.named_parameters()}
+    capture(module, inputs, name="x")
+    assert {name: p.data_ptr() for name, p in module.named_parameters()} == before
+    assert all("forward" not in vars(m) for m in module.modules())
+    assert module(**inputs).loss.requires_grad
+
+
+class _Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return torch.relu(x) if self.index == 3 else torch.tanh(torch.tanh(x)) if self.index == 5 else x
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(i) for i in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_do_different_things_are_traced_whole() -> None:
+    # The last does something else than the second, so nothing proves what those between do: all must run.
+    graph = capture(_Layers(), torch.randn(2, 8), name="x")
+    kinds = [[op.target for op in graph.blocks[link.block].operators] for link in graph.chain]
+    assert kinds[3] == ["aten.linear", "aten.relu"]
+    assert kinds[5] == ["aten.linear", "aten.tanh", "aten.tanh"]
+
+
+def _alternating(length: int) -> nn.Module:
+    def layer(i: int) -> nn.Module:
+        return nn.Linear(8, 8, bias=bool(i % 2))
+
+    return nn.Sequential(*(layer(i) for i in range(length)))
+
+
+def test_alternating_kinds_are_two_blocks() -> None:
+    graph = capture(_alternating(12), torch.randn(2, 8), name="x")
+    assert [link.block for link in graph.chain][4:10] == [2, 1, 2, 1, 2, 1] or len(graph.blocks) <= 4
+    assert graph.parameter_count == 12 * 64 + 6 * 8
+
+
+def _captured(layers: int) -> tuple[ModelGraph, float]:
+    model = load_model(f"hf:{CONFIGS / 'llama-3.1-405b.json'}", model_args={}, seq_len=512)
+    if layers < 126:
+        model.module.model.layers = model.module.model.layers[:layers]  # type: ignore[union-attr,index]
+    start = time.process_time()
+    graph = capture(model.module, model.example_inputs, name="llama")
+    return graph, time.process_time() - start
+
+
+def test_llama_405b_takes_at_most_three_times_its_two_layer_version() -> None:
+    _captured(2)  # imports and caches
+    _, shallow_s = min((_captured(2) for _ in range(3)), key=lambda r: r[1])
+    deep, deep_s = min((_captured(126) for _ in range(3)), key=lambda r: r[1])
+    assert len(deep.repeated_positions) == 126
+    assert deep_s <= 3 * shallow_s, f"{deep_s:.2f} s against {shallow_s:.2f} s"
+
+
+def test_depth_changes_the_hash() -> None:
+    hashes = {graph_hash(capture(*any_small("llama", layers=n), name="x")) for n in (4, 5, 6)}
+    assert len(hashes) == 3
