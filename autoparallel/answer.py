@@ -218,9 +218,10 @@ def strategy_label(strategy: Strategy) -> str:
         chunks = strategy.pipeline.virtual_stages
         words.append(strategy.pipeline.schedule + (f" × {chunks}" if chunks > 1 else ""))
     words.append(f"micro {strategy.batch.micro}")
-    if strategy.recompute.mode != "none" or any(strategy.recompute.per_stage):
-        full = sum(strategy.recompute.per_stage)
-        words.append(f"recompute {strategy.recompute.mode}" + (f" + {full} blocks" if full else ""))
+    mode, full = strategy.recompute.mode, sum(strategy.recompute.per_stage)
+    again = [*([mode] if mode != "none" else []), *([f"{full} blocks"] if full else [])]
+    if again:
+        words.append(f"recompute {' + '.join(again)}")
     lossy = [c for c in strategy.grad_sync.compression if c != "none"]
     if lossy:
         words.append("gradients " + "/".join(strategy.grad_sync.compression))

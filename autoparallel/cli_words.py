@@ -84,7 +84,7 @@ def print_explanation(
     for choice in choices(strategy, cluster, predicted):
         console.print(f"  {choice.name} ({choice.setting}): {choice.text}", markup=False)
     console.print()
-    for line in why(predicted, search):
+    for line in why(search):
         console.print(f"  {line}", markup=False)
     table = Table(title="rejected", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("strategy", "step time", "peak memory", "why not"):

@@ -16,6 +16,8 @@ from autoparallel.report.numbers import gib, seconds, tick_seconds
 
 WIDTH = 920.0
 LEFT = 64.0  # room for axis labels
+BYTE_GIB = 2.0**-30
+FAR_AWAY = 4.0  # a capacity that many times what is used would squeeze what there is to see
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -88,7 +90,9 @@ def memory_bars(stages: Sequence[Mapping[str, Any]], capacity_gib: float | None)
     top, height = 20.0, 250.0
     bottom = top + height
     peak = max((stage["peak"] for stage in stages), default=0.0)
-    ceiling = max(peak, capacity_gib or 0.0) * 1.05 or 1.0
+    shown_gib = capacity_gib if capacity_gib and capacity_gib < FAR_AWAY * peak else None
+    ceiling = max(peak, shown_gib or 0.0) * 1.05
+    ceiling = ceiling if ceiling > BYTE_GIB else 1.0
     to_y = _linear(0.0, ceiling, bottom, top)
     pitch = min((WIDTH - LEFT) / max(len(stages), 1), 150.0)
     gap = pitch * 0.25
@@ -104,11 +108,9 @@ def memory_bars(stages: Sequence[Mapping[str, Any]], capacity_gib: float | None)
                 boxes.append(Box(x=x, y=y, width=pitch - gap, height=part_height, css=f"mem-{part}", tip=tip))
         if i % every == 0:
             ticks.append(Tick(at=x + (pitch - gap) / 2, label=str(stage["stage"])))
-    limit = None
-    if capacity_gib:
-        limit = Tick(at=to_y(capacity_gib), label=f"capacity {gib(capacity_gib)}")
+    limit = _capacity_line(shown_gib, to_y)
     return Chart(
-        width=max(LEFT + pitch * len(stages), WIDTH if limit else 0.0),
+        width=WIDTH,
         height=bottom + 24,
         boxes=tuple(boxes),
         x_ticks=tuple(ticks),
@@ -228,7 +230,9 @@ def scatter(
         return None
     top, bottom = 12.0, 360.0
     times = [c.step_time_s for c in points]
-    sizes = [c.peak_gib for c in points] + ([capacity_gib] if capacity_gib else [])
+    sizes = [c.peak_gib for c in points]
+    shown_gib = capacity_gib if capacity_gib and capacity_gib < FAR_AWAY * max(sizes) else None
+    sizes = [*sizes, *([shown_gib] if shown_gib else [])]
     to_x = _logarithmic(min(times) / 1.05, max(times) * 1.05, LEFT, WIDTH - 12)
     to_y = _logarithmic(min(sizes) / 1.1, max(sizes) * 1.1, bottom, top)
     dots = [
@@ -252,9 +256,13 @@ def scatter(
         line=" ".join(f"{to_x(c.step_time_s):.1f},{to_y(c.peak_gib):.1f}" for c in edge),
         x_ticks=_log_ticks(min(times) / 1.05, max(times) * 1.05, to_x, tick_seconds),
         y_ticks=_log_ticks(min(sizes) / 1.1, max(sizes) * 1.1, to_y, lambda v: f"{v:g}"),
-        limit=Tick(at=to_y(capacity_gib), label=f"capacity {gib(capacity_gib)}") if capacity_gib else None,
+        limit=_capacity_line(shown_gib, to_y),
         bottom=bottom,
     )
+
+
+def _capacity_line(capacity_gib: float | None, to_y: Callable[[float], float]) -> Tick | None:
+    return Tick(at=to_y(capacity_gib), label=f"capacity {gib(capacity_gib)}") if capacity_gib else None
 
 
 def _tip(candidate: Candidate) -> str:

@@ -108,7 +108,7 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "cluster": cluster,
         "cluster_words": cluster_words(cluster),
         "choices": choices(strategy, cluster, predicted),
-        "why": why(predicted, search),
+        "why": why(search),
         "places": places(strategy.mesh, cluster),
         "cost": _cost(cluster, predicted),
         "breakdown": charts.breakdown_bar(predicted["breakdown_s"]),

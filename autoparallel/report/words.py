@@ -190,7 +190,7 @@ def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
     return Choice(name="Recomputation", setting=mode, text=text + cost)
 
 
-def why(predicted: Mapping[str, Any], search: Mapping[str, Any]) -> tuple[str, ...]:
+def why(search: Mapping[str, Any]) -> tuple[str, ...]:
     """Why this strategy: what was searched, what is proved, and what the nearest others would cost."""
     found = []
     status, bound = search.get("status"), search.get("lower_bound_s")
@@ -207,13 +207,7 @@ def why(predicted: Mapping[str, Any], search: Mapping[str, Any]) -> tuple[str, .
             f"The search stopped early: a better strategy could exist, but none faster than {seconds(bound)} "
             f"(gap {percent(gap)})."
         )
-    step = predicted.get("step_time_s")
     for other in list(search.get("alternatives", ()))[:1]:
-        if step:
-            slower = other["step_time_s"] / step - 1
-            words = f"{percent(slower)} slower" if slower >= 0 else f"{percent(-slower)} faster"
-            reason = other.get("reason", "")
-            found.append(
-                f"The nearest rejected strategy, {other.get('label', 'another')}, would be {words}: {reason.rstrip('.')}."
-            )
+        reason = other.get("reason", "").rstrip(".")
+        found.append(f"The nearest rejected strategy is {other.get('label', 'another')}: {reason}.")
     return tuple(found)
