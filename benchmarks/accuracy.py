@@ -16,13 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
-from autoparallel.planner.expand import Expander
-from autoparallel.planner.score import score
-
 from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
+from autoparallel.planner.expand import Expander
+from autoparallel.planner.score import score
 from autoparallel.profiles.hardware import Cluster
 from benchmarks.models import Shape, build
 from benchmarks.rows import Row, Run, Unscorable, parse, read_rows

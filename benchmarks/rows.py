@@ -28,6 +28,10 @@ from benchmarks.models import Shape
 Row = Mapping[str, str]
 
 DTYPES = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}  # scaling variants of one GEMM dtype
+HALF_GRADIENTS = (
+    "nemo",
+    "megatron-bridge",
+)  # their recipes set grad_sync_dtype / grad_reduce_in_fp32 = false
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of 128 * tp
 
 
@@ -131,16 +135,21 @@ def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
 def _execution(row: Row) -> Execution:
     dtype = DTYPES.get(row["dtype"], row["dtype"])
     half = "fp16" if dtype == "fp16" else "bf16"
+    half_gradients = dtype == "fp16" or _int(row, "zero", 0) == 3 or row.get("framework") in HALF_GRADIENTS
+    kernels = row.get("kernels") or "fused"
+    if row.get("fused_norm") == "False":
+        kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
     sharded_pure = _int(row, "zero", 0) == 3
     return Execution(
         dtype=dtype,
         param_dtype=half,
-        # Megatron and DeepSpeed keep an fp32 master copy and accumulate bf16 gradients in fp32; fp16 ones in
-        # fp16; "pure" FSDP mixed precision holds everything in half precision.
+        # Megatron and DeepSpeed keep an fp32 master copy and accumulate bf16 gradients in fp32, fp16 ones in
+        # fp16, and NeMo's recipes bf16 ones in bf16; "pure" FSDP mixed precision holds everything in half
+        # precision.
         master_weights=not sharded_pure,
-        grad_dtype=half if dtype == "fp16" or sharded_pure else "fp32",
+        grad_dtype=half if half_gradients else "fp32",
         attention=row.get("attention") or "flash",
-        kernels=row.get("kernels") or "fused",
+        kernels=kernels,
     )
 
 
@@ -204,6 +213,8 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     """A run from its row. Raises Unscorable with the reason."""
     shape = shape_of(row)
+    if "LoRA" in row.get("note", ""):
+        raise Unscorable("fine-tuning with adapters (LoRA), whose rank and targets are not stated")
     if shape.experts:
         raise Unscorable("mixture-of-experts rows have no model class here yet")
     return Run(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind, Saved
+from autoparallel.costmodel.kernels import OPERAND_BYTES
 from autoparallel.planner.local import LocalBlock
 
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
@@ -53,7 +54,16 @@ def _saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
     if placement == "R" and saved.value and local.setting.regathers:
         before = _before_gather(local, op, saved.value)
         placement = before if before.startswith("S") else placement
-    return local.spec_bytes(saved.spec, placement)
+    return round(local.spec_bytes(saved.spec, placement) * _operand_share(local, op, saved))
+
+
+def _operand_share(local: LocalBlock, op: int, saved: Saved) -> float:
+    """Products in 8 and 4 bits keep their input as they read it, not as it was (Transformer Engine)."""
+    dtype, kind = local.setting.execution.dtype, local.index.block.operators[op].kind
+    quantised = dtype in ("fp8", "mxfp8", "nvfp4") and kind in (OpKind.GEMM, OpKind.GROUPED_GEMM)
+    if not quantised or not saved.value:
+        return 1.0
+    return OPERAND_BYTES[dtype] / ITEM_BYTES[local.setting.tensor_dtype]
 
 
 def _before_gather(local: LocalBlock, op: int, value: str) -> str:

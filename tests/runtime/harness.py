@@ -30,6 +30,8 @@ from typing import Any
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CASE_TIMEOUT_S = 120.0
+# A case leaves its process groups behind, each with threads of its own: start afresh after this many.
+CASES_PER_START = 25
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -85,6 +87,7 @@ class _Pool:
     processes: list[BaseProcess]
     pipes: list[Connection]
     folder: tempfile.TemporaryDirectory[str]
+    cases: int = 0
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -103,7 +106,12 @@ class Processes:
 
     def run(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Call `function(rank, world_size, **kwargs)` on every rank; the results in order of rank."""
-        pool = self.pools.get(world_size) or self._start(world_size)
+        pool = self.pools.get(world_size)
+        if pool is not None and pool.cases >= CASES_PER_START:
+            self.pools.pop(world_size).stop()
+            pool = None
+        pool = pool or self._start(world_size)
+        pool.cases += 1
         message = pickle.dumps((function, kwargs))
         for pipe in pool.pipes:
             pipe.send_bytes(message)
