@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from autoparallel.planner.frontier import Frontier, Stopped
 from autoparallel.planner.outcome import GIB, Alternative
 from autoparallel.planner.outer import Outer, expand_shapes
 from autoparallel.planner.score import score
-from autoparallel.planner.space import Bools, Ints, Shapes, Variants
+from autoparallel.planner.space import MODES, Bools, Ints, Shapes, Variants
 from autoparallel.planner.stages import Deal
 from autoparallel.planner.strategy import Strategy
 
@@ -62,12 +62,16 @@ def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...]
     return Kind(name=name, shapes=shapes, variants=lambda v, _: np.isin(v.zero, zero))
 
 
-def alternatives(outer: Outer, best: Evaluation) -> tuple[Alternative, ...]:
-    """The best strategy found of each other kind, fastest first; those that do not fit last."""
+def alternatives(outer: Outer, best: Evaluation, seen: Sequence[Evaluation]) -> tuple[Alternative, ...]:
+    """The best strategy found of each other kind, fastest first; those that do not fit last.
+
+    `seen` are the strategies that the search simulated, best bounds first: where they have some of a kind, the
+    kind is not searched again.
+    """
     reference = score(
         outer.problem.graph, outer.problem.cluster, best.strategy, outer.book.expander, spans=False
     )
-    found = [_best_of(outer, kind, reference) for kind in kinds_besides(best.strategy)]
+    found = [_best_of(outer, kind, reference, seen) for kind in kinds_besides(best.strategy)]
     kept: dict[Strategy, Alternative] = {}
     for one in found:
         if one is not None and one.strategy != best.strategy:
@@ -75,7 +79,13 @@ def alternatives(outer: Outer, best: Evaluation) -> tuple[Alternative, ...]:
     return tuple(sorted(kept.values(), key=lambda a: (not a.feasible, a.step_time_s, a.kind)))
 
 
-def _best_of(outer: Outer, kind: Kind, reference: Prediction) -> Alternative | None:
+def _best_of(
+    outer: Outer, kind: Kind, reference: Prediction, seen: Sequence[Evaluation]
+) -> Alternative | None:
+    known = [e for e in seen if e.peak_bytes <= outer.capacity_bytes and _belongs(kind, e.strategy)]
+    if known:
+        fastest = min(known, key=lambda e: e.step_time_s)
+        return _alternative(outer, kind.name, fastest.strategy, reference)
     rows = np.flatnonzero(kind.shapes(outer.space.shapes))
     if not len(rows):
         return None
@@ -88,6 +98,23 @@ def _best_of(outer: Outer, kind: Kind, reference: Prediction) -> Alternative | N
     order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:1]
     smallest = _smallest(outer, kind, order)
     return _alternative(outer, kind.name, smallest, reference) if smallest is not None else None
+
+
+def _belongs(kind: Kind, strategy: Strategy) -> bool:
+    """Whether a strategy is of a kind."""
+    mesh = strategy.mesh
+    row = {
+        "mesh": 0, "pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp,
+        "tp": mesh.tp, "ep": mesh.ep, "micro": strategy.batch.micro, "micro_batches": strategy.micro_batches,
+        "sequence_parallel": int(strategy.shard.sequence_parallel),
+        "recompute": MODES.index(strategy.recompute.mode),
+    }  # fmt: skip
+    shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
+    zero = np.array([strategy.shard.zero])
+    one = Variants(
+        shape=zero * 0, zero=zero, schedule=zero, virtual_stages=zero, order=zero, compression=zero
+    )
+    return bool(kind.shapes(shapes)[0] and (kind.variants is None or kind.variants(one, shapes)[0]))
 
 
 def _fastest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:

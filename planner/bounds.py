@@ -72,10 +72,9 @@ def shape_bounds(problem: Problem, space: Space, units: Units) -> Bounds:
     tail = units.tail_parameters * rates.parameter + units.tail_trainable * rates.trainable
     blocks = most if space.repeated else np.zeros_like(most)
     middle = blocks * (per_unit + units.least_saved) + units.peak
-    one = np.where(shapes.pp > 1, 0, n) * (
-        per_unit + units.least_saved
-    )  # the last stage may be the tail alone
-    last = tail + one + units.tail_peak
+    # The last of several stages may be the tail alone.
+    before = np.where(shapes.pp > 1, 0.0, n * (per_unit + units.least_saved))
+    last = tail + before + units.tail_peak
     return Bounds(
         time_s=np.maximum(shapes.micro_batches * busiest_s, whole_s),
         memory_bytes=np.maximum(middle, last),

@@ -51,7 +51,7 @@ def build_outer(
     problem: Problem, space: Space, chain: Chain, book: PriceBook, capacity_bytes: float
 ) -> Outer:
     """Price every shape of a space."""
-    units = unit_table(problem, chain, book, space.shapes)
+    units = unit_table(problem, chain, book, space.shapes, capacity_bytes)
     return Outer(
         problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
         bounds=shape_bounds(problem, space, units), capacity_bytes=capacity_bytes,

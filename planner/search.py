@@ -83,7 +83,7 @@ def plan(
         if frontier.errors and not frontier.seen:
             raise frontier.errors[0]
         raise explain_infeasible(outer)
-    return _result(outer, frontier, stopped=stopped, started_s=started_s)
+    return _result(outer, frontier, started_s)
 
 
 class _Watch:
@@ -124,7 +124,7 @@ def _progress(frontier: Frontier, elapsed_s: float) -> Progress:
     )
 
 
-def _result(outer: Outer, frontier: Frontier, *, stopped: bool, started_s: float) -> PlanResult:
+def _result(outer: Outer, frontier: Frontier, started_s: float) -> PlanResult:
     assert frontier.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
     strategy = with_rules(expander, frontier.incumbent.strategy)
@@ -143,7 +143,7 @@ def _result(outer: Outer, frontier: Frontier, *, stopped: bool, started_s: float
         candidates=candidates,
         pruned=max(candidates - frontier.solved, 0),
         seconds=time.monotonic() - started_s,
-        alternatives=alternatives(outer, frontier.incumbent) if not stopped or gap else (),
+        alternatives=alternatives(outer, frontier.incumbent, frontier.seen),
         explored=tuple(
             Explored(
                 step_time_s=e.step_time_s, peak_memory_gib=e.peak_bytes / GIB,

@@ -167,33 +167,31 @@ def compressions(cluster: Cluster, *, lossy: bool) -> tuple[tuple[str, ...], ...
 
 def variants(space: Space, rows: Ints) -> Variants:
     """Every variant of the shapes `rows`, in a fixed order: simpler choices first."""
-    columns: list[Variants] = []
-    shapes = space.shapes.take(rows)
-    for (schedule, chunks), zero, order, wire in product(
-        space.schedules, space.zeros, range(len(space.meshes.orders)), range(len(space.compressions))
-    ):
-        fits = space.meshes.placed[shapes.mesh, order] & _variant_fits(
-            space, shapes, schedule, chunks, zero, wire
-        )
-        hit = rows[fits]
-        columns.append(
-            Variants(
-                shape=hit, zero=np.full_like(hit, zero), schedule=np.full_like(hit, schedule),
-                virtual_stages=np.full_like(hit, chunks), order=np.full_like(hit, order),
-                compression=np.full_like(hit, wire),
-            )
-        )  # fmt: skip
+    columns: list[tuple[Ints, int, int, int, int, int]] = []
+    for schedule, chunks in space.schedules:
+        planned = rows[space.plan_fits(space.shapes.take(rows), schedule, chunks)]
+        for zero in space.zeros if len(planned) else ():
+            shard = space.shapes.dp_shard[planned] * space.shapes.cp[planned]
+            sharded = planned[zero_fits(np.full_like(planned, zero), shard)]
+            placed = space.meshes.placed[space.shapes.mesh[sharded]]
+            for order in np.flatnonzero(placed.any(axis=0)):
+                hit = sharded[placed[:, order]]
+                columns.append((hit, zero, schedule, chunks, int(order), 0))
+                reduces = hit[_data_parallel(space.shapes, hit) > 1]
+                for wire in range(1, len(space.compressions)):
+                    columns.append((reduces, zero, schedule, chunks, int(order), wire))
+    lengths = [len(column[0]) for column in columns]
+    named = [np.repeat(np.array([c[i] for c in columns], dtype=np.int64), lengths) for i in range(1, 6)]
+    shape = np.concatenate([np.zeros(0, dtype=np.int64), *(column[0] for column in columns)])
+    zeros, schedules, chunk_counts, orders, wires = named
     return Variants(
-        **{f.name: np.concatenate([getattr(c, f.name) for c in columns]) for f in fields(Variants)}
-    )
+        shape=shape, zero=zeros, schedule=schedules, virtual_stages=chunk_counts, order=orders, compression=wires
+    )  # fmt: skip
 
 
-def _variant_fits(space: Space, shapes: Shapes, schedule: int, chunks: int, zero: int, wire: int) -> Bools:
-    same = np.ones(len(shapes), dtype=np.int64)
-    fits = space.plan_fits(shapes, schedule, chunks) & zero_fits(zero * same, shapes.dp_shard * shapes.cp)
-    if wire > 0:
-        fits &= shapes.dp_replicate * shapes.dp_shard * shapes.cp > 1
-    return fits
+def _data_parallel(shapes: Shapes, rows: Ints) -> Ints:
+    """Ranks over which gradients are summed."""
+    return shapes.dp_replicate[rows] * shapes.dp_shard[rows] * shapes.cp[rows]
 
 
 def zero_fits(zero: Ints, shard_ranks: Ints) -> Bools:

@@ -49,23 +49,40 @@ class Units:
     buffer_bytes: Floats  # of the whole model
 
 
-def unit_table(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Units:
+def unit_table(
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float
+) -> Units:
     """One row per shape; each distinct (tp, sequence parallelism, micro-batch, mode) is priced once, with tensor
-    parallelism on neighbouring devices, where it is cheapest."""
-    several = np.minimum(shapes.micro_batches, 2)  # gradients of several micro-batches are accumulated
+    parallelism on neighbouring devices, where it is cheapest.
+
+    Where one unit or the tail alone does not fit, nor does it with larger micro-batches: those rows are infinite.
+    """
+    # Gradients of several micro-batches are accumulated, which fused kernels do on the way.
+    fused = problem.execution.kernels == "fused"
+    several = np.minimum(shapes.micro_batches, 1 if fused else 2)
     keys = np.stack(
-        [shapes.tp, shapes.sequence_parallel, shapes.micro, shapes.recompute, shapes.cp, several], axis=1
+        [shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, several, shapes.micro], axis=1
     )
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
-    priced = [_row(problem, chain, book, tuple(int(v) for v in key)) for key in distinct]
-    table = np.array(priced, dtype=np.float64).reshape(len(priced), len(fields(Units)))
+    names = [f.name for f in fields(Units)]
+    nothing = (np.inf,) * len(names)
+    priced: list[tuple[float, ...]] = []
+    full: tuple[int, ...] = ()  # the setting whose smaller micro-batches are too large already
+    for key in distinct.tolist():
+        setting = tuple(key[:-1])
+        row = _row(problem, chain, book, key) if setting != full else nothing
+        unit = row[names.index("least_saved")] + row[names.index("peak")]
+        if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
+            row, full = nothing, setting
+        priced.append(row)
+    table = np.array(priced, dtype=np.float64).reshape(len(priced), len(names))
     columns = table[rows.reshape(-1)]
-    return Units(**{f.name: columns[:, i] for i, f in enumerate(fields(Units))})
+    return Units(**{name: columns[:, i] for i, name in enumerate(names)})
 
 
 def _representative(problem: Problem, chain: Chain, key: Sequence[int]) -> Strategy:
     """A strategy with this setting and nothing else: one data-parallel rank, no pipeline."""
-    tp, sequence, micro, mode, cp, several = key
+    tp, sequence, mode, cp, several, micro = key
     chosen = Candidate(
         mesh=Mesh(tp=tp, cp=cp), micro=micro, micro_batches=several, zero=0,
         sequence_parallel=bool(sequence), schedule="none", virtual_stages=1, mode=MODES[mode], compression=(),
