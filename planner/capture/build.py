@@ -30,7 +30,9 @@ class Flow:
     users: dict[int, tuple[int, ...]]
 
 
-def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: FoldPlan) -> ModelGraph:
+def build_graph(
+    module: nn.Module, traces: Sequence[Trace], *, name: str, plan: FoldPlan, rules: Rules
+) -> ModelGraph:
     """The graph of `module`, whose training step was traced at three micro-batches, folded by `plan`.
 
     Raises FoldError where the blocks that should be equal are not.
@@ -45,7 +47,6 @@ def build_graph(module: nn.Module, traces: Sequence[Trace], *, name: str, plan: 
     chain: list[Instance] = []
     saved = saved_by_call(trace, links)
     weights = weight_only_launches(trace)
-    rules = Rules()
     frames = frames_by_link(trace, links)
     of_path: dict[str, int] = {}
     for position, link in enumerate(links):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from autoparallel.planner.capture.build import build_graph
 from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.on_meta import on_meta, with_batch
+from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.split import repeated_paths
 from autoparallel.planner.capture.step import trace_step
 
@@ -32,36 +34,33 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
     if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(inputs)):
         raise ModelError(f"{name}: the example inputs hold no tensor: pass at least one batch-first tensor")
     leaves: dict[str, str] = {}  # path -> why it cannot be traced
+    take = partial(_captured, module, inputs, name, Rules())
     with on_meta(module):
         while True:
             try:
-                make = _folded if fold else _whole
-                graph = make(module, inputs, name, tuple(leaves))
+                graph = _folded(module, take, tuple(leaves)) if fold else take(FoldPlan(leaves=tuple(leaves)))
                 break
             except TraceError as error:
                 leaves |= _more_leaves(module, error, leaves)
     return replace(graph, warnings=(*graph.warnings, *map(_warning, leaves.items())))
 
 
-def _folded(module: torch.nn.Module, inputs: Any, name: str, leaves: tuple[str, ...]) -> ModelGraph:
+def _folded(
+    module: torch.nn.Module, take: Callable[[FoldPlan], ModelGraph], leaves: tuple[str, ...]
+) -> ModelGraph:
     """The graph with as little traced as can be proved to be enough."""
     paths = repeated_paths(module)
     for last_differs in (False, True):
         try:
-            plan = fold_plan(module, paths, last_differs=last_differs)
-            return _captured(module, inputs, name, replace(plan, leaves=leaves))
+            return take(replace(fold_plan(module, paths, last_differs=last_differs), leaves=leaves))
         except FoldError:
             continue
-    return _whole(module, inputs, name, leaves)
+    return take(FoldPlan(leaves=leaves))
 
 
-def _whole(module: torch.nn.Module, inputs: Any, name: str, leaves: tuple[str, ...]) -> ModelGraph:
-    return _captured(module, inputs, name, FoldPlan(leaves=leaves))
-
-
-def _captured(module: torch.nn.Module, inputs: Any, name: str, plan: FoldPlan) -> ModelGraph:
+def _captured(module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan) -> ModelGraph:
     traces = [trace_step(module, with_batch(inputs, batch), batch, plan) for batch in MICRO_BATCHES]
-    return build_graph(module, traces, name=name, plan=plan)
+    return build_graph(module, traces, name=name, plan=plan, rules=rules)
 
 
 def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str, str]) -> dict[str, str]:
