@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +20,9 @@ from autoparallel.cli_plan import (
     Settings,
     print_json,
 )
+
+if TYPE_CHECKING:
+    from autoparallel.inputs import Request
 
 
 @exits
@@ -54,17 +58,8 @@ def whatif(
     json_: JsonFlag = False,
 ) -> None:
     """Plan on several clusters, or with several values of a key, and compare."""
-    from autoparallel.answer import outcome_table
-    from autoparallel.cli_progress import stderr_console, working
-    from autoparallel.cli_words import print_outcomes
     from autoparallel.inputs import Request
-    from autoparallel.planner.strategy_write import check_writable, write_text
-    from autoparallel.report.compare import render_comparison
-    from autoparallel.whatif import cases, run_cases
 
-    console = stderr_console()
-    if output:
-        check_writable(output)
     base = Request(
         model=model,
         cluster=clusters[0],
@@ -76,15 +71,38 @@ def whatif(
         allow_lossy=allow_lossy,
         objective=objective,
     )
-    found = cases(base, clusters, vary or ())
+    run_whatif(base, clusters, vary or (), output, time_limit, json_=json_)
+
+
+def run_whatif(
+    base: Request,
+    clusters: Sequence[str],
+    vary: Sequence[str],
+    output: Path | None,
+    time_limit_s: float | None,
+    *,
+    json_: bool,
+) -> None:
+    """Plan every case, compare, tell."""
+    from autoparallel.answer import outcome_table
+    from autoparallel.cli_progress import stderr_console, working
+    from autoparallel.cli_words import print_outcomes
+    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.report.compare import render_comparison
+    from autoparallel.whatif import cases, run_cases
+
+    console = stderr_console()
+    if output:
+        check_writable(output)
+    found = cases(base, clusters, vary)
     with working(console, "planning") as say:
-        outcomes = run_cases(found, time_limit_s=time_limit, say=say)
+        outcomes = run_cases(found, time_limit_s=time_limit_s, say=say)
     rows = [outcome_table(outcome) for outcome in outcomes]
     print_outcomes(console, rows)
     if output:
-        write_text(output, render_comparison(model, rows))
+        write_text(output, render_comparison(base.model, rows))
         console.print(f"comparison written to {output}", markup=False)
     if json_:
-        print_json({"model": model, "cases": rows})
+        print_json({"model": base.model, "cases": rows})
     if not any(row["feasible"] for row in rows):
         raise typer.Exit(NOTHING_FITS)

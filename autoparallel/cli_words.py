@@ -10,7 +10,7 @@ from rich.table import Table
 from autoparallel.answer import strategy_label
 from autoparallel.planner.strategy import Strategy
 from autoparallel.profiles import Cluster
-from autoparallel.report.numbers import count, gib, percent, seconds, significant
+from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
 from autoparallel.report.words import choices, cluster_words, why
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _print_numbers(
     memory = f"{gib(predicted['peak_memory_gib'])} of {gib(predicted['capacity_gib'])}"
     for name, text in (
         ("strategy", strategy_label(strategy)),
-        ("step time", f"{seconds(step_s)} for {strategy.batch.global_:,} sequences"),
+        ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, 'sequence')}"),
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
         ("time goes to", ", ".join(parts)),

@@ -76,7 +76,11 @@ def _request(base: Request, settings: tuple[tuple[str, str], ...]) -> Request:
         elif key in ("seq_len", "global_batch"):
             if not value.isdigit() or int(value) < 1:
                 raise UserError(f"--vary {key}={value}: a whole number of at least 1 is needed")
-            changed = replace(changed, **{key: int(value)})
+            number = int(value)
+            if key == "seq_len":
+                changed = replace(changed, seq_len=number)
+            else:
+                changed = replace(changed, global_batch=number)
         else:
             changed = replace(changed, settings=(*changed.settings, f"{key}={value}"))
     return changed

@@ -24,7 +24,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def torchtitan(plan: Plan) -> str:
     """The tables that a torchtitan job file needs for this plan; model and data are the user's."""
     s = plan.strategy
-    tables = {
+    tables: dict[str, dict[str, object]] = {
         "parallelism": _parallelism(s),
         "training": {
             # Without a pipeline, torchtitan accumulates gradients over batches of local_batch_size.
