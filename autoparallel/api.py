@@ -35,6 +35,18 @@ class _Decision:
     cluster: Cluster | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """The arguments of `auto_parallelize` that decide on a strategy."""
+
+    strategy: Strategy | str | os.PathLike[str] | None
+    cluster: Cluster | str | None
+    cache: Path | None
+    global_batch: int | None
+    allow_lossy: bool
+    time_limit_s: float | None
+
+
 def auto_parallelize(
     module: nn.Module,
     example_inputs: Any,
@@ -71,26 +83,11 @@ def auto_parallelize(
     rank, _ = start_ranks()
     dtypes = module_dtypes(module, dtype, param_dtype, grad_dtype)
 
-    def decide() -> _Decision:
-        graph = _captured(module, example_inputs)
-        source = read_source(strategy)
-        source.check_graph(graph_hash(graph))
-        found = _cluster(cluster, source)
-        batch = global_batch or source.global_batch or _samples(example_inputs) * world_size()
-        chosen = find_strategy(
-            graph,
-            found,
-            source,
-            global_batch=batch,
-            # What runs here: eager kernels, and no float32 copy but the one the user's optimizer may keep.
-            execution=_with_dtypes(Execution(master_weights=False, kernels="eager"), dtypes),
-            cache=Path(cache) if cache is not None else None,
-            allow_lossy=allow_lossy,
-            time_limit_s=time_limit_s,
-        )
-        return _Decision(graph=graph, strategy=chosen, cluster=found)
-
-    decision = _on_first_rank(decide, rank)
+    plan = _Inputs(
+        strategy=strategy, cluster=cluster, cache=Path(cache) if cache is not None else None,
+        global_batch=global_batch, allow_lossy=allow_lossy, time_limit_s=time_limit_s,
+    )  # fmt: skip
+    decision = _on_first_rank(lambda: _decide(module, example_inputs, dtypes, plan), rank)
     execution = _with_dtypes(decision.strategy.execution, dtypes)
     return parallelize(
         module,
@@ -101,6 +98,26 @@ def auto_parallelize(
         program=_program(decision, execution),
         level_sizes=tuple(level.size for level in decision.cluster.levels) if decision.cluster else (),
     )
+
+
+def _decide(module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inputs) -> _Decision:
+    """Capture the module; take the strategy as given, as kept, or plan it."""
+    graph = _captured(module, example_inputs)
+    source = read_source(given.strategy)
+    source.check_graph(graph_hash(graph))
+    cluster = _cluster(given.cluster, source)
+    strategy = find_strategy(
+        graph,
+        cluster,
+        source,
+        global_batch=given.global_batch or source.global_batch or _samples(example_inputs) * world_size(),
+        # What runs here: eager kernels, and no float32 copy but the one the user's optimizer may keep.
+        execution=_with_dtypes(Execution(master_weights=False, kernels="eager"), dtypes),
+        cache=given.cache,
+        allow_lossy=given.allow_lossy,
+        time_limit_s=given.time_limit_s,
+    )
+    return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 
 
 def _captured(module: nn.Module, example_inputs: Any) -> ModelGraph:

@@ -121,7 +121,7 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
 def _torchrun(strategy: Path, processes: int) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "--no-python", sys.executable, "-m", "tests.api.train_mlp", str(strategy),
+        "--no-python", sys.executable, "-m", "tests.runtime.train_mlp", str(strategy),
     ]  # fmt: skip
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
