@@ -145,7 +145,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
 
     def parts(steps: Sequence[Step], key: str) -> Parts:
         total: Parts = {}
-        launches_s = 0.0
+        launches_s = beside_s = 0.0
+        hidden = key
         for step in steps:
             if isinstance(step, Kernel):
                 (seconds, launch_s), where = pricer.kernel_times(step, device, program.kernels), key
@@ -153,7 +154,12 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
                 launches_s += call_s if seconds else 0.0
+                if step.beside:
+                    beside_s, hidden = beside_s + seconds, where
+                    continue
             total[where] = total.get(where, 0.0) + seconds
+        if (exposed_s := beside_s - total.get(key, 0.0)) > 0.0:
+            total[hidden] = total.get(hidden, 0.0) + exposed_s
         if (waiting_s := launches_s - sum(total.values())) > 0.0:
             total[key] = total.get(key, 0.0) + waiting_s
         return total

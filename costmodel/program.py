@@ -91,6 +91,7 @@ class Collective:
     compression: tuple[str, ...] = ()  # per network level, innermost first; () is none
     item_bytes: int = 4  # of one number of the tensor: what compression is relative to
     label: str = ""  # breakdown key: tp, cp, ep, pp, dp
+    beside: bool = False  # started ahead of the kernels of its pass: only what they do not hide is waited for
 
 
 Step = Kernel | Collective

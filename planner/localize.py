@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoparallel.costmodel.block_index import BlockIndex
 from autoparallel.costmodel.fusion import Unit, fuse
@@ -155,11 +156,12 @@ def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[list[Step], lis
 
 
 def _regather(local: LocalBlock, reshard: Reshard) -> list[Collective]:
-    """Megatron gathers a sequence-sharded product input once more for the weight gradients."""
+    """Megatron gathers a sequence-sharded product input once more for the weight gradients, while the input
+    gradient is computed."""
     gathers = reshard.before.startswith("S") and reshard.after == "R"
     if not gathers or not local.setting.regathers or not reshard.partial_gradient:
         return []
-    return _collectives(local, reshard, backward=False)
+    return [replace(c, beside=True) for c in _collectives(local, reshard, backward=False)]
 
 
 def _unit_backward(local: LocalBlock, unit: Unit) -> tuple[list[Kernel], list[Kernel]]:

@@ -76,7 +76,7 @@ def reduction_of(trainable: int, strategy: Strategy) -> tuple[Collective, ...]:
     def collective(op: CollectiveOp, axes: tuple[str, ...], size_bytes: int) -> Collective:
         return Collective(
             op=op, axes=axes, size_bytes=size_bytes, algorithm=sync.algorithm, compression=sync.compression,
-            label="dp",
+            label="dp", item_bytes=dtype_bytes(strategy.execution.grad_dtype),
         )  # fmt: skip
 
     if zero_level(strategy) == 0:

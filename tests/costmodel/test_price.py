@@ -60,6 +60,17 @@ def test_a_stage_takes_its_kernels_and_its_inline_collectives() -> None:
     assert (cost.send_s, cost.reduce_s) == (0.0, 0.0)
 
 
+def test_a_collective_beside_its_pass_is_waited_for_only_where_kernels_do_not_hide_it() -> None:
+    reduce = replace(collective(CollectiveOp.ALL_REDUCE, 1024 * MEBI, "tp", "tp"), beside=True)
+    long, short = seconds(reduce), replace(reduce, size_bytes=1)
+    cost = priced(toy_stage(((toy_block(forward=(gemm(), reduce)), 1),), last=True))
+    assert long > GEMM_S, "the example is one that kernels do not hide"
+    assert dict(cost.forward.parts) == pytest.approx({"forward": GEMM_S, "tp_comm": long - GEMM_S})
+    cost = priced(toy_stage(((toy_block(forward=(gemm(), short)), 1),), last=True))
+    assert seconds(short) < GEMM_S
+    assert cost.forward.total_s == pytest.approx(GEMM_S)
+
+
 def test_recomputation_runs_with_the_input_gradient() -> None:
     cost = priced(toy_stage(((toy_block(recompute=(gemm(),)), 2),), last=True))
     assert dict(cost.backward.parts)["recompute"] == pytest.approx(2 * GEMM_S)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.program import BlockWork, Kernel
+from autoparallel.costmodel.program import BlockWork, Collective, Kernel
 from autoparallel.planner.expand import Expander
 from autoparallel.planner.local import Setting
 from autoparallel.planner.localize import localize
@@ -84,6 +84,13 @@ def test_a_gathered_input_stays_whole_where_it_is_not_gathered_again() -> None:
     sbh = 2 * SEQ * HIDDEN * 2
     eager, fused = parallel(4, sequence=True, kernels="eager"), parallel(4, sequence=True)
     assert eager.saved_bytes - fused.saved_bytes == 2 * (sbh - sbh // 4)
+
+
+def test_what_megatron_gathers_again_runs_beside_the_backward() -> None:
+    gathers = [s for s in parallel(4, sequence=True).backward_weight if isinstance(s, Collective)]
+    assert [(c.op.value, c.beside) for c in gathers] == [("all_gather", True)] * 2
+    eager = parallel(4, sequence=True, kernels="eager")
+    assert not [s for s in eager.backward_weight if isinstance(s, Collective)]
 
 
 def test_full_recomputation_keeps_the_input_and_runs_the_forward_up_to_the_last_saved_value() -> None:
