@@ -22,7 +22,7 @@ from autoparallel.planner.strategy_file import (
     merge_constraints,
     read_strategy_file,
 )
-from autoparallel.profiles import Cluster, cluster_to_dict, load_cluster
+from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
 
@@ -102,13 +102,12 @@ def _check_record(file: StrategyFile, record: ProblemRecord, request: Request, c
             f"given; {remedy}"
         )
     if record.cluster is not None:
-        wanted = cluster_to_dict(cluster)
-        different = [k for k in (*wanted, *record.cluster) if wanted.get(k) != record.cluster.get(k)]
-        # The name is how the cluster was typed; the same machines under another name are the same.
-        different = [k for k in dict.fromkeys(different) if k not in ("name", "provenance")]
+        planned = cluster_from_dict(record.cluster, f"{file.path}: problem.cluster")
+        # Neither the name nor the sources of figures make other machines.
+        different = [k for k in ("groups", "levels") if getattr(planned, k) != getattr(cluster, k)]
         if different:
             raise UserError(
-                f"{file.path}: [problem.cluster] ({record.cluster.get('name', 'unnamed')}) is not the cluster "
+                f"{file.path}: [problem.cluster] ({planned.name}) is not the cluster "
                 f"{request.cluster}: {', '.join(different)} differ; {remedy}"
             )
 

@@ -84,6 +84,20 @@ def test_score_of_a_plan_gives_the_plans_numbers(graph: Path, planned: tuple[Pat
         assert scored.json[key] == answer.json[key], key
 
 
+def test_a_plan_is_refused_on_another_cluster_but_not_under_another_name(
+    graph: Path, planned: tuple[Path, Answer], tmp_path: Path
+) -> None:
+    words = ["[problem.cluster]", CLUSTER, "h100-sxm:1x8", "groups", "remove [problem]"]
+    refused("score", graph, "--cluster", "h100-sxm:1x8", "--strategy", planned[0], words=words)
+    words = ["objective", "--objective memory"]
+    refused(
+        "plan", graph, "--cluster", CLUSTER, "--strategy", planned[0], "--objective", "memory", words=words
+    )
+    renamed = tmp_path / "renamed.toml"
+    renamed.write_text(planned[0].read_text().replace(f'name = "{CLUSTER}"', 'name = "mine"'))
+    assert run("score", graph, "--cluster", CLUSTER, "--strategy", renamed).status == 0
+
+
 def test_planning_again_from_the_file_keeps_every_decision(
     graph: Path, planned: tuple[Path, Answer], tmp_path: Path
 ) -> None:
