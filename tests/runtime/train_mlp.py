@@ -35,6 +35,7 @@ def main(strategy: str) -> None:
         alone = Mlp()
         alone.load_state_dict(state)
         print(json.dumps({"losses": losses, "last": F.cross_entropy(alone(batch), targets).item()}))
+    dist.barrier()  # no rank tears its connections down while another still works
     dist.destroy_process_group()
 
 
