@@ -32,6 +32,7 @@ HALF_GRADIENTS = (
     "nemo",
     "megatron-bridge",
 )  # their recipes set grad_sync_dtype / grad_reduce_in_fp32 = false
+ASYNC_TP = ("nemo", "megatron-bridge")  # their recipes set tp_comm_overlap = true
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of 128 * tp
 
 
@@ -150,6 +151,7 @@ def _execution(row: Row) -> Execution:
         grad_dtype=half if half_gradients else "fp32",
         attention=row.get("attention") or "flash",
         kernels=kernels,
+        async_tp=row.get("framework") in ASYNC_TP and _flag(row, "sequence_parallel", False),
     )
 
 

@@ -101,8 +101,21 @@ def _collectives(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list
     for is_backward, op in conjugates(reshard.before, reshard.after, reshard.partial_gradient):
         if is_backward == backward:
             local_size = size // local.setting.tp if op is CollectiveOp.ALL_TO_ALL else size
-            found.append(Collective(op=op, axes=("tp",), size_bytes=local_size, label="tp"))
+            whole = Collective(op=op, axes=("tp",), size_bytes=local_size, label="tp")
+            found += _split(whole, local.setting.tp) if local.setting.execution.async_tp else [whole]
     return found
+
+
+def _split(collective: Collective, ranks: int) -> list[Collective]:
+    """With asynchronous tensor parallelism a gather or scatter goes in as many pieces as there are ranks, each
+    beside the product of another; one has nothing to hide behind."""
+    if collective.op not in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER):
+        return [collective]
+    piece = collective.size_bytes // ranks
+    return [
+        replace(collective, size_bytes=piece),
+        replace(collective, size_bytes=collective.size_bytes - piece, beside=True),
+    ]
 
 
 def _unit_forward(local: LocalBlock, unit: Unit) -> list[Kernel]:

@@ -84,6 +84,9 @@ class Execution:
     attention: str = "flash"
     kernels: str = "fused"
     dropout: float = 0.0
+    async_tp: bool = (
+        False  # gathers and scatters of sequence parallelism run beside the products (userbuffers)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,6 +104,7 @@ class ExecutionSection(Section):
     attention: Literal["flash", "unfused"] | None = None
     kernels: Literal["eager", "fused", "compiled"] | None = None
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    async_tp: bool | None = Field(None, description="sequence-parallel gathers beside the products")
 
 
 class GradSyncSection(Section):

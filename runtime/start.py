@@ -79,6 +79,10 @@ def check_strategy(module: nn.Module, strategy: Strategy, blocks: Sequence[str])
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
     if strategy.offload.optimizer or strategy.offload.activations:
         raise UserError("[offload]: the runtime does not offload yet; set both to 0")
+    if strategy.execution.async_tp:
+        raise UserError(
+            "execution.async_tp: the runtime does not run asynchronous tensor parallelism yet; set it to false"
+        )
     check_compression(strategy.grad_sync.compression)
     check_rules(module, strategy)
     check_members(module)
