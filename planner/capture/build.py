@@ -14,6 +14,7 @@ from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.fold import FoldError, FoldPlan
 from autoparallel.planner.capture.gradients import weight_only_launches
+from autoparallel.planner.capture.names import ParameterNames
 from autoparallel.planner.capture.operators import OperatorMaker
 from autoparallel.planner.capture.records import Trace
 from autoparallel.planner.capture.rules import Rules
@@ -42,7 +43,8 @@ def build_graph(
     links = split(trace, repeated_paths(module))
     flow = _flow(trace, links)
     fit = Fit(tuple(t.micro_batch for t in traces))
-    parameters = _parameters_by_link(module, trace, links)
+    names = ParameterNames.of(module)
+    parameters = _parameters_by_link(module, trace, links, names)
     blocks: list[Block] = []
     chain: list[Instance] = []
     saved = saved_by_call(trace, links)
@@ -56,7 +58,7 @@ def build_graph(
             chain.append(Instance(block=index, path=link.path, repeated=True, sends=sends))
             continue
         maker = OperatorMaker(
-            traces=traces, fit=fit, link=link, saved=saved, weight_only=weights, rules=rules
+            traces=traces, fit=fit, link=link, saved=saved, weight_only=weights, rules=rules, names=names
         )
         inputs, outputs = _boundary(trace, links, flow, position)
         block = Block(
@@ -185,28 +187,21 @@ def _linear(chain: Sequence[Instance]) -> bool:
 
 
 def _parameters_by_link(
-    module: nn.Module, trace: Trace, links: Sequence[Link]
+    module: nn.Module, trace: Trace, links: Sequence[Link], names: ParameterNames
 ) -> list[tuple[Parameter, ...]]:
-    """The parameters of each link: all below a repeated module's path; elsewhere those that the glue uses, and
-    in the first glue those that nothing uses."""
-    names: dict[int, list[str]] = defaultdict(list)
-    tensors = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-        tensors[id(parameter)] = parameter
-    of_name = {alias: key for key, aliases in names.items() for alias in aliases}
-    held: list[list[tuple[str, int]]] = [[] for _ in links]  # (absolute name, tensor)
-    for position, link in enumerate(links):
-        if link.repeated:
-            held[position] = [(n, key) for n, key in of_name.items() if n.startswith(link.path + ".")]
-        else:
-            held[position] = _used_names(trace, link, names, of_name)
-    placed = {key for entries in held for _, key in entries}
+    """The parameters of each link: all below a repeated module's path, and those that its calls use; in the
+    first glue also those that nothing uses."""
+    tensors = {id(p): p for p in module.parameters()}
+    held: list[dict[str, int]] = []  # absolute name -> tensor
+    for link in links:
+        inside = names.below(link.path) if link.repeated else {}
+        held.append(inside | _used(trace, link, names))
+    placed = {key for entries in held for key in entries.values()}
     glue = next((i for i, link in enumerate(links) if not link.repeated), 0)
-    held[glue] += [(aliases[0], key) for key, aliases in names.items() if key not in placed]
+    held[glue] |= {aliases[0]: key for key, aliases in names.of_tensor.items() if key not in placed}
     count: dict[int, int] = defaultdict(int)
     for entries in held:
-        for _, key in entries:
+        for key in entries.values():
             count[key] += 1
 
     def make(name: str, key: int, prefix: str) -> Parameter:
@@ -216,33 +211,25 @@ def _parameters_by_link(
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
             trainable=tensor.requires_grad,
-            tied=names[key][0] if count[key] > 1 else "",
+            tied=names.of_tensor[key][0] if count[key] > 1 else "",
         )
 
     return [
-        tuple(make(n, key, f"{link.path}." if link.repeated else "") for n, key in entries)
+        tuple(make(n, key, f"{link.path}." if link.repeated else "") for n, key in entries.items())
         for link, entries in zip(links, held, strict=True)
     ]
 
 
-def _used_names(
-    trace: Trace, link: Link, names: dict[int, list[str]], of_name: dict[str, int]
-) -> list[tuple[str, int]]:
-    """Parameters that glue uses, under the name nearest to the module that calls."""
+def _used(trace: Trace, link: Link, names: ParameterNames) -> dict[str, int]:
+    """Parameters that the calls of a link use, under the names that its operators call them by."""
     used: dict[str, int] = {}
     for index in link.calls:
         call = trace.calls[index]
-        path = trace.frames[call.frame].path
         for value in call.inputs:
-            if trace.values[value].origin == "param":
-                key = of_name[trace.values[value].name]
-                used[nearest_name(names[key], path)] = key
-    return list(used.items())
-
-
-def nearest_name(aliases: Sequence[str], path: str) -> str:
-    """Of the names of a tied parameter the one that belongs to the module at `path`, else the first."""
-    return next((a for a in aliases if a.rpartition(".")[0] == path), aliases[0])
+            if trace.values[value].origin == "param" and not link.model:
+                name = names.near(trace.values[value].name, trace.frames[call.frame].path, link.path)
+                used[name] = names.tensor_of[name]
+    return used
 
 
 def _named(blocks: Sequence[Block], chain: Sequence[Instance], module: nn.Module) -> tuple[Block, ...]:

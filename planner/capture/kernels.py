@@ -7,6 +7,7 @@ elements read plus the elements written, each once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -145,11 +146,20 @@ def _grouped_flops(launch: Launch) -> int:
     return 2 * first[0] * first[1] * first[2] * second[-1]
 
 
-def attention_flops(batch: int, heads: int, queries: int, keys: int, size: int, value_size: int) -> int:
-    """FLOPs of the two products of attention over the full square, not halved for a causal mask:
-    2·b·h·s·t·(d + v). Kind: formula. The backward pass needs twice that (four products; what flash attention
-    computes again is recomputation and counted by the cost model)."""
-    return 2 * batch * heads * queries * keys * (size + value_size)
+def attention_flops(sizes: Mapping[str, int], needs: tuple[bool, bool, bool] | None = None) -> int:
+    """FLOPs of attention over the full square, not halved for a causal mask. Kind: formula.
+
+    Forward, two products: 2·b·h·s·t·(d + v). Backward, for the gradients `needs` of query, key and value: each of
+    query and key 2·b·h·s·t·d, the value's 2·b·h·s·t·v, and as much for the probabilities' if query or key is
+    asked for: twice the forward for all. What flash attention computes again there is recomputation, which the
+    cost model counts.
+    """
+    b, h, s, t, d, v = (sizes[letter] for letter in "bhstdv")
+    square = 2 * b * h * s * t
+    if needs is None:
+        return square * (d + v)
+    query, key, value = needs
+    return square * (d * (query + key) + v * (value + (query or key)))
 
 
 def convolution_gradient(launch: Launch, position: int) -> tuple[int, int] | None:

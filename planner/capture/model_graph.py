@@ -42,7 +42,7 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
                 break
             except TraceError as error:
                 leaves |= _more_leaves(module, error, leaves)
-    return replace(graph, warnings=(*graph.warnings, *map(_warning, leaves.items())))
+    return replace(graph, warnings=(*graph.warnings, *_leaf_warnings(leaves)))
 
 
 def _folded(
@@ -75,6 +75,15 @@ def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str,
     }
 
 
-def _warning(leaf: tuple[str, str]) -> str:
-    path, reason = leaf
-    return f"{path or 'the whole model'} cannot be traced ({reason}): it is priced whole and never sharded"
+def _leaf_warnings(leaves: Mapping[str, str]) -> tuple[str, ...]:
+    """One warning for each reason and place, the same place in every layer counted once."""
+    places: dict[str, list[str]] = {}
+    for path, reason in leaves.items():
+        place = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        places.setdefault(reason, [])
+        if place not in places[reason]:
+            places[reason].append(place)
+    return tuple(
+        f"{', '.join(p or 'the whole model' for p in where)} cannot be traced ({reason}): priced whole, never sharded"
+        for reason, where in places.items()
+    )

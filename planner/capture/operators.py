@@ -10,6 +10,7 @@ from autoparallel.planner.capture import kernels
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.gradients import gradient_of
 from autoparallel.planner.capture.labels import Labels, attention_labels, product_labels
+from autoparallel.planner.capture.names import ParameterNames
 from autoparallel.planner.capture.records import Call, Launch, Meta, SavedStorage, Trace
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.shardings import legal_shardings
@@ -36,6 +37,7 @@ class OperatorMaker:
     saved: dict[int, list[SavedStorage]]
     weight_only: frozenset[int]
     rules: Rules
+    names: ParameterNames
     _names: dict[int, str] = field(default_factory=dict)
     _storages: dict[int, str] = field(default_factory=dict)
     _constants: list[int] = field(default_factory=list)
@@ -64,8 +66,8 @@ class OperatorMaker:
         """Whether the block has a name for a value: it reads, holds or makes it."""
         return value in self._names or self.traces[0].values[value].origin in {"param", "buffer", "constant"}
 
-    def value_name(self, value: int) -> str:
-        """The block's name of a value."""
+    def value_name(self, value: int, caller: str = "") -> str:
+        """The block's name of a value; that of a tied parameter is the one of the module that calls."""
         if value in self._names:
             return self._names[value]
         known = self.traces[0].values[value]
@@ -74,7 +76,10 @@ class OperatorMaker:
         if known.origin == "constant":
             return f"buffer:constant_{self._constants.index(value)}"
         prefix = f"{self.link.path}." if self.link.repeated else ""
-        return f"{known.origin}:{known.name.removeprefix(prefix)}"
+        name = known.name
+        if known.origin == "param":
+            name = self.names.near(name, caller, self.link.path)
+        return f"{known.origin}:{name.removeprefix(prefix)}"
 
     def buffers(self) -> tuple[tuple[str, TensorSpec], ...]:
         """Buffers and constants that the block reads."""
@@ -101,7 +106,7 @@ class OperatorMaker:
             target=f"aten.{call.name.strip('_')}",
             kind=kind,
             module=path.removeprefix(root).removeprefix(".") if self.link.repeated else path,
-            inputs=tuple(self.value_name(v) for v in call.inputs),
+            inputs=tuple(self.value_name(v, path) for v in call.inputs),
             outputs=tuple(self._spec(position, index) for position in range(len(call.outputs))),
             forward=forward,
             backward=backward,
@@ -195,24 +200,29 @@ class OperatorMaker:
         self, calls: Sequence[Call], labels: Sequence[Labels | None]
     ) -> tuple[tuple[KernelSpec, ...], tuple[KernelSpec, ...]]:
         """One kernel forward and one backward: the tensors once each, and the statistics."""
-        flops, moved = [], []
+        first = self.traces[0]
+        needs = tuple(first.values[i].requires_grad for i in calls[0].inputs[:3])
+        flops, gradient_flops, moved = [], [], []
         for trace, call, label in zip(self.traces, calls, labels, strict=True):
             assert label is not None
-            b, h, s, t, d, v = (label.sizes[x] for x in "bhstdv")
-            flops.append(kernels.attention_flops(b, h, s, t, d, v))
+            flops.append(kernels.attention_flops(label.sizes))
+            gradient_flops.append(kernels.attention_flops(label.sizes, (needs[0], needs[1], needs[2])))
             tensors = [trace.values[i].meta for i in (*call.inputs, *call.outputs)]
-            moved.append(sum(kernels.tensor_bytes(m) for m in tensors) + b * h * s * ITEM_BYTES["float32"])
-        dtype = self.traces[0].values[calls[0].outputs[0]].meta.dtype
+            statistics = label.sizes["b"] * label.sizes["h"] * label.sizes["s"]
+            moved.append(sum(map(kernels.tensor_bytes, tensors)) + statistics * ITEM_BYTES["float32"])
+        made = first.values[calls[0].outputs[0]]
         kernel = KernelSpec(
-            kind=OpKind.ATTENTION, dtype=dtype, flops=self.fit.size(flops), bytes_moved=self.fit.size(moved)
+            kind=OpKind.ATTENTION,
+            dtype=made.meta.dtype,
+            flops=self.fit.size(flops),
+            bytes_moved=self.fit.size(moved),
         )
-        if not self.traces[0].values[calls[0].outputs[0]].requires_grad:
+        if not made.requires_grad:
             return (kernel,), ()
         # Backward reads what forward moved and the output's gradient, and writes the inputs' gradients.
-        back = KernelSpec(
-            kind=OpKind.ATTENTION,
-            dtype=dtype,
-            flops=kernel.flops * 2,
+        back = replace(
+            kernel,
+            flops=self.fit.size(gradient_flops),
             bytes_moved=kernel.bytes_moved * 2,
             gradient_of="input",
         )

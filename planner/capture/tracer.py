@@ -333,9 +333,11 @@ class Tracer(TorchFunctionMode):
             self._frame = len(self.trace.frames) - 1
             self._entered.append({id(t): self._values[id(t)] for t in tensors(args) if id(t) in self._values})
 
-    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         if id(module) not in self._paths:
             return
+        # After an exception torch calls a hook that wants keyword arguments without them.
+        kwargs, result = rest if len(rest) == 2 else ({}, rest[0])
         if result is None and self.failed is None and sys.exc_info()[1] is not None:
             self.failed = self._paths[id(module)]  # the innermost module that an exception leaves
         before = self._entered.pop() if self._entered else {}

@@ -39,7 +39,9 @@ def _decoder(family: str, **extra: Any) -> Any:
     def make(layers: int, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
         import transformers
 
-        config = getattr(transformers, f"{family}Config")(**_DECODER | {"num_hidden_layers": layers} | extra | changes)
+        config = getattr(transformers, f"{family}Config")(
+            **_DECODER | {"num_hidden_layers": layers} | extra | changes
+        )
         return language(getattr(transformers, f"{family}ForCausalLM")(config))
 
     return make
@@ -85,7 +87,10 @@ def _vit(layers: int, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any
         "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
     model = ViTForImageClassification(ViTConfig(**settings | changes)).train()
-    return model, {"pixel_values": torch.randn(SAMPLES, 3, 16, 16), "labels": torch.zeros(SAMPLES, dtype=torch.int64)}
+    return model, {
+        "pixel_values": torch.randn(SAMPLES, 3, 16, 16),
+        "labels": torch.zeros(SAMPLES, dtype=torch.int64),
+    }
 
 
 def _whisper(layers: int, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

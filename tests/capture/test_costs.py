@@ -58,7 +58,10 @@ def _experts_flops(name: str) -> int:
 def test_attention_counts_the_full_square_however_causal() -> None:
     module, inputs = any_small("llama")
     attention = [
-        op for block in capture(module, inputs, name="x").blocks for op in block.operators if op.kind is OpKind.ATTENTION
+        op
+        for block in capture(module, inputs, name="x").blocks
+        for op in block.operators
+        if op.kind is OpKind.ATTENTION
     ]
     assert attention
     for op in attention:

@@ -19,7 +19,7 @@ from tests.capture.models import EXAMPLES, NAMES, any_small
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 
-@pytest.mark.parametrize("name", (*NAMES, *EXAMPLES))
+@pytest.mark.parametrize("name", [*NAMES, *EXAMPLES])
 def test_folded_capture_equals_the_full_one(name: str) -> None:
     module, inputs = any_small(name, layers=7)
     folded, full = (capture(module, inputs, name=name, fold=fold) for fold in (True, False))

@@ -47,7 +47,9 @@ def test_the_flops_of_llama_8b_are_six_a_parameter_and_token_and_those_of_attent
     seq_len = 1024
     model = load_model(f"hf:{CONFIGS / 'llama-3.1-8b.json'}", model_args={}, seq_len=seq_len)
     graph = capture(model.module, model.example_inputs, name=model.name)
-    multiplied = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without the table that is looked up and the norms
+    multiplied = (
+        8_030_261_248 - 128256 * 4096 - 65 * 4096
+    )  # without the table that is looked up and the norms
     attention = 32 * 3 * 2 * 2 * 4096 * seq_len**2  # layers · (forward + 2) · two products · 2 · width · s²
     assert graph.model_flops(1) == 6 * multiplied * seq_len + attention
 
@@ -64,4 +66,6 @@ def test_resnet_50_has_its_published_size_and_flops() -> None:
         if op.kind in {OpKind.CONV, OpKind.GEMM}
         for kernel in op.forward
     )
-    assert forward / 2 == pytest.approx(4.09e9, rel=0.005)  # torchvision's table: 4.09 GFLOPS, a multiply-add as one
+    assert forward / 2 == pytest.approx(
+        4.09e9, rel=0.005
+    )  # torchvision's table: 4.09 GFLOPS, a multiply-add as one

@@ -1,0 +1,273 @@
+"""What a captured graph says: the chain, tied and frozen parameters, leaves, inputs and outputs, dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoparallel.costmodel.graph import ModelGraph, Operator, OpKind
+from autoparallel.costmodel.graph_json import graph_hash
+from autoparallel.errors import UserError
+from autoparallel.planner.capture import capture
+from tests.capture.measured import counted_flops, eager_saved_bytes, saved_bytes, show_saved
+from tests.capture.models import SAMPLES, SEQ, any_small, small
+
+
+def operators(graph: ModelGraph) -> list[Operator]:
+    return [op for link in graph.chain for op in graph.blocks[link.block].operators]
+
+
+# -- the chain ----------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_is_embedding_blocks_and_head() -> None:
+    graph = capture(*small("llama", 3), name="llama")
+    assert [link.path for link in graph.chain] == [
+        "",
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.2",
+        "",
+    ]
+    assert [link.repeated for link in graph.chain] == [False, True, True, True, False]
+    assert len({graph.chain[i].block for i in graph.repeated_positions}) == 1
+    assert graph.pipeline_cuts
+    assert graph.tokens_per_sample == SEQ
+    hidden = graph.chain[1].sends
+    assert [[size.at(SAMPLES) for size in spec.shape] for spec in hidden] == [[SAMPLES, SEQ, 32]]
+
+
+def test_an_encoder_decoder_is_two_runs_of_blocks_and_is_not_cut() -> None:
+    graph = capture(*small("t5", 2), name="t5")
+    paths = [link.path for link in graph.chain if link.repeated]
+    assert paths == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+    assert not graph.pipeline_cuts
+
+
+def test_every_value_that_an_operator_reads_is_made_before_it_or_comes_in() -> None:
+    for name in ("llama", "gpt2", "t5", "whisper", "deepseek", "resnet"):
+        for block in capture(*any_small(name), name=name).blocks:
+            known = {f"input:{i}" for i in range(len(block.inputs))}
+            known |= {f"param:{p.name}" for p in block.parameters} | {f"buffer:{n}" for n, _ in block.buffers}
+            for op in block.operators:
+                assert set(op.inputs) <= known, (name, block.name, op)
+                known |= {op.name, *(f"{op.name}.{i}" for i in range(1, len(op.outputs)))}
+                assert {s.value for s in op.saved} - {""} <= known
+            assert set(block.outputs) <= known
+            for call in block.calls:
+                assert {value for _, value in call.inputs} | set(call.outputs) <= known
+
+
+def test_linear_layers_say_their_arguments_by_name() -> None:
+    block = next(b for b in capture(*small("llama"), name="x").blocks if b.name == "LlamaDecoderLayer")
+    calls = {call.module: call for call in block.calls}
+    product = next(op for op in block.operators if op.module == "mlp.down_proj")
+    assert calls["mlp.down_proj"].inputs == (("input", product.inputs[0]),)
+    assert calls["mlp.down_proj"].outputs == (product.name,)
+    assert next(name for name, _ in calls["self_attn"].inputs) == "hidden_states"
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_named_where_each_is_used_and_counted_once() -> None:
+    module, inputs = small("gpt2")
+    graph = capture(module, inputs, name="gpt2")
+    tied = [
+        (link.path, p.name, p.tied)
+        for link in graph.chain
+        for p in graph.blocks[link.block].parameters
+        if p.tied
+    ]
+    assert tied == [
+        ("", "transformer.wte.weight", "transformer.wte.weight"),
+        ("", "lm_head.weight", "transformer.wte.weight"),
+    ]
+    assert graph.parameter_count == sum(p.numel() for p in module.parameters())
+
+
+class _Shared(nn.Module):
+    """One layer that is called three times, as in ALBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.layers[0](x))
+        return x
+
+
+def test_a_module_called_three_times_is_three_links_of_tied_parameters() -> None:
+    graph = capture(_Shared(), torch.randn(2, 8), name="x")
+    assert [link.path for link in graph.chain if link.repeated] == ["layers.0"] * 3
+    assert graph.parameter_count == 72
+    assert not graph.pipeline_cuts
+
+
+def _lora(module: nn.Module) -> nn.Module:
+    """All weights frozen; a trainable product of two thin matrices beside each query projection."""
+
+    class Lora(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.a = nn.Linear(base.in_features, 2, bias=False)
+            self.b = nn.Linear(2, base.out_features, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.base(x) + self.b(self.a(x))
+            return result
+
+    module.requires_grad_(False)
+    for layer in module.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)  # type: ignore[union-attr]
+    return module
+
+
+def test_frozen_weights_have_no_gradients_and_keep_no_activations() -> None:
+    module, inputs = small("llama", 6)
+    full = capture(module, inputs, name="x")
+    graph = capture(_lora(module), inputs, name="x")
+    trainable = {p.name for block in graph.blocks for p in block.parameters if p.trainable}
+    assert trainable == {"self_attn.q_proj.a.weight", "self_attn.q_proj.b.weight"}
+    frozen = [op for op in operators(graph) if op.module.endswith("mlp.down_proj")]
+    assert all(kernel.gradient_of == "input" for op in frozen for kernel in op.backward)
+    assert saved_bytes(graph, SAMPLES) == eager_saved_bytes(module, inputs), show_saved(graph)
+    assert saved_bytes(graph, SAMPLES) < saved_bytes(full, SAMPLES)
+    assert graph.model_flops(SAMPLES) == counted_flops(module, inputs)
+
+
+def test_without_trainable_parameters_there_is_no_backward_pass() -> None:
+    module, inputs = small("bert")
+    graph = capture(module.requires_grad_(False), inputs, name="x")
+    assert all(not op.backward and not op.saved for op in operators(graph))
+    assert all(not link.sends for link in graph.chain)
+
+
+# -- what cannot be traced ----------------------------------------------------------------------------------------
+
+
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.closed = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.open(x) if x.sum() > 0 else self.closed(x)
+        return result
+
+
+class _Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"linear": nn.Linear(8, 8), "gate": _Gate()}) for _ in range(5)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["gate"](layer["linear"](x))  # type: ignore[index]
+        return x
+
+
+def test_a_module_that_cannot_be_traced_is_a_priced_leaf_and_the_user_is_told() -> None:
+    module = _Gated()
+    graph = capture(module, torch.randn(2, 8), name="x")
+    leaves = [op for op in operators(graph) if op.kind is OpKind.LEAF]
+    assert len(leaves) == 5
+    for leaf in leaves:
+        assert leaf.forward[0].flops.at(4) == 2 * 4 * 8 * 8
+        assert leaf.backward[0].flops.at(4) == 2 * 2 * 4 * 8 * 8
+        assert leaf.saved[0].spec.numel(4) == 4 * 8 * 4  # its input, in bytes
+        assert len(leaf.shardings) == 1
+    (warning,) = graph.warnings
+    assert "layers.*.gate" in warning
+    assert "values of a tensor" in warning
+    assert graph.parameter_count == sum(p.numel() for p in module.parameters())
+
+
+def test_the_whole_model_can_be_a_leaf() -> None:
+    graph = capture(_Gate(), torch.randn(2, 8), name="x")
+    assert [op.kind for op in operators(graph)] == [OpKind.LEAF]
+    assert "the whole model" in graph.warnings[0]
+
+
+def test_a_model_that_does_not_run_on_its_example_is_an_error_that_says_where() -> None:
+    with pytest.raises(UserError, match=r"shapes|size"):
+        capture(nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)), torch.randn(2, 8), name="x")
+
+
+def test_a_module_without_inputs_is_an_error() -> None:
+    with pytest.raises(UserError, match="no tensor"):
+        capture(nn.Linear(2, 2), {}, name="x")
+
+
+# -- inputs, outputs, dtypes --------------------------------------------------------------------------------------
+
+
+class _ManyInputs(nn.Module):
+    """A float mask, an index and a number go in; two tensors in a dict come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, ids: Tensor, mask: Tensor, *, power: int = 2) -> dict[str, Tensor]:
+        x = self.table(ids) * mask[..., None] * self.scale
+        return {"first": self.linear(x) ** power, "second": x.mean()}
+
+
+def test_several_inputs_and_outputs_of_several_kinds() -> None:
+    module = _ManyInputs()
+    inputs = {"ids": torch.zeros(3, 5, dtype=torch.int64), "mask": torch.ones(3, 5), "power": 3}
+    graph = capture(module, inputs, name="x")
+    (block,) = graph.blocks
+    assert [[s.at(7) for s in spec.shape] for spec in block.inputs] == [[7, 5], [7, 5]]
+    assert len(block.outputs) == 2
+    assert [name for name, _ in block.buffers] == ["scale"]
+    assert graph.tokens_per_sample == 5
+
+
+def test_mixed_dtypes_keep_theirs() -> None:
+    module = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.LayerNorm(8).bfloat16())
+    graph = capture(module, torch.randn(2, 8, dtype=torch.bfloat16), name="x")
+    assert graph.dtype == "bfloat16"
+    assert {spec.dtype for op in operators(graph) for spec in op.outputs} == {"bfloat16"}
+    statistics = [
+        s.spec.dtype for op in operators(graph) if op.kind is OpKind.NORM for s in op.saved if not s.value
+    ]
+    assert statistics == ["float32", "float32"] or statistics == ["bfloat16", "bfloat16"]
+
+
+def test_dropout_is_one_operator_with_a_mask_of_bytes() -> None:
+    module, inputs = small("gpt2", resid_pdrop=0.1)
+    dropouts = [op for op in operators(capture(module, inputs, name="x")) if op.kind is OpKind.DROPOUT]
+    assert dropouts
+    for op in dropouts:
+        assert [s.spec.dtype for s in op.saved if s.value == ""] == ["bool"]
+
+
+def test_evaluation_mode_drops_nothing_out() -> None:
+    module, inputs = small("gpt2", resid_pdrop=0.1)
+    assert not [op for op in operators(capture(module.eval(), inputs, name="x")) if op.kind is OpKind.DROPOUT]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "vit"])
+def test_the_hash_is_that_of_the_architecture_whatever_the_dtype_device_batch_and_loss(name: str) -> None:
+    module, inputs = small(name)
+    expected = graph_hash(capture(module, inputs, name="one"))
+    shape = {key: value[:1] for key, value in inputs.items() if key != "labels"}
+    assert graph_hash(capture(module, shape, name="two")) == expected
+    low = module.to(torch.bfloat16)
+    floats = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    assert graph_hash(capture(low, floats, name="three")) == expected
+    empty = low.to("meta")
+    empty.tie_weights()  # type: ignore[operator]  # .to("meta") makes two of one
+    assert graph_hash(capture(empty, floats, name="four")) == expected
+    other, its_inputs = small(name, 3)
+    assert graph_hash(capture(other, its_inputs, name="one")) != expected

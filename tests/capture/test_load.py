@@ -1,0 +1,166 @@
+"""The MODEL argument: what it may be, and what a mistake in it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoparallel.errors import UserError
+from autoparallel.planner.capture.load import load_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 128,
+}  # fmt: skip
+
+FACTORY = """
+import torch
+from torch import nn
+
+def model(width: int, depth=2, bias: bool = True, kind: str = "x", scale: float = 1.0, seq_len: int = 7):
+    layers = nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(depth)))
+    return layers, torch.zeros(2, seq_len, width)
+
+def bare():
+    return nn.Linear(2, 2)
+
+def nothing():
+    return 3
+
+def broken():
+    raise KeyError("oops")
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(FACTORY)
+    return path
+
+
+def config(tmp_path: Path, text: str | None = None, **changes: Any) -> str:
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir(exist_ok=True)
+    settings = {k: v for k, v in (LLAMA | changes).items() if v is not None}
+    path.write_text(json.dumps(settings) if text is None else text)
+    return f"hf:{path}"
+
+
+def test_a_config_is_built_on_the_meta_device_with_labels(tmp_path: Path) -> None:
+    model = load_model(config(tmp_path, torch_dtype="bfloat16"), model_args={}, seq_len=9)
+    assert model.name == "tiny"
+    assert {p.device.type for p in model.module.parameters()} == {"meta"}
+    assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
+    assert {key: tuple(value.shape) for key, value in model.example_inputs.items()} == {
+        "input_ids": (2, 9),
+        "labels": (2, 9),
+    }
+    assert model.module.training
+
+
+def test_the_folder_of_a_config_will_do(tmp_path: Path) -> None:
+    path = Path(config(tmp_path).removeprefix("hf:")).parent
+    assert load_model(f"hf:{path}", model_args={}).example_inputs["input_ids"].shape == (2, 128)
+
+
+def test_without_architectures_the_model_type_decides(tmp_path: Path) -> None:
+    model = load_model(config(tmp_path, architectures=None), model_args={}, seq_len=4)
+    assert type(model.module).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["NoSuchModel"]}, "NoSuchModel"),
+        ({"model_type": "no-such-type"}, "no-such-type"),
+        ({"model_type": None}, "model_type"),
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+        ({"hidden_size": "wide"}, "config.json"),
+        ({"architectures": ["AutoModel"]}, "AutoModel"),
+    ],
+)
+def test_a_wrong_config_says_what_is_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(config(tmp_path, **changes), model_args={})
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_malformed_config_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_model(config(tmp_path, text), model_args={})
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_model(f"hf:{tmp_path}/nothing", model_args={})
+
+
+def test_a_learned_table_of_positions_bounds_the_sequence(tmp_path: Path) -> None:
+    changes = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "max_position_embeddings": 32,
+        "n_embd": 32,
+        "n_head": 2,
+    }
+    with pytest.raises(UserError, match="32"):
+        load_model(config(tmp_path, **changes), model_args={}, seq_len=64)
+
+
+def test_a_file_and_a_name_with_arguments_by_annotation(factory: Path) -> None:
+    arguments = {"width": "16", "depth": "3", "bias": "false", "kind": "3", "scale": "2.5"}
+    model = load_model(f"{factory}:model", model_args=arguments, seq_len=5)
+    assert sum(p.numel() for p in model.module.parameters()) == 3 * 16 * 16
+    assert model.example_inputs["input"].shape == (2, 5, 16)
+
+
+def test_a_module_and_a_name(factory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(factory.parent)
+    factory.rename(factory.parent / "some_models_for_this_test.py")
+    assert load_model("some_models_for_this_test:model", model_args={"width": "4"}).name == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("modle", {}, "model, bare, nothing, broken"),
+        ("model", {}, "--model-arg width=VALUE"),
+        ("model", {"width": "wide"}, "not an integer"),
+        ("model", {"width": "4", "bias": "maybe"}, "true or false"),
+        ("model", {"width": "4", "wdth": "4"}, "takes width"),
+        ("bare", {}, "example inputs"),
+        ("nothing", {}, "torch.nn.Module"),
+        ("broken", {}, "KeyError"),
+    ],
+)
+def test_a_wrong_factory_says_what_to_do(
+    factory: Path, name: str, arguments: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_model(f"{factory}:{name}", model_args=arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("llama", "not a model"),
+        ("no_such_package.models:model", "no such Python module"),
+        ("no_such_file.py:model", "no such file"),
+    ],
+)
+def test_a_wrong_model_says_what_it_may_be(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_model(spec, model_args={})
+
+
+def test_a_file_that_does_not_import_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text("import no_such_thing_at_all")
+    with pytest.raises(UserError, match="no_such_thing_at_all"):
+        load_model(f"{path}:model", model_args={})
