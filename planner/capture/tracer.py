@@ -186,7 +186,10 @@ class Tracer(TorchFunctionMode):
         index = len(self.trace.calls)
         self.trace.calls.append(call)
         on_floats = any(self.trace.values[i].on_floats for i in inputs)
-        for position, tensor in enumerate([*fresh, *mutated]):
+        # What changes a view changes the tensor it looks at.
+        bases = {id(t._base): t._base for t in mutated if t._base is not None and id(t._base) in self._values}
+        bases = {key: base for key, base in bases.items() if all(base is not t for t in mutated)}
+        for position, tensor in enumerate([*fresh, *mutated, *bases.values()]):
             value = Value(
                 meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats
             )
