@@ -79,12 +79,7 @@ def build_graph(
         index = blocks.index(block)
         of_path[link.path] = index
         chain.append(Instance(block=index, path=link.path, repeated=link.repeated, sends=sends))
-    for second, last in plan.pairs:
-        if of_path[second] != of_path[last]:
-            raise FoldError(f"{second} and {last} trace to different blocks")
-    for second, last in plan.lasts:
-        if _forward_of(blocks[of_path[second]]) != _forward_of(blocks[of_path[last]]):
-            raise FoldError(f"{second} and {last} do different things")
+    _check_fold(plan, blocks, of_path)
     return ModelGraph(
         name=name,
         dtype=_main_dtype(module),
@@ -104,6 +99,16 @@ def _warnings(fit: Fit, rules: Rules) -> tuple[str, ...]:
     if rules.missing:
         found.append(f"operators without a sharding rule are replicated: {', '.join(sorted(rules.missing))}")
     return tuple(found)
+
+
+def _check_fold(plan: FoldPlan, blocks: Sequence[Block], of_path: dict[str, int]) -> None:
+    """Raises FoldError unless the modules that ran prove what those between them do."""
+    for second, last in plan.pairs:
+        if of_path[second] != of_path[last]:
+            raise FoldError(f"{second} and {last} trace to different blocks")
+    for second, last in plan.lasts:
+        if _forward_of(blocks[of_path[second]]) != _forward_of(blocks[of_path[last]]):
+            raise FoldError(f"{second} and {last} do different things")
 
 
 def _forward_of(block: Block) -> Block:
