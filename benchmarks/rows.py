@@ -181,7 +181,7 @@ def _bucket_mib(row: Row, mesh: Mesh) -> float:
 
 
 def strategies_of(row: Row) -> tuple[Strategy, ...]:
-    """What the row says ran; where it is silent on recomputation, each mode from light to heavy."""
+    """What the row says ran; where it is silent on recomputation, more and more blocks in full, by eighths."""
     mesh = Mesh(
         pp=_int(row, "pp", 1),
         dp_replicate=_int(row, "dp_replicate", 1),
@@ -197,7 +197,6 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         raise Unscorable(
             f"global batch {batch.global_} is no multiple of micro-batch {batch.micro} x {mesh.data_parallel} replicas"
         )
-    modes = (row["recompute"],) if row.get("recompute") else ("none", "selective", "full")
     base = Strategy(
         batch=batch,
         mesh=mesh,
@@ -209,7 +208,13 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         execution=_execution(row),
         grad_sync=GradSync(overlap=_flag(row, "overlap_dp", False), bucket_mib=_bucket_mib(row, mesh)),
     )
-    return tuple(replace(base, recompute=Recompute(mode=mode)) for mode in modes)
+    if row.get("recompute"):
+        return (replace(base, recompute=Recompute(mode=row["recompute"])),)
+    return tuple(
+        replace(base, recompute=Recompute(mode="none", per_stage=tuple(-(-n * part // 8) for n in blocks)))
+        for blocks in (base.pipeline.stage_blocks,)
+        for part in range(9)
+    )
 
 
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:

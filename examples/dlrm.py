@@ -6,13 +6,15 @@ categories, a bottom MLP for numbers, pairwise interactions, a top MLP and a bin
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
 
 def mlp(sizes: tuple[int, ...]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

@@ -1,6 +1,6 @@
 """A plain multi-layer perceptron of equal layers.
 
-    autoparallel plan examples/mlp.py:mlp --model-arg width=8192 --cluster h100-sxm:1x8 -o strategy.toml
+autoparallel plan examples/mlp.py:mlp --model-arg width=8192 --cluster h100-sxm:1x8 -o strategy.toml
 """
 
 from __future__ import annotations

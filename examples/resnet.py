@@ -1,6 +1,6 @@
 """ResNet-50 as torchvision builds it (He et al., "Deep Residual Learning for Image Recognition", 2015).
 
-    autoparallel plan examples/resnet.py:resnet50 --cluster h100-sxm:1x8 -o strategy.toml
+autoparallel plan examples/resnet.py:resnet50 --cluster h100-sxm:1x8 -o strategy.toml
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample: nn.Module | None = None
         if stride != 1 or channels != out:
-            self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -64,12 +66,16 @@ class ResNet(nn.Module):
         return logits if labels is None else nn.functional.cross_entropy(logits, labels)
 
 
-def resnet50(classes: int = 1000, image_size: int = 224, width: int = 64) -> tuple[nn.Module, dict[str, Tensor]]:
+def resnet50(
+    classes: int = 1000, image_size: int = 224, width: int = 64
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """ResNet-50 and two labelled images; with the labels, `forward` returns the loss."""
     return _with_inputs(ResNet((3, 4, 6, 3), width, classes), image_size)
 
 
-def resnet_small(classes: int = 10, image_size: int = 32, width: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+def resnet_small(
+    classes: int = 10, image_size: int = 32, width: int = 8
+) -> tuple[nn.Module, dict[str, Tensor]]:
     """The same network, small enough for a test on a CPU."""
     return _with_inputs(ResNet((2, 2, 2, 2), width, classes), image_size)
 

@@ -137,7 +137,7 @@ def _simple(kind: Kind) -> Callable[[Variants, Shapes], Bools]:
 
 def _smallest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
     """The variant that needs least memory, everything recomputed: it does not fit, but by how much?"""
-    found, bounds = expand_shapes(outer, rows, float("inf"))
+    found, bounds = expand_shapes(outer, rows, float("inf"), memory=True)
     belongs = np.ones(len(found), dtype=np.bool_)
     if kind.variants is not None:
         belongs = kind.variants(found, outer.space.shapes.take(found.shape))

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner import state
+from autoparallel.planner.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.space import OPEN_SCHEDULES, SCHEDULES, Bools, Ints, Shapes, Space
 from autoparallel.planner.tables import Floats, Units, take_units
 
-HALVINGS = 20  # of the bracket in which the bound is found: a millionth of it is left
+HALVINGS = 14  # of the bracket in which a bound is found: a ten-thousandth of it is left
 FOREVER = 1e18  # seconds; longer than any step
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 
@@ -98,17 +100,44 @@ class Rows:
     slow_comm: float
 
 
-def variant_bounds(problem: Problem, rows: Rows, capacity_bytes: float, below_s: float) -> Bounds:
-    """Bounds of each variant; one that cannot be shorter than `below_s` is only known to be that long."""
-    time_s = np.full(len(rows.zero), np.inf)
-    memory = np.full(len(rows.zero), np.inf)
+def variant_bounds(
+    problem: Problem, rows: Rows, capacity_bytes: float, below_s: float, *, memory: bool
+) -> Bounds:
+    """Bounds of each variant; one that cannot be shorter than `below_s` is only known to be that long. Bytes are
+    bounded where `memory` asks for it, else 0."""
+    time_s, least_bytes = np.full(len(rows.zero), np.inf), np.zeros(len(rows.zero))
     for pp in np.unique(rows.shapes.pp):
         index = np.flatnonzero(rows.shapes.pp == pp)
         part = _take(rows, index)
         ranks = [_Rank(problem, part, r, int(pp)) for r in range(int(pp))]
-        time_s[index] = _least_time(part, ranks, capacity_bytes, below_s)
-        memory[index] = _least_memory(part, ranks)
-    return Bounds(time_s=time_s, memory_bytes=memory)
+        forever = np.full(len(index), FOREVER)
+        fits = _dealt(part, ranks, forever, capacity_bytes)
+        if memory:
+            least_bytes[index] = _least_memory(part, ranks)
+        top_s = _top(part, below_s)
+        open_ = fits & _dealt(part, ranks, top_s, capacity_bytes)
+        time_s[index] = np.where(fits, top_s, np.inf)
+        if open_.any():
+            kept = _take(part, np.flatnonzero(open_))
+            inner = [_Rank(problem, kept, r, int(pp)) for r in range(int(pp))]
+            time_s[index[open_]] = _least_time(kept, inner, capacity_bytes, top_s[open_])
+    return Bounds(time_s=time_s, memory_bytes=least_bytes)
+
+
+def _top(rows: Rows, below_s: float) -> Floats:
+    """Where the search for the least time begins: at what it must stay below, or above any likely step."""
+    work_s = _work_s(rows)
+    if np.isfinite(below_s):
+        return np.maximum(work_s, below_s)
+    wires_s = rows.repeated * (rows.gather_s + rows.reduce_s * rows.units.unit_trainable)
+    extra_s = wires_s + rows.repeated * rows.units.recompute_s
+    return 4.0 * (work_s * rows.shapes.pp + rows.shapes.micro_batches * 2 * extra_s)
+
+
+def _work_s(rows: Rows) -> Floats:
+    """One micro-batch through the whole model, and an even share of all of them."""
+    whole_s = rows.units.all_forward_s + rows.units.all_backward_s
+    return np.maximum(whole_s, rows.shapes.micro_batches * whole_s / rows.shapes.pp)
 
 
 def _take(rows: Rows, index: Ints) -> Rows:
@@ -163,10 +192,16 @@ class _Rank:
         self.live = np.where(word["gpipe"], m, np.minimum(ahead, m))  # micro-batches of its fewest-held chunk
         self.per_block_bytes = state_bytes + self.live * u.saved
         self.freed_bytes = self.live * (u.saved - u.least_saved)
+        execution = problem.execution
+        item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
+        gathered = np.where((rows.zero == 3) & (ranks > 1), item * u.unit_parameters, 0.0)
+        whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
+        reduced = np.where((rows.zero >= 2) & (ranks > 1), whole, 0.0)
+        peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered
         # An end stage may hold glue alone: then no unit's peak stands on top.
-        base = u.tail_peak if rank == pp - 1 else (u.peak if rank else np.zeros(len(m)))
+        base = u.tail_peak if rank == pp - 1 else (peak if rank else np.zeros(len(m)))
         if pp == 1 and rows.repeated:
-            base = np.maximum(u.peak, base)
+            base = np.maximum(peak, base)
         if rank == 0:
             base = base + u.head_parameters * rates.parameter + u.head_trainable * rates.trainable
             base = base + (self.live - 1) * u.head_saved
@@ -204,33 +239,22 @@ def _dealt(rows: Rows, ranks: list[_Rank], time_s: Floats, capacity: float | Flo
     total, fits = np.zeros(len(time_s)), np.ones(len(time_s), dtype=np.bool_)
     for number, rank in enumerate(ranks):
         least = (rows.chunks if rows.repeated else 0) - (number in (0, len(ranks) - 1)) * (len(ranks) > 1)
-        n = np.nan_to_num(rank.most_blocks(time_s, capacity), nan=np.inf, posinf=np.inf)
-        n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, rows.repeated + 1.0))
+        n = np.fmin(rank.most_blocks(time_s, capacity) * (1 + EPSILON) + EPSILON, rows.repeated + 1.0)
+        n = np.floor(np.maximum(n, -1.0))
         fits &= n >= least
         total += n
     return np.asarray(fits & (total >= rows.repeated))
 
 
-def _least_time(rows: Rows, ranks: list[_Rank], capacity_bytes: float, below_s: float) -> Floats:
-    """Where a deal below `below_s` may exist, the least time of one; `below_s` elsewhere, infinite where none
-    fits in memory."""
-    whole_s = rows.units.all_forward_s + rows.units.all_backward_s
-    low = np.maximum(whole_s, rows.shapes.micro_batches * whole_s / rows.shapes.pp)
-    top = np.full(len(low), below_s)
-    if not np.isfinite(below_s):
-        wires_s = rows.repeated * (rows.gather_s + rows.reduce_s * rows.units.unit_trainable)
-        extra_s = wires_s + rows.repeated * rows.units.recompute_s
-        top = 4.0 * (low * rows.shapes.pp + rows.shapes.micro_batches * 2 * extra_s)
-    top = np.maximum(top, low)
-    early, open_ = _dealt(rows, ranks, low, capacity_bytes), _dealt(rows, ranks, top, capacity_bytes)
-    never = ~_dealt(rows, ranks, np.full(len(low), FOREVER), capacity_bytes)
-    floor_s, high = low.copy(), top.copy()
+def _least_time(rows: Rows, ranks: list[_Rank], capacity_bytes: float, top_s: Floats) -> Floats:
+    """The least time in which all blocks can be dealt, `top_s` at most: no deal is faster."""
+    low, high = _work_s(rows), top_s
+    early = _dealt(rows, ranks, low, capacity_bytes)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         done = _dealt(rows, ranks, middle, capacity_bytes)
         high, low = np.where(done, middle, high), np.where(done, low, middle)
-    found = np.where(early, floor_s, np.where(open_, low, top))
-    return np.where(never, np.inf, found)
+    return np.where(early, _work_s(rows), low)
 
 
 def _least_memory(rows: Rows, ranks: list[_Rank]) -> Floats:

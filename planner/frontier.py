@@ -161,10 +161,9 @@ class Frontier:
         self._next = stop
         devices = self.outer.space.shapes.devices
         below_s = max(self._below_s(int(d)) for d in np.unique(devices[rows]))
-        found, bounds = expand_shapes(self.outer, rows, below_s)
         memory = self.outer.problem.objective == Objective.MEMORY
-        primary = bounds.memory_bytes if memory else bounds.time_s
-        open_ = np.isfinite(bounds.time_s) & (primary < np.inf)
+        found, bounds = expand_shapes(self.outer, rows, below_s, memory=memory)
+        open_ = np.isfinite(bounds.time_s)
         if self.only is not None:
             open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
         kept = np.flatnonzero(open_)

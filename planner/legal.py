@@ -135,8 +135,10 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield (
             f"pipeline.stage_blocks sums to {sum(blocks)}, but {graph.name} has {repeated} repeated blocks"
         )
-    elif blocks and repeated and any(
-        count < least for count, least in zip(blocks, least_blocks(graph, chunks), strict=True)
+    elif (
+        blocks
+        and repeated
+        and any(count < least for count, least in zip(blocks, least_blocks(graph, chunks), strict=True))
     ):
         yield (
             f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block, but for a first or last chunk that "

@@ -58,13 +58,15 @@ def build_outer(
     )  # fmt: skip
 
 
-def expand_shapes(outer: Outer, rows: Ints, below_s: float) -> tuple[Variants, Bounds]:
-    """The variants of some shapes, with their bounds."""
+def expand_shapes(
+    outer: Outer, rows: Ints, below_s: float, *, memory: bool = False
+) -> tuple[Variants, Bounds]:
+    """The variants of some shapes, with their bounds (of bytes where `memory` asks for them)."""
     found = variants(outer.space, rows)
-    return found, bound_variants(outer, found, below_s)
+    return found, bound_variants(outer, found, below_s, memory=memory)
 
 
-def bound_variants(outer: Outer, found: Variants, below_s: float) -> Bounds:
+def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: bool = False) -> Bounds:
     """Bounds of variants: their communication is priced once per distinct setting."""
     shapes = outer.space.shapes.take(found.shape)
     constants = outer.book.device.constants
@@ -91,7 +93,7 @@ def bound_variants(outer: Outer, found: Variants, below_s: float) -> Bounds:
         slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
         slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0),
     )
-    return variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s)
+    return variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
 
 
 def _least_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> Ints:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
@@ -141,6 +143,8 @@ def solve_stages(
 
     Deterministic: one worker, a fixed seed, and `effort` in deterministic time.
     """
+    if problem.chunks == 1:
+        return _one_chunk(problem, excluded, below)
     few = _few_deals(problem)
     if few is not None:
         return _best_of(problem, [deal for deal in few if deal not in excluded], below)
@@ -173,21 +177,56 @@ def solve_stages(
 
 
 def _few_deals(problem: StageProblem) -> list[Deal] | None:
-    """All deals, where the blocks are dealt and at most one number of recomputed blocks is open; else None."""
+    """All deals of several chunks, where nothing is open; else None."""
     blocks, recomputed = problem.blocks, problem.recomputed
-    if problem.chunks == 1:
-        blocks = (len(problem.kinds),)
-    elif sum(problem.least) == len(problem.kinds):
+    if sum(problem.least) == len(problem.kinds):
         blocks = problem.least
     if recomputed is None and not problem.recompute:
         recomputed = (0,) * problem.chunks
-    if blocks is None:
+    if blocks is None or recomputed is None:
         return None
-    if recomputed is not None:
-        return [Deal(blocks=blocks, recomputed=recomputed)]
-    if problem.chunks > 1:
+    return [Deal(blocks=blocks, recomputed=recomputed)]
+
+
+def _one_chunk(problem: StageProblem, excluded: Sequence[Deal], below: int | None) -> StageAnswer | None:
+    """One chunk has only its number of recomputed blocks open: all are tried at once."""
+    n = len(problem.kinds)
+    numbers = np.arange(n + 1 if problem.recompute or problem.recomputed is not None else 1)
+    amounts = [_amounts_by_number(problem, quantity)[: len(numbers)] for quantity in problem.quantities]
+
+    def values(row: Row) -> NDArray[np.int64]:
+        return np.asarray(row.constant + sum(factor * amounts[q] for q, _, factor in row.terms) + 0 * numbers)
+
+    fits = np.ones(len(numbers), dtype=np.bool_)
+    for row in problem.memory:
+        fits &= values(row) <= problem.capacity_bytes
+    for deal in excluded:
+        fits[deal.recomputed[0]] = False
+    if problem.recomputed is not None:
+        fits &= numbers == problem.recomputed[0]
+    value = np.max([values(row) for row in problem.paths] or [0 * numbers], axis=0)
+    if below is not None:
+        fits &= value < below
+    if not fits.any():
         return None
-    return [Deal(blocks=blocks, recomputed=(k,)) for k in range(blocks[0] + 1)]
+    best = int(np.flatnonzero(fits)[np.argmin(value[fits])])
+    found = int(value[best])
+    return StageAnswer(deal=Deal(blocks=(n,), recomputed=(best,)), value=found, bound=found)
+
+
+def _amounts_by_number(problem: StageProblem, quantity: Quantity) -> NDArray[np.int64]:
+    """A quantity of the only chunk, for every number of its blocks that are recomputed."""
+    kinds = np.array(problem.kinds, dtype=np.int64)
+    forms = []
+    for form in quantity.forms:
+        kept, again = (np.array(side, dtype=np.int64)[kinds] for side in (form.kept, form.recomputed))
+        amount = form.fixed[0] + kept.sum() + np.concatenate([[0], np.cumsum(again - kept)])
+        if len(kinds):
+            amount[-1] += form.when_all
+        elif form.when_none:
+            amount += form.when_none[0]
+        forms.append(amount)
+    return np.asarray(np.max(forms, axis=0), dtype=np.int64)
 
 
 def _best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> StageAnswer | None:

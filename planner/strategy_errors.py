@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from autoparallel.planner.strategy_schema import (
     SECTIONS,
@@ -101,8 +101,8 @@ def _show_location(location: tuple[int | str, ...]) -> str:
     head, *rest = location
     table = f"[[{head}]]" if head == "tensor" else f"[{head}]"
     text = table
-    for part in rest:
-        text += f" entry {part + 1}" if isinstance(part, int) else f" {part}"
+    for step in rest:
+        text += f" entry {step + 1}" if isinstance(step, int) else f" {step}"
     return text
 
 
@@ -110,15 +110,13 @@ def _suggest(location: tuple[int | str, ...]) -> str:
     word = str(location[-1])
     if len(location) == 1:
         tables = [*SECTIONS, "tensor", "problem", "schema"]
-        for table, model in SECTIONS.items():
-            if word in keys_of(model):
+        for table, section in SECTIONS.items():
+            if word in keys_of(section):
                 return f'"{word}" belongs under [{table}]'
         return nearest(word, tables)
     head = str(location[0])
     sections: dict[str, type[Section]] = {**SECTIONS, "problem": ProblemSection, "tensor": TensorEntry}
-    model: type[BaseModel] = sections[head]
     own = list(keys_of(sections[head]))
-    assert issubclass(model, Section)
     if not difflib.get_close_matches(word, own, n=1, cutoff=0.55):
         for table, other in SECTIONS.items():
             if word in keys_of(other):

@@ -39,6 +39,7 @@ class Units:
     head_saved: Floats
     tail_saved: Floats
     peak: Floats  # of one action above what is saved
+    backward_peak: Floats  # of a backward likewise
     tail_peak: Floats  # likewise where the tail runs, what the tail saves included
     unit_parameters: Floats
     unit_trainable: Floats
@@ -110,10 +111,9 @@ def _row(problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int]) ->
     backward = [_sum(unit, "backward_s") for unit in units]
     again = [_sum(b, "backward_s") - _sum(a, "backward_s") for a, b in zip(units, full, strict=True)]
     every = [*head, *tail, *(link for unit in units for link in unit)]
-    peaks = [
-        min(max(p.forward_temp, p.recomputed + p.backward_temp) for p in (unit[-1], again_unit[-1]))
-        for unit, again_unit in zip(units, full, strict=True)
-    ]
+    last = [links[-1] for links in (*units, *full)]
+    peaks = [max(p.forward_temp, p.recomputed + p.backward_temp) for p in last]
+    backward_peaks = [p.recomputed + p.backward_temp for p in last]
     sides = (
         _sum(head, "forward_s"),
         _sum(head, "backward_s"),
@@ -133,6 +133,7 @@ def _row(problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int]) ->
         _sum(head, "saved"),
         _sum(tail, "saved"),
         min(peaks, default=0.0),
+        min(backward_peaks, default=0.0),
         _tail_peak(tail) if tail else min(peaks, default=0.0),
         min((_sum(unit, "parameters") for unit in units), default=0.0),
         min((_sum(unit, "trainable") for unit in units), default=0.0),
