@@ -96,9 +96,10 @@ def _pattern_help(location: tuple[int | str, ...]) -> str:
 
 def _show_location(location: tuple[int | str, ...]) -> str:
     if len(location) == 1:
-        head = str(location[0])
-        return f"[{head}]" if head in StrategySchema.model_fields and head != "schema" else head
-    head, *rest = location
+        key = str(location[0])
+        return f"[{key}]" if key in StrategySchema.model_fields and key != "schema" else key
+    first, *rest = location
+    head = str(first)
     table = f"[[{head}]]" if head == "tensor" else f"[{head}]"
     text = table
     for step in rest:
