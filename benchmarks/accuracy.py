@@ -16,13 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from autoparallel.costmodel.calibrate import calibrate
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.expand import Expander
 from autoparallel.planner.score import score
-from autoparallel.profiles.hardware import Cluster
+from autoparallel.profiles.hardware import Cluster, Device
 from benchmarks.models import Shape, build
 from benchmarks.rows import Row, Run, Unscorable, parse, read_rows
 from benchmarks.summary import Scored, summarise
@@ -108,17 +109,70 @@ class Scorer:
         )
 
 
+def spread(count: int, wanted: int) -> list[int]:
+    """`wanted` positions of `count`, evenly spread, the first and the last among them."""
+    if wanted >= count:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)})
+
+
+def with_device(cluster: Cluster, device: Device) -> Cluster:
+    """The same cluster of another device."""
+    return replace(cluster, groups=tuple(replace(group, device=device) for group in cluster.groups))
+
+
+def calibrated(runs: Sequence[Run], scorer: Scorer, rows: int) -> list[Run]:
+    """All runs but an even spread of `rows` of each source and device, on which that device was corrected."""
+    kept: list[Run] = []
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.source, run.cluster.device.name), []).append(run)
+    for (source, _), group in groups.items():
+        timed = [run for run in group if run.outcome == "ok" and run.step_time_s]
+        chosen = [timed[i] for i in spread(len(timed), rows)]
+        ids = {run.id for run in chosen}
+        rest = [run for run in group if run.id not in ids]
+        if len(chosen) > 1:
+
+            def predict(device: Device, chosen: list[Run] = chosen) -> list[float]:
+                return [scorer.predict(run, with_device(run.cluster, device)).step_time_s for run in chosen]
+
+            result = calibrate(
+                chosen[0].cluster.device,
+                predict,
+                [run.step_time_s or 0.0 for run in chosen],
+                source=f"{len(chosen)} rows of {source}",
+                held_out=False,
+            )
+            print(f"calibrated {source[:40]}: " + ", ".join(f"{k} x {v:.3f}" for k, v in result.factors))
+            rest = [replace(run, cluster=with_device(run.cluster, result.device)) for run in rest]
+        kept += rest
+    return kept
+
+
 def score_rows(
-    rows: Sequence[Row], scorer: Scorer, dirs: Sequence[Path]
+    rows: Sequence[Row], scorer: Scorer, dirs: Sequence[Path], calibrate_rows: int = 0
 ) -> tuple[list[Scored], list[dict[str, str]]]:
     """Every row scored, or skipped with the reason."""
     scored: list[Scored] = []
     skipped: list[dict[str, str]] = []
+    runs: list[Run] = []
+
+    def skip(row_id: str, group: str, error: Exception) -> None:
+        skipped.append({"id": row_id, "group": group, "skipped": str(error)})
+
     for row in rows:
         try:
-            scored.append(scorer.scored(parse(row, dirs)))
+            runs.append(parse(row, dirs))
         except (Unscorable, UserError) as error:
-            skipped.append({"id": row["id"], "group": row.get("group", ""), "skipped": str(error)})
+            skip(row["id"], row.get("group", ""), error)
+    if calibrate_rows:
+        runs = calibrated(runs, scorer, calibrate_rows)
+    for run in runs:
+        try:
+            scored.append(scorer.scored(run))
+        except UserError as error:
+            skip(run.id, run.group, error)
     return scored, skipped
 
 
@@ -173,26 +227,76 @@ def print_table(scored: Sequence[Scored], skipped: Sequence[dict[str, str]], *, 
         print(f"skipped {len(ids)} rows ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}): {reason}")
 
 
+def markdown(scored: Sequence[Scored], skipped: Sequence[dict[str, str]]) -> str:
+    """The summary as a Markdown table: what docs/accuracy.md holds."""
+    summary = summarise(scored)
+    sources, overall = summary["sources"], summary["overall"]
+    assert isinstance(sources, dict)
+    assert isinstance(overall, dict)
+    lines = [
+        "| source | rows | mean abs. error | 95th percentile | bias | order (Kendall's tau) | fastest found |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, s in sources.items():
+        if s["rows"]:
+            order = s["order"]
+            tau = (
+                f"{order['kendall_tau']:.2f} | {order['fastest_within_3_percent']:.0%}"
+                if order["groups"]
+                else "|"
+            )
+            lines.append(
+                f"| {name} | {s['rows']} | {s['mean_absolute_error']:.1%} | {s['p95_absolute_error']:.1%} "
+                f"| {s['bias']:+.1%} | {tau} |"
+            )
+    means, order, fit = overall["mean_over_sources"], overall["order"], overall["fit"]
+    lines.append(
+        f"| **mean over sources** | {len(scored)} | {means['mean_absolute_error']:.1%} "
+        f"| {means['p95_absolute_error']:.1%} | {means['bias']:+.1%} "
+        f"| {order['kendall_tau']:.2f} | {order['fastest_within_3_percent']:.0%} |"
+    )
+    lines += [
+        "",
+        f"What fits: {fit['accuracy']:.1%} of {fit['oom_rows'] + fit['ok_rows']} runs told right; "
+        f"{fit['oom_called_feasible']:.1%} of the runs that died were called feasible, "
+        f"{fit['ok_called_infeasible']:.1%} of those that ran infeasible.",
+        "",
+        f"{len(skipped)} rows are not scored; the benchmark lists each with its reason.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="+", type=Path)
     parser.add_argument("--json", type=Path, help="write rows and summary here")
+    parser.add_argument("--markdown", type=Path, help="write the summary as a Markdown table here")
     parser.add_argument("--plot", type=Path, help="write a scatter plot (HTML) here")
     parser.add_argument("--cluster-dir", type=Path, action="append", default=[], help="more device files")
     parser.add_argument("--rows", dest="each_row", action="store_true", help="print every row")
     parser.add_argument("--cache", type=Path, help="keep captured graphs in this folder")
     parser.add_argument("--only", help="only sources that contain this text")
+    parser.add_argument(
+        "--calibrate-rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first correct each source's device on N of its rows; score the rest",
+    )
     options = parser.parse_args()
     start = time.perf_counter()
     rows = [r for r in read_rows(options.rows) if not options.only or options.only in r["source"]]
     scorer = Scorer(Graphs(options.cache))
-    scored, skipped = score_rows(rows, scorer, options.cluster_dir)
+    scored, skipped = score_rows(rows, scorer, options.cluster_dir, options.calibrate_rows)
     print_table(scored, skipped, each_row=options.each_row)
     print(f"{len(scored)} rows in {time.perf_counter() - start:.1f} s")
     if options.json:
         partial = options.json.with_suffix(".partial")
         partial.write_text(json.dumps(as_json(scored, skipped), indent=1))
         partial.replace(options.json)
+    if options.markdown:
+        options.markdown.write_text(markdown(scored, skipped))
     if options.plot:
         from benchmarks.plot import write_scatter
 
