@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -227,6 +227,13 @@ def print_table(scored: Sequence[Scored], skipped: Sequence[dict[str, str]], *, 
         print(f"skipped {len(ids)} rows ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}): {reason}")
 
 
+def order_cells(order: Mapping[str, float]) -> str:
+    """Two table cells: Kendall's tau, and how often the strategy predicted fastest is nearly the fastest."""
+    if not order["groups"]:
+        return "|"
+    return f"{order['kendall_tau']:.2f} | {order['fastest_within_3_percent']:.0%}"
+
+
 def markdown(scored: Sequence[Scored], skipped: Sequence[dict[str, str]]) -> str:
     """The summary as a Markdown table: what docs/accuracy.md holds."""
     summary = summarise(scored)
@@ -239,21 +246,15 @@ def markdown(scored: Sequence[Scored], skipped: Sequence[dict[str, str]]) -> str
     ]
     for name, s in sources.items():
         if s["rows"]:
-            order = s["order"]
-            tau = (
-                f"{order['kendall_tau']:.2f} | {order['fastest_within_3_percent']:.0%}"
-                if order["groups"]
-                else "|"
-            )
             lines.append(
                 f"| {name} | {s['rows']} | {s['mean_absolute_error']:.1%} | {s['p95_absolute_error']:.1%} "
-                f"| {s['bias']:+.1%} | {tau} |"
+                f"| {s['bias']:+.1%} | {order_cells(s['order'])} |"
             )
-    means, order, fit = overall["mean_over_sources"], overall["order"], overall["fit"]
+    means, fit = overall["mean_over_sources"], overall["fit"]
     lines.append(
         f"| **mean over sources** | {len(scored)} | {means['mean_absolute_error']:.1%} "
         f"| {means['p95_absolute_error']:.1%} | {means['bias']:+.1%} "
-        f"| {order['kendall_tau']:.2f} | {order['fastest_within_3_percent']:.0%} |"
+        f"| {order_cells(overall['order'])} |"
     )
     lines += [
         "",
