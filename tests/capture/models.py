@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.planner.capture import capture
 
 SEQ = 16
 SAMPLES = 2
@@ -152,3 +156,10 @@ def any_small(name: str, layers: int = 2) -> tuple[nn.Module, Any]:
     if name in EXAMPLES:
         return example(f"{name}.py", f"{name}_small")
     return small(name, layers)
+
+
+@cache
+def captured(name: str) -> tuple[nn.Module, Any, ModelGraph]:
+    """`any_small` and its graph, once for all tests that only look."""
+    module, inputs = any_small(name)
+    return module, inputs, capture(module, inputs, name=name)

@@ -11,7 +11,7 @@ from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
 from tests.capture.measured import counted_flops, eager_saved_bytes, saved_bytes, show_saved
-from tests.capture.models import SAMPLES, SEQ, any_small, small
+from tests.capture.models import SAMPLES, SEQ, captured, small
 
 
 def operators(graph: ModelGraph) -> list[Operator]:
@@ -39,7 +39,7 @@ def test_a_decoder_is_embedding_blocks_and_head() -> None:
 
 
 def test_an_encoder_decoder_is_two_runs_of_blocks_and_is_not_cut() -> None:
-    graph = capture(*small("t5", 2), name="t5")
+    graph = captured("t5")[2]
     paths = [link.path for link in graph.chain if link.repeated]
     assert paths == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
     assert not graph.pipeline_cuts
@@ -47,7 +47,7 @@ def test_an_encoder_decoder_is_two_runs_of_blocks_and_is_not_cut() -> None:
 
 def test_every_value_that_an_operator_reads_is_made_before_it_or_comes_in() -> None:
     for name in ("llama", "gpt2", "t5", "whisper", "deepseek", "resnet"):
-        for block in capture(*any_small(name), name=name).blocks:
+        for block in captured(name)[2].blocks:
             known = {f"input:{i}" for i in range(len(block.inputs))}
             known |= {f"param:{p.name}" for p in block.parameters} | {f"buffer:{n}" for n, _ in block.buffers}
             for op in block.operators:
@@ -60,7 +60,7 @@ def test_every_value_that_an_operator_reads_is_made_before_it_or_comes_in() -> N
 
 
 def test_linear_layers_say_their_arguments_by_name() -> None:
-    block = next(b for b in capture(*small("llama"), name="x").blocks if b.name == "LlamaDecoderLayer")
+    block = next(b for b in captured("llama")[2].blocks if b.name == "LlamaDecoderLayer")
     calls = {call.module: call for call in block.calls}
     product = next(op for op in block.operators if op.module == "mlp.down_proj")
     assert calls["mlp.down_proj"].inputs == (("input", product.inputs[0]),)
@@ -128,7 +128,7 @@ def _lora(module: nn.Module) -> nn.Module:
 
 
 def test_frozen_weights_have_no_gradients_and_keep_no_activations() -> None:
-    module, inputs = small("llama", 6)
+    module, inputs = small("llama", 5)
     full = capture(module, inputs, name="x")
     graph = capture(_lora(module), inputs, name="x")
     trainable = {p.name for block in graph.blocks for p in block.parameters if p.trainable}
@@ -257,7 +257,7 @@ def test_evaluation_mode_drops_nothing_out() -> None:
     assert not [op for op in operators(capture(module.eval(), inputs, name="x")) if op.kind is OpKind.DROPOUT]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "vit"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
 def test_the_hash_is_that_of_the_architecture_whatever_the_dtype_device_batch_and_loss(name: str) -> None:
     module, inputs = small(name)
     expected = graph_hash(capture(module, inputs, name="one"))

@@ -5,24 +5,21 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph, OpKind
-from autoparallel.planner.capture import capture
 from tests.capture.measured import counted_flops, eager_saved_bytes, saved_bytes, show_saved
-from tests.capture.models import EXAMPLES, NAMES, SAMPLES, SEQ, any_small
+from tests.capture.models import EXAMPLES, NAMES, SAMPLES, SEQ, captured
 
 EVERY = (*NAMES, *EXAMPLES)
 
 
 def test_saved_bytes_of_bert_with_one_sample_more_follow_the_affine_sizes() -> None:
-    module, inputs = any_small("bert")
-    graph = capture(module, inputs, name="bert")
+    _, _, graph = captured("bert")
     one, two, three = (saved_bytes(graph, b) for b in (1, 2, 3))
     assert three - two == two - one
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_saved_bytes_are_what_autograd_keeps(name: str) -> None:
-    module, inputs = any_small(name)
-    graph = capture(module, inputs, name=name)
+    module, inputs, graph = captured(name)
     expected = eager_saved_bytes(module, inputs) - _kept_by_the_math_kernel(graph)
     assert saved_bytes(graph, SAMPLES) == expected, show_saved(graph)
 
@@ -42,8 +39,7 @@ def _kept_by_the_math_kernel(graph: ModelGraph) -> int:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_flops_are_what_torch_counts(name: str) -> None:
-    module, inputs = any_small(name)
-    graph = capture(module, inputs, name=name)
+    module, inputs, graph = captured(name)
     assert graph.model_flops(SAMPLES) - _experts_flops(name) == counted_flops(module, inputs)
 
 
@@ -56,12 +52,8 @@ def _experts_flops(name: str) -> int:
 
 
 def test_attention_counts_the_full_square_however_causal() -> None:
-    module, inputs = any_small("llama")
     attention = [
-        op
-        for block in capture(module, inputs, name="x").blocks
-        for op in block.operators
-        if op.kind is OpKind.ATTENTION
+        op for block in captured("llama")[2].blocks for op in block.operators if op.kind is OpKind.ATTENTION
     ]
     assert attention
     for op in attention:
@@ -73,8 +65,7 @@ def test_attention_counts_the_full_square_however_causal() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_product_names_letters_whose_sizes_give_its_flops(name: str) -> None:
-    module, inputs = any_small(name)
-    for block in capture(module, inputs, name=name).blocks:
+    for block in captured(name)[2].blocks:
         for op in block.operators:
             sizes = {letter: size.at(SAMPLES) for letter, size in op.sizes}
             for kernel in (*op.forward, *op.backward):
