@@ -123,7 +123,7 @@ def _lora(module: nn.Module) -> nn.Module:
 
     module.requires_grad_(False)
     for layer in module.model.layers:  # type: ignore[union-attr]
-        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)  # type: ignore[union-attr]
+        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
     return module
 
 

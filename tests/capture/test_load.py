@@ -43,7 +43,7 @@ def factory(tmp_path: Path) -> Path:
     return path
 
 
-def config(tmp_path: Path, text: str | None = None, **changes: Any) -> str:
+def config(tmp_path: Path, text: Any = None, **changes: Any) -> str:
     path = tmp_path / "tiny" / "config.json"
     path.parent.mkdir(exist_ok=True)
     settings = {k: v for k, v in (LLAMA | changes).items() if v is not None}
