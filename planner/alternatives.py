@@ -182,5 +182,10 @@ def reason(prediction: Prediction, reference: Prediction) -> str:
         "cp_comm": "context-parallel communication", "other": "other work",
     }  # fmt: skip
     return (
-        f"{ratio:.1%} slower, most of it {words[worst]}: {theirs[worst]:.3g} s instead of {ours[worst]:.3g} s"
+        f"{ratio:.1%} slower, most of it {words[worst]}: {_seconds(theirs[worst])} instead of {_seconds(ours[worst])}"
     )
+
+
+def _seconds(value: float) -> str:
+    """Three digits; what is left of subtracting equal times is nothing."""
+    return f"{value:.3g} s" if value > 1e-9 else "0 s"
