@@ -181,9 +181,7 @@ def reason(prediction: Prediction, reference: Prediction) -> str:
         "backward": "computation", "optimizer": "the optimizer", "ep_comm": "expert communication",
         "cp_comm": "context-parallel communication", "other": "other work",
     }  # fmt: skip
-    return (
-        f"{ratio:.1%} slower, most of it {words[worst]}: {_seconds(theirs[worst])} instead of {_seconds(ours[worst])}"
-    )
+    return f"{ratio:.1%} slower, most of it {words[worst]}: {_seconds(theirs[worst])} instead of {_seconds(ours[worst])}"
 
 
 def _seconds(value: float) -> str:
