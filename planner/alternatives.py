@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.costmodel.prediction import Prediction
-from autoparallel.planner.candidates import Candidate, candidate, even_deal, strategy_of
+from autoparallel.planner.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.deals import even_deal
 from autoparallel.planner.evaluate import Evaluation
 from autoparallel.planner.frontier import Frontier, Stopped
 from autoparallel.planner.outcome import GIB, Alternative
 from autoparallel.planner.outer import Outer, expand_shapes
 from autoparallel.planner.score import score
 from autoparallel.planner.space import MODES, Bools, Ints, Shapes, Variants
-from autoparallel.planner.stages import Deal
+from autoparallel.planner.stage_problem import Deal
 from autoparallel.planner.strategy import Strategy
 
 SHAPES_TRIED = 8  # the most promising shapes of a kind, bounded again with all their variants

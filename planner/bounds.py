@@ -94,6 +94,7 @@ class Rows:
     chunks: Ints  # per rank
     reduce_s: Floats  # per trainable parameter
     gather_s: Floats  # of a unit's parameters, ZeRO-3
+    step_s: Floats  # optimizer and gather of updated parameters, per trainable parameter
     repeated: int
     least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
     slow: float  # 1 + compute_slowdown
@@ -114,24 +115,15 @@ def variant_bounds(
         fits = _dealt(part, ranks, forever, capacity_bytes)
         if memory:
             least_bytes[index] = _least_memory(part, ranks)
-        top_s = _top(part, below_s)
-        open_ = fits & _dealt(part, ranks, top_s, capacity_bytes)
+        work_s = _work_s(part)
+        top_s = np.maximum(work_s, below_s)
+        open_ = fits & _dealt(part, ranks, np.where(np.isfinite(top_s), top_s, FOREVER), capacity_bytes)
         time_s[index] = np.where(fits, top_s, np.inf)
         if open_.any():
             kept = _take(part, np.flatnonzero(open_))
             inner = [_Rank(problem, kept, r, int(pp)) for r in range(int(pp))]
             time_s[index[open_]] = _least_time(kept, inner, capacity_bytes, top_s[open_])
     return Bounds(time_s=time_s, memory_bytes=least_bytes)
-
-
-def _top(rows: Rows, below_s: float) -> Floats:
-    """Where the search for the least time begins: at what it must stay below, or above any likely step."""
-    work_s = _work_s(rows)
-    if np.isfinite(below_s):
-        return np.maximum(work_s, below_s)
-    wires_s = rows.repeated * (rows.gather_s + rows.reduce_s * rows.units.unit_trainable)
-    extra_s = wires_s + rows.repeated * rows.units.recompute_s
-    return 4.0 * (work_s * rows.shapes.pp + rows.shapes.micro_batches * 2 * extra_s)
 
 
 def _work_s(rows: Rows) -> Floats:
@@ -144,7 +136,7 @@ def _take(rows: Rows, index: Ints) -> Rows:
     return Rows(
         shapes=rows.shapes.take(index), units=take_units(rows.units, index), zero=rows.zero[index],
         schedule=rows.schedule[index], chunks=rows.chunks[index], reduce_s=rows.reduce_s[index],
-        gather_s=rows.gather_s[index], repeated=rows.repeated, least_per_chunk=rows.least_per_chunk[index], slow=rows.slow, slow_comm=rows.slow_comm,
+        gather_s=rows.gather_s[index], step_s=rows.step_s[index], repeated=rows.repeated, least_per_chunk=rows.least_per_chunk[index], slow=rows.slow, slow_comm=rows.slow_comm,
     )  # fmt: skip
 
 
@@ -169,12 +161,15 @@ class _Rank:
             rank * rows.least_per_chunk - 1, 0
         )  # blocks in the stages before: the first may have one less
         own_s = shapes.micro_batches * (u.head_s * first + u.tail_s * last)
+        single = plain & (rows.chunks == 1)
+        step_s = np.where(single, rows.step_s, 0.0)
+        ends = u.head_trainable * first + u.tail_trainable * last
         # fill, work, reduce and step; or fill, work, drain
         self.per_block_s = m * f + np.where(plain, (m - 1) * b + ended_s, m * gathered_s)
-        self.base_s = own_s + np.where(plain, before * f, 0.0)
+        self.per_block_s += step_s * u.unit_trainable
+        self.base_s = own_s + np.where(plain, before * f, 0.0) + step_s * ends
         self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
         self.drained_base_s = own_s + np.where(plain, (0.0 if first else u.head_s) + before * (f + b), 0.0)
-        single = plain & (rows.chunks == 1)
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
@@ -187,28 +182,34 @@ class _Rank:
         rates = state_rates(problem, np.where(ranks > 1, rows.zero, 0), ranks)
         state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
         word = {name: rows.schedule == SCHEDULES.index(name) for name in OPEN_SCHEDULES}
-        ahead = np.where(word["1f1b"], pp - rank, 1)
-        ahead = np.where(word["interleaved-1f1b"], min(pp, 2 * (pp - 1 - rank) + 1), ahead)
-        self.live = np.where(word["gpipe"], m, np.minimum(ahead, m))  # micro-batches of its fewest-held chunk
-        self.per_block_bytes = state_bytes + self.live * u.saved
-        self.freed_bytes = self.live * (u.saved - u.least_saved)
+        least, most, held = _in_flight(word, rows, rank, pp)
+        spread = rows.least_per_chunk * np.maximum(held - rows.chunks * least, 0)
+        spread = np.maximum(
+            spread - (most - least) * (rank in (0, pp - 1)), 0
+        )  # an end chunk has one block less
+        self.per_block_bytes = state_bytes + least * u.saved
+        self.freed_bytes = most * (u.saved - u.least_saved)
+        self.per_block_all_bytes = state_bytes + least * u.least_saved
         execution = problem.execution
         item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
         gathered = np.where((rows.zero == 3) & (ranks > 1), item * u.unit_parameters, 0.0)
         whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
         reduced = np.where((rows.zero >= 2) & (ranks > 1), whole, 0.0)
-        peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered
+        several = pp == 1 and rows.repeated > 2  # the next unit's parameters, the last one's gradients
+        peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered * (1 + several)
+        if several:
+            peak = np.maximum(peak, u.backward_peak + 2 * (reduced + gathered) - u.saved)
         # An end stage may hold glue alone: then no unit's peak stands on top.
         base = u.tail_peak if rank == pp - 1 else (peak if rank else np.zeros(len(m)))
         if pp == 1 and rows.repeated:
             base = np.maximum(peak, base)
         if rank == 0:
             base = base + u.head_parameters * rates.parameter + u.head_trainable * rates.trainable
-            base = base + (self.live - 1) * u.head_saved
+            base = base + (least - 1) * u.head_saved
         if rank == pp - 1:
             base = base + u.tail_parameters * rates.parameter + u.tail_trainable * rates.trainable
-            base = base + (self.live - 1) * u.tail_saved
-        self.base_bytes = base
+            base = base + (least - 1) * u.tail_saved
+        self.base_bytes, self.base_all_bytes = base + spread * u.saved, base + spread * u.least_saved
 
     def most_blocks(self, time_s: Floats, capacity_bytes: float | Floats) -> Floats:
         """The largest number of blocks that fits time and memory, recomputing as many as that takes."""
@@ -217,16 +218,36 @@ class _Rank:
             n = np.minimum(
                 room_s / self.per_block_s, (time_s - self.drained_base_s) / self.drained_per_block_s
             )
-            n = np.minimum(n, (time_s - self.round_base_s) / self.round_per_block_s)
+            again_s = (time_s - self.round_base_s) / self.round_per_block_s
+            n = np.where(self.round_per_block_s > 0, np.minimum(n, again_s), n)
             # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
             again = np.where(self.freed_bytes > 0, self.recompute_s / self.freed_bytes, 0.0)
             with_recompute = (room_s + again * room) / (self.per_block_s + again * self.per_block_bytes)
             kept = room / self.per_block_bytes
-            recomputed = room / (self.per_block_bytes - self.freed_bytes)
+            recomputed = (capacity_bytes - self.base_all_bytes) / self.per_block_all_bytes
         limit = np.minimum(np.maximum(with_recompute, kept), recomputed)
         limit = np.where(self.freed_bytes > 0, limit, kept)
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
-        return np.where((room_s < 0) | (room < 0), -1.0, n)
+        return np.where((room_s < 0) | (capacity_bytes < self.base_all_bytes), -1.0, n)
+
+
+def _in_flight(word: dict[str, Bools], rows: Rows, rank: int, pp: int) -> tuple[Ints, Ints, Ints]:
+    """Micro-batches that a rank holds when its warm-up ends: of its fewest-held chunk, of its most-held one, and
+    the sum over its chunks. 1F1B and its interleaved form take turns in rounds; other schedules hold one at least.
+    """
+    m, v = rows.shapes.micro_batches, rows.chunks
+    plain = np.where(word["gpipe"], m, np.where(word["1f1b"], np.minimum(pp - rank, m), 1))
+    round_ = m // np.maximum(1, m // pp)
+    held = np.minimum((v - 1) * round_ + 2 * (pp - 1 - rank) + 1, v * m)
+    turns, rest = held // (v * round_), held % (v * round_)
+    most = turns * round_ + np.minimum(rest, round_)
+    least = turns * round_ + np.maximum(rest - (v - 1) * round_, 0)
+    looped = word["interleaved-1f1b"]
+    return (
+        np.where(looped, least, plain),
+        np.where(looped, most, np.where(word["gpipe"] | word["1f1b"] | word["none"], plain, m)),
+        np.where(looped, held, plain * v),
+    )
 
 
 def _beside(compute: Floats, communicate: Floats, more: float, less: float) -> Floats:
@@ -247,9 +268,13 @@ def _dealt(rows: Rows, ranks: list[_Rank], time_s: Floats, capacity: float | Flo
 
 
 def _least_time(rows: Rows, ranks: list[_Rank], capacity_bytes: float, top_s: Floats) -> Floats:
-    """The least time in which all blocks can be dealt, `top_s` at most: no deal is faster."""
-    low, high = _work_s(rows), top_s
-    early = _dealt(rows, ranks, low, capacity_bytes)
+    """The least time in which all blocks can be dealt (they can in `top_s`): no deal is faster."""
+    low = _work_s(rows)
+    done = _dealt(rows, ranks, low, capacity_bytes)
+    low, high = np.where(done, 0.0, low), np.where(done, low, np.minimum(2 * low, top_s))
+    early = done
+    while not (done := _dealt(rows, ranks, high, capacity_bytes)).all():
+        low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         done = _dealt(rows, ranks, middle, capacity_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.space import MODES, SCHEDULES, Space, Variants
-from autoparallel.planner.stages import Deal
+from autoparallel.planner.stage_problem import Deal
 from autoparallel.planner.strategy import (
     Batch,
     GradSync,
@@ -58,17 +58,6 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
         mode=MODES[int(s.recompute[shape])],
         compression=space.compressions[int(variants.compression[row])],
     )  # fmt: skip
-
-
-def even_deal(blocks: int, chunks: int) -> Deal:
-    """Blocks as even as can be, none recomputed one by one; the middle chunks take one more, as the first and
-    the last one carry the ends of the model."""
-    if blocks < chunks:  # the ends of the model fill a first and a last chunk
-        ends = (0, chunks - 1)[: chunks - blocks]
-        return Deal(blocks=tuple(int(c not in ends) for c in range(chunks)), recomputed=(0,) * chunks)
-    each, more = divmod(blocks, chunks)
-    middle = sorted(range(chunks), key=lambda c: (c in (0, chunks - 1), c))[:more]
-    return Deal(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)
 
 
 def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:

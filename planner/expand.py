@@ -12,6 +12,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.price import Pricer
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.simulate import Prepared, prepare_simulation
+from autoparallel.costmodel.topology import crossings
 from autoparallel.planner import state
 from autoparallel.planner.chain import carried_inputs, even_stages, find_ties, first_positions, stage_ranges
 from autoparallel.planner.local import TENSOR_DTYPE, LocalBlock, Setting
@@ -176,9 +177,9 @@ class Expander:
         return tuple(found)
 
     def _request(self, strategy: Strategy) -> TensorRequest:
-        stride = next(a.stride for a in mesh_axes(strategy) if a.name == "tp")
+        axis = next(a for a in mesh_axes(strategy) if a.name == "tp")
         return TensorRequest(
-            tp=strategy.mesh.tp, stride=stride, sequence_parallel=strategy.shard.sequence_parallel,
+            tp=strategy.mesh.tp, stride=nearest_stride(axis, self.cluster), sequence_parallel=strategy.shard.sequence_parallel,
             execution=strategy.execution, rules=strategy.tensor,
         )  # fmt: skip
 
@@ -279,6 +280,19 @@ class Expander:
                 )
             )  # fmt: skip
         return tuple(found)
+
+
+def nearest_stride(axis: Axis, cluster: Cluster) -> int:
+    """The smallest distance between neighbours along an axis that places it alike: its collectives then cost the
+    same, and one tensor plan serves all such meshes."""
+    there = crossings((axis.name,), (axis,), cluster)
+    for stride in range(1, axis.stride):
+        if (
+            axis.stride % stride == 0
+            and crossings((axis.name,), (replace(axis, stride=stride),), cluster) == there
+        ):
+            return stride
+    return axis.stride
 
 
 def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:

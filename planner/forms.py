@@ -12,7 +12,7 @@ from math import floor
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.prices import LinkPrice
-from autoparallel.planner.stages import Form
+from autoparallel.planner.stage_problem import Form
 
 PS = 1e12  # picoseconds per second
 Links = tuple[LinkPrice, ...]

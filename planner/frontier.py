@@ -10,18 +10,23 @@ from math import ceil, inf
 import numpy as np
 
 from autoparallel.errors import UserError
+from autoparallel.planner.bounds import Bounds
 from autoparallel.planner.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.deals import quick_deal
 from autoparallel.planner.evaluate import Evaluation, evaluate
 from autoparallel.planner.forms import PS
 from autoparallel.planner.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.outer import Outer, expand_shapes
+from autoparallel.planner.outer import Outer, expand_shapes, refined_bounds, tensor_strides
 from autoparallel.planner.problem import Objective, price_per_device_s
 from autoparallel.planner.space import Bools, Ints, Shapes, Variants
-from autoparallel.planner.stages import EFFORT, Deal, Row, StageAnswer, StageProblem, solve_stages
+from autoparallel.planner.stage_problem import Deal, Row, StageAnswer, StageProblem
+from autoparallel.planner.stages import EFFORT, solve_stages
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
 SHAPES_AT_ONCE = 96  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
+SHAPES_DIVED = 16  # shapes of each depth of pipeline looked at before the search proper
+MOST_ACTIONS = 4096  # stages times micro-batches of these: larger schedules take long to lay out
 Value = tuple[float, float]
 NOTHING: Value = (inf, inf)
 
@@ -43,11 +48,16 @@ class Node:
 
 @dataclass(slots=True)
 class Run:
-    """Variants of some shapes in the order of their bounds; `at` is the next one."""
+    """Variants of some shapes in the order of their bounds; `at` is the next one.
+
+    `strides`: how far apart tensor parallelism is placed. Bounds assume neighbours, until the run is `refined`.
+    """
 
     variants: Variants
     bounds: list[Value]
     rows: Ints
+    strides: Ints
+    refined: bool
     at: int = 0
 
 
@@ -76,6 +86,7 @@ class Frontier:
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end."""
         self._begin(rows)
+        self._dive()
         while True:
             self._current = NOTHING
             self.check(self)
@@ -166,7 +177,11 @@ class Frontier:
         open_ = np.isfinite(bounds.time_s)
         if self.only is not None:
             open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
-        kept = np.flatnonzero(open_)
+        self._queue(found, bounds, np.flatnonzero(open_))
+
+    def _queue(self, found: Variants, bounds: Bounds, kept: Ints, *, refined: bool = False) -> None:
+        """Put the variants `kept` among the open ones: those whose bounds are as good as they get, and others."""
+        devices = self.outer.space.shapes.devices
         values = [
             self.value_of(
                 float(bounds.time_s[i]), float(bounds.memory_bytes[i]), int(devices[found.shape[i]])
@@ -174,26 +189,103 @@ class Frontier:
             for i in kept
         ]
         order = sorted((i for i in range(len(kept)) if self.may_win(values[i])), key=lambda i: (values[i], i))
-        if order:
-            ordered = [values[i] for i in order]
-            self._push(ordered[0], Run(variants=found, bounds=ordered, rows=kept[order]))
+        rows = kept[order]
+        strides = tensor_strides(self.outer, found.take(rows))
+        for far in (False, True):
+            here = [n for n in range(len(order)) if (strides[n] > 1 and not refined) == far]
+            if here:
+                ordered = [values[order[n]] for n in here]
+                run = Run(
+                    variants=found, bounds=ordered, rows=rows[here], strides=strides[here], refined=not far
+                )
+                self._push(ordered[0], run)
+
+    def _refine(self, run: Run) -> None:
+        """Price tensor parallelism where the run's next variant has it, and bound all variants like it again."""
+        shapes = self.outer.space.shapes
+        rows, strides = run.rows[run.at :], run.strides[run.at :]
+        owners = run.variants.shape[rows]
+        same = strides == strides[0]
+        for column in (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.micro):
+            same &= column[owners] == column[owners[0]]
+        same &= (shapes.micro_batches[owners] > 1) == (shapes.micro_batches[owners[0]] > 1)
+        others = np.flatnonzero(~same)
+        if len(others):
+            bounds = [run.bounds[run.at + int(n)] for n in others]
+            rest = Run(
+                variants=run.variants,
+                bounds=bounds,
+                rows=rows[others],
+                strides=strides[others],
+                refined=False,
+            )
+            self._push(bounds[0], rest)
+        found = run.variants.take(rows[same])
+        memory = self.outer.problem.objective == Objective.MEMORY
+        below_s = max(self._below_s(int(d)) for d in np.unique(shapes.devices[found.shape]))
+        try:
+            bounds_ = refined_bounds(self.outer, found, int(strides[0]), below_s, memory=memory)
+        except UserError as error:
+            self._errors.append(error)
+            return
+        self._queue(found, bounds_, np.flatnonzero(np.isfinite(bounds_.time_s)), refined=True)
 
     def _open(self, run: Run) -> None:
         """Give the first variant of a run its stage problem; the rest of the run goes back."""
+        if not run.refined:
+            self._refine(run)
+            return
         row, bound = int(run.rows[run.at]), run.bounds[run.at]
         run.at += 1
         if run.at < len(run.rows):
             self._push(run.bounds[run.at], run)
         chosen = candidate(self.outer.space, run.variants, row)
+        problem = self._problem(chosen)
+        if problem is not None:
+            self._resolve(chosen, bound, problem, ())
+
+    def _problem(self, chosen: Candidate) -> StageProblem | None:
+        """The stage problem of a candidate with all paths known; None where it is no strategy at all."""
         outer = self.outer
         try:
             priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
         except UserError as error:
             self._errors.append(error)
-            return
+            return None
         states = outer.book.expander.prepared(priced.strategy).states
         problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes)
-        self._resolve(chosen, bound, with_paths(problem, self._paths.get(_schedule_key(chosen), ())), ())
+        return with_paths(problem, self._paths.get(_schedule_key(chosen), ()))
+
+    def _dive(self) -> None:
+        """Simulate easily found deals of promising variants, so that the rest has something to be measured by: for
+        each depth of pipeline, of the variants of its most promising shapes the one with the least bound."""
+        space = self.outer.space
+        depths = space.shapes.pp[self._order]
+        rows = [self._order[depths == pp][:SHAPES_DIVED] for pp in np.unique(depths)]
+        found, bounds = expand_shapes(self.outer, np.concatenate([self._order[:0], *rows]), inf)
+        actions = (
+            space.shapes.pp[found.shape] * found.virtual_stages * space.shapes.micro_batches[found.shape]
+        )
+        open_ = np.isfinite(bounds.time_s) & (actions <= MOST_ACTIONS)
+        if self.only is not None:
+            open_ &= self.only(found, space.shapes.take(found.shape))
+        kept = np.flatnonzero(open_)
+        kept = kept[tensor_strides(self.outer, found.take(kept)) == 1]
+        kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
+        _, first = np.unique(space.shapes.pp[found.shape[kept]], return_index=True)
+        for row in kept[np.sort(first)]:
+            self.check(self)
+            chosen = candidate(space, found, int(row))
+            problem = self._problem(chosen)
+            deal = quick_deal(problem) if problem is not None else None
+            if problem is None or deal is None:
+                continue
+            simulated = self._evaluate(chosen, deal)
+            excess = simulated.peak_bytes - int(self.outer.capacity_bytes)
+            if excess > 0:  # the rows bound memory from below: leave that much room, once
+                deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - excess))
+                if deal is not None:
+                    self._evaluate(chosen, deal)
 
     def _resolve(
         self, chosen: Candidate, bound: Value, problem: StageProblem, excluded: tuple[Deal, ...]
@@ -214,8 +306,11 @@ class Frontier:
             return
         if answer.deal is None:
             self._given_up = min(self._given_up, value)
+            return
+        node = Node(chosen=chosen, bound=value, problem=problem, excluded=excluded, deal=answer.deal)
+        if self.incumbent is None and not excluded:  # something to measure the rest by
+            self._simulate(node)
         else:
-            node = Node(chosen=chosen, bound=value, problem=problem, excluded=excluded, deal=answer.deal)
             self._push(value, node)
 
     def _least_memory(self, problem: StageProblem, excluded: tuple[Deal, ...]) -> StageAnswer | None:
@@ -232,12 +327,7 @@ class Frontier:
 
     def _simulate(self, node: Node) -> None:
         """Simulate a node's deal, learn from it, and solve again for what is left."""
-        outer = self.outer
-        found = evaluate(outer.book.expander, strategy_of(outer.problem, node.chosen, node.deal))
-        self.seen.append(found)
-        value = self.value_of(found.step_time_s, found.peak_bytes, node.chosen.mesh.devices)
-        if found.peak_bytes <= outer.capacity_bytes and value < self.value:
-            self.incumbent, self.value = found, value
+        found = self._evaluate(node.chosen, node.deal)
         if not _has_choice(node.problem):
             return
         rows = self._paths.setdefault(_schedule_key(node.chosen), [])
@@ -245,6 +335,15 @@ class Frontier:
         if row not in rows:
             rows.append(row)
         self._resolve(node.chosen, node.bound, with_paths(node.problem, rows), (*node.excluded, node.deal))
+
+    def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
+        """Simulate a deal; it is the incumbent if it fits and is better."""
+        found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
+        self.seen.append(found)
+        value = self.value_of(found.step_time_s, found.peak_bytes, chosen.mesh.devices)
+        if found.peak_bytes <= self.outer.capacity_bytes and value < self.value:
+            self.incumbent, self.value = found, value
+        return found
 
 
 def _schedule_key(chosen: Candidate) -> object:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+import numpy as np
+
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner import state
-from autoparallel.planner.candidates import Candidate, even_deal, strategy_of
+from autoparallel.planner.candidates import Candidate, strategy_of
+from autoparallel.planner.deals import even_deal
 from autoparallel.planner.expand import mesh_axes
 from autoparallel.planner.forms import PS, Chain, PricedChain, Value
 from autoparallel.planner.legal import least_blocks
@@ -20,7 +23,7 @@ from autoparallel.planner.peaks import backward_peak, forward_peak, weight_peak
 from autoparallel.planner.prices import LinkPrice, PriceBook
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.schedules import SPLIT_BACKWARD, rank_of_stage
-from autoparallel.planner.stages import Form, Quantity, Row, StageProblem
+from autoparallel.planner.stage_problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.strategy import Strategy
 
 
@@ -269,16 +272,19 @@ def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
 
 def _heaviest(states: Sequence[LiveState]) -> list[LiveState]:
     """States that hold as much as any other of the same stage and kind, in at least one part."""
-    kept: list[LiveState] = []
+    groups: dict[tuple[int, ActionKind], list[LiveState]] = {}
     for one in states:
-        rivals = [o for o in states if (o.stage, o.kind) == (one.stage, one.kind) and o is not one]
-        if not any(_outweighs(rival, one) for rival in rivals):
-            kept.append(one)
+        groups.setdefault((one.stage, one.kind), []).append(one)
+    kept = []
+    for group in groups.values():
+        held = np.array([[n for _, full, weight in one.held for n in (full, weight)] for one in group])
+        order = np.argsort(-held.sum(axis=1), kind="stable")  # what outweighs a state holds more in all
+        heaviest: list[int] = []
+        for i in order:
+            if not heaviest or not (held[heaviest] >= held[i]).all(axis=1).any():
+                heaviest.append(int(i))
+        kept += [group[i] for i in sorted(heaviest)]
     return kept
-
-
-def _outweighs(rival: LiveState, one: LiveState) -> bool:
-    return all(r[1] >= o[1] and r[2] >= o[2] for r, o in zip(rival.held, one.held, strict=True))
 
 
 def rank_rows(strategy: Strategy) -> tuple[Row, ...]:

@@ -11,38 +11,45 @@ from dataclasses import replace
 
 from autoparallel.planner.forms import Links, PricedChain
 from autoparallel.planner.prices import LinkPrice
-from autoparallel.planner.stages import Form, Quantity
+from autoparallel.planner.stage_problem import Form, Quantity
 
 
 def forward_peak(chain: PricedChain) -> Quantity:
-    """The last unit's forward on top of all that is saved; and those of the links of head and tail."""
+    """The last unit's forward on top of all that is saved, the one before it while the last one's parameters come
+    in, and the links of head and tail."""
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
     units = (*chain.kept, *chain.recomputed)
     last = min((_running(links, _forward_of) for links in units), default=0)
     first_tail = chain.tail[0].gather_bytes if chain.tail else 0
     every = [True] * chain.chunks
-    on_units = _shifted(saved, [last] * (chain.chunks - 1) + [last - tail_saved + first_tail], units=every)
+    on_units = _shifted(saved, _each(chain, last, first_tail - tail_saved), units=every)
     ends = _running(chain.tail, _forward_of) if chain.tail else last - tail_saved
-    on_tail = _shifted(
-        saved, [last] * (chain.chunks - 1) + [ends], units=[True] * (chain.chunks - 1) + [not chain.tail]
-    )
+    on_tail = _shifted(saved, _each(chain, last, ends - last), units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
     forms = [on_units, on_tail, on_head]
-    if chain.chunks == 1 and chain.count > 1:
-        forms.append(_two_gathers(chain, saved, tail_saved))
+    coming = _next_gather(units, 0)
+    if coming:  # needs a unit before the last
+        most = max(sum(link.saved for link in links) for links in units)
+        own = min(links[-1].forward_temp + links[-1].gather_bytes for links in units)
+        before = _shifted(saved, _each(chain, own + coming - most, -tail_saved), units=every)
+        forms.append(replace(before, when_few=-coming))
     return Quantity(forms=tuple(dict.fromkeys(forms)))
 
 
 def backward_peak(chain: PricedChain) -> Quantity:
-    """The first link to run backwards with all that is saved beside it: of the tail, or of the units."""
+    """The first link to run backwards with all that is saved beside it: of the tail, or of the units; and the
+    second unit, beside the gradients of the first."""
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
     kept = min((_backward_of(links[-1]) for links in chain.kept), default=0)
     again = min((_backward_of(links[-1]) for links in chain.recomputed), default=0)
-    every = [True] * chain.chunks
+    units = (*chain.kept, *chain.recomputed)
+    coming = _next_gather(units, -1)
+    every, more = [True] * chain.chunks, max(0, again - kept) if chain.kept else 0
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
-    on_units = _shifted(saved, [kept] * (chain.chunks - 1) + [kept - tail_saved + reducing], units=every)
+    on_units = _shifted(saved, _each(chain, kept + coming, reducing - tail_saved), units=every)
+    on_units = replace(on_units, when_all=more, when_few=-coming)
     ends = kept - tail_saved
     held, before = 0, 0
     for number in range(len(chain.tail) - 1, -1, -1):
@@ -50,12 +57,28 @@ def backward_peak(chain: PricedChain) -> Quantity:
         gathers = chain.tail[number - 1].gather_bytes if number else 0
         ends = max(ends, held + _backward_of(link) + gathers + before)
         held, before = held - link.saved, link.reduce_bytes
-    on_tail = _shifted(
-        saved, [kept] * (chain.chunks - 1) + [ends], units=[True] * (chain.chunks - 1) + [not chain.tail]
-    )
+    on_tail = _shifted(saved, _each(chain, kept, ends - kept), units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_backward_of(link) + link.saved for link in chain.head), default=0))
-    on_units = replace(on_units, when_all=max(0, again - kept) if chain.kept else 0)
-    return Quantity(forms=tuple(dict.fromkeys((on_units, on_tail, on_head))))
+    forms = [on_units, on_tail, on_head]
+    reduced = min((links[0].reduce_bytes for links in units), default=0)
+    if reduced:
+        most = max(sum(link.saved for link in links) for links in units)
+        third = coming if chain.chunks == 1 and chain.count > 2 else 0
+        second = _shifted(
+            saved, _each(chain, min(kept, again) + reduced + third - most, -tail_saved), units=every
+        )
+        forms.append(replace(second, when_few=-reduced))
+    return Quantity(forms=tuple(dict.fromkeys(forms)))
+
+
+def _each(chain: PricedChain, value: int, in_last: int) -> list[int]:
+    """The value in every chunk, and `in_last` more in the last."""
+    return [value] * (chain.chunks - 1) + [value + in_last]
+
+
+def _next_gather(units: Sequence[Links], position: int) -> int:
+    """Parameters that come in beside a unit, for the one that runs next: those of its first link to run."""
+    return min((links[position].gather_bytes for links in units), default=0)
 
 
 def weight_peak(chain: PricedChain) -> Quantity:
@@ -81,14 +104,6 @@ def _running(links: Links, peak: Callable[[LinkPrice], int]) -> int:
         found.append(peak(links[number]) + gathers - after)
         after += links[number].saved
     return max(found, default=0)
-
-
-def _two_gathers(chain: PricedChain, saved: Form, tail_saved: int) -> Form:
-    """In one chunk of several units the last but one runs while the last one's parameters come in."""
-    units = (*chain.kept, *chain.recomputed)
-    own = min(links[-1].forward_temp + links[-1].gather_bytes + links[0].gather_bytes for links in units)
-    most = max(sum(link.saved for link in links) for links in units)
-    return _shifted(saved, [own - most - tail_saved], units=[True])
 
 
 def _shifted(form: Form, more: Sequence[int], *, units: Sequence[bool]) -> Form:

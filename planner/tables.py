@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoparallel.planner.candidates import Candidate, even_deal, strategy_of
+from autoparallel.planner.candidates import Candidate, strategy_of
+from autoparallel.planner.deals import even_deal
 from autoparallel.planner.forms import Chain
 from autoparallel.planner.prices import LinkPrice, PriceBook
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.space import MODES, Ints, Shapes
-from autoparallel.planner.strategy import Batch, Mesh, Strategy
+from autoparallel.planner.strategy import AXES, Batch, Mesh, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Floats = NDArray[np.float64]
+FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class Units:
     tail_peak: Floats  # likewise where the tail runs, what the tail saves included
     unit_parameters: Floats
     unit_trainable: Floats
+    most_trainable: Floats  # of any one link
     head_parameters: Floats
     tail_parameters: Floats
     head_trainable: Floats
@@ -81,19 +84,33 @@ def unit_table(
     return Units(**{name: columns[:, i] for i, name in enumerate(names)})
 
 
-def _representative(problem: Problem, chain: Chain, key: Sequence[int]) -> Strategy:
-    """A strategy with this setting and nothing else: one data-parallel rank, no pipeline."""
+def placed_row(
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, shape: int, stride: int
+) -> tuple[float, ...]:
+    """The row of one shape with tensor parallelism over devices `stride` apart."""
+    fused = problem.execution.kernels == "fused"
+    several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
+    columns = (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp)
+    key = (*(int(c[shape]) for c in columns), several, int(shapes.micro[shape]))
+    return _row(problem, chain, book, key, stride)
+
+
+def _representative(problem: Problem, chain: Chain, key: Sequence[int], stride: int) -> Strategy:
+    """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
+    placed `stride` devices apart."""
     tp, sequence, mode, cp, several, micro = key
     chosen = Candidate(
-        mesh=Mesh(tp=tp, cp=cp), micro=micro, micro_batches=several, zero=0,
+        mesh=Mesh(tp=tp, cp=cp, dp_replicate=stride, order=FAR if stride > 1 else AXES), micro=micro, micro_batches=several, zero=0,
         sequence_parallel=bool(sequence), schedule="none", virtual_stages=1, mode=MODES[mode], compression=(),
     )  # fmt: skip
     strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
-    return replace(strategy, batch=Batch(global_=several * micro, micro=micro))
+    return replace(strategy, batch=Batch(global_=several * micro * stride, micro=micro))
 
 
-def _row(problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int]) -> tuple[float, ...]:
-    strategy = _representative(problem, chain, key)
+def _row(
+    problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int], stride: int = 1
+) -> tuple[float, ...]:
+    strategy = _representative(problem, chain, key, stride)
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
@@ -137,6 +154,7 @@ def _row(problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int]) ->
         _tail_peak(tail) if tail else min(peaks, default=0.0),
         min((_sum(unit, "parameters") for unit in units), default=0.0),
         min((_sum(unit, "trainable") for unit in units), default=0.0),
+        float(max((link.trainable for link in every), default=0)),
         _sum(head, "parameters"),
         _sum(tail, "parameters"),
         _sum(head, "trainable"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.planner.stages import (
+from autoparallel.planner.stage_problem import (
     Deal,
     Form,
     Quantity,
@@ -18,8 +18,8 @@ from autoparallel.planner.stages import (
     StageProblem,
     deal_fits,
     deal_value,
-    solve_stages,
 )
+from autoparallel.planner.stages import solve_stages
 
 SECONDS, BYTES = 0, 1
 
