@@ -25,8 +25,11 @@ from autoparallel.planner.stages import EFFORT, solve_stages
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
 SHAPES_AT_ONCE = 96  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
-SHAPES_DIVED = 16  # shapes of each depth of pipeline looked at before the search proper
-MOST_ACTIONS = 4096  # stages times micro-batches of these: larger schedules take long to lay out
+SHAPES_DIVED = 6  # shapes of each size of pp and tp looked at before the search proper
+MOST_ACTIONS = 8192  # stages times micro-batches of these: larger schedules take a second to lay out
+# Work in milliseconds, as measured once on one core (two for CP-SAT's larger models): only its order matters, for
+# a limit that is the same on every machine. Kind: measured.
+PER_STAGE_PROBLEM, PER_SIMULATION, PER_CHUNK, PER_ACTION = 3.0, 5.0, 1.5, 0.02
 Value = tuple[float, float]
 NOTHING: Value = (inf, inf)
 
@@ -72,6 +75,7 @@ class Frontier:
     incumbent: Evaluation | None = None
     value: Value = NOTHING
     solved: int = 0
+    work: float = 0.0  # done so far, about milliseconds; the same on every machine
     seen: list[Evaluation] = field(default_factory=list)
     _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
     _pushed: int = 0
@@ -252,16 +256,19 @@ class Frontier:
         except UserError as error:
             self._errors.append(error)
             return None
+        self.work += PER_STAGE_PROBLEM + PER_CHUNK * chosen.chunks + PER_ACTION * _actions(chosen)
         states = outer.book.expander.prepared(priced.strategy).states
         problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes)
         return with_paths(problem, self._paths.get(_schedule_key(chosen), ()))
 
     def _dive(self) -> None:
         """Simulate easily found deals of promising variants, so that the rest has something to be measured by: for
-        each depth of pipeline, of the variants of its most promising shapes the one with the least bound."""
+        each size of pp and tp, of the variants of its most promising shapes the one with the least bound."""
         space = self.outer.space
-        depths = space.shapes.pp[self._order]
-        rows = [self._order[depths == pp][:SHAPES_DIVED] for pp in np.unique(depths)]
+        sizes = space.shapes.pp * (space.shapes.tp.max(initial=0) + 1) + space.shapes.tp
+        rows = [
+            self._order[sizes[self._order] == size][:SHAPES_DIVED] for size in np.unique(sizes[self._order])
+        ]
         found, bounds = expand_shapes(self.outer, np.concatenate([self._order[:0], *rows]), inf)
         actions = (
             space.shapes.pp[found.shape] * found.virtual_stages * space.shapes.micro_batches[found.shape]
@@ -272,9 +279,12 @@ class Frontier:
         kept = np.flatnonzero(open_)
         kept = kept[tensor_strides(self.outer, found.take(kept)) == 1]
         kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
-        _, first = np.unique(space.shapes.pp[found.shape[kept]], return_index=True)
+        _, first = np.unique(sizes[found.shape[kept]], return_index=True)
+        devices = space.shapes.devices
         for row in kept[np.sort(first)]:
             self.check(self)
+            if not bounds.time_s[row] < self._below_s(int(devices[found.shape[row]])):
+                continue
             chosen = candidate(space, found, int(row))
             problem = self._problem(chosen)
             deal = quick_deal(problem) if problem is not None else None
@@ -292,6 +302,7 @@ class Frontier:
     ) -> None:
         """Solve a stage problem; the node goes back with the bound that it has now."""
         self.solved += 1
+        self.work += PER_CHUNK * chosen.chunks * (1 + len(excluded)) if _has_choice(problem) else 0.0
         if self.outer.problem.objective == Objective.MEMORY:
             answer = self._least_memory(problem, excluded)
             value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
@@ -338,12 +349,18 @@ class Frontier:
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""
+        self.work += PER_SIMULATION + PER_ACTION * _actions(chosen)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
         self.seen.append(found)
         value = self.value_of(found.step_time_s, found.peak_bytes, chosen.mesh.devices)
         if found.peak_bytes <= self.outer.capacity_bytes and value < self.value:
             self.incumbent, self.value = found, value
         return found
+
+
+def _actions(chosen: Candidate) -> int:
+    """Forwards and backwards of the schedule."""
+    return 2 * chosen.chunks * chosen.micro_batches
 
 
 def _schedule_key(chosen: Candidate) -> object:

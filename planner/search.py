@@ -46,9 +46,9 @@ __all__ = [
     "plan",
 ]
 
-# Simulations after which a search without a time limit stops, proved or not, so that equal inputs give equal
-# plans on any machine. Kind: formula: some seconds for the largest models and clusters.
-MOST_SIMULATED = 160
+# Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
+# machine (`Frontier.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
+MOST_WORK = 6000.0
 REPORT_EVERY_S = 0.1
 
 
@@ -76,7 +76,7 @@ def plan(
     except (Stopped, KeyboardInterrupt):
         stopped = True
     if frontier.incumbent is None:
-        if stopped and not watch.simulated_enough(frontier):
+        if stopped and not watch.worked_enough(frontier):
             raise SearchTimeout(
                 f"no strategy found within {time.monotonic() - started_s:.1f} s; allow more time, or fix some keys"
             )
@@ -100,15 +100,15 @@ class _Watch:
         now_s = time.monotonic()
         if self.limit_s is not None and now_s - self.started_s >= self.limit_s:
             raise Stopped
-        if self.limit_s is None and self.simulated_enough(frontier):
+        if self.limit_s is None and self.worked_enough(frontier):
             raise Stopped
         if self.progress is not None and now_s - self.reported_s >= REPORT_EVERY_S:
             self.reported_s = now_s
             self.progress(_progress(frontier, now_s - self.started_s))
 
-    def simulated_enough(self, frontier: Frontier) -> bool:
+    def worked_enough(self, frontier: Frontier) -> bool:
         """Whether the search has done all the work that it does without a time limit."""
-        return self.limit_s is None and len(frontier.seen) >= MOST_SIMULATED
+        return self.limit_s is None and frontier.work >= MOST_WORK
 
 
 def _progress(frontier: Frontier, elapsed_s: float) -> Progress:

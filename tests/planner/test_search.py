@@ -35,7 +35,7 @@ GRAPHS = (
     toy_transformer(layers=2, hidden=1024, heads=2, seq=512, vocab=4096, ffns=(2048, 8192)),
     toy_mlp(layers=3, width=512),
 )
-CLUSTERS = ("h100-sxm:1x1", "h100-sxm:1x2", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
+CLUSTERS = ("h100-sxm:1x2", "a100-pcie-80gb:2x1", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
 
 
 def with_memory(cluster: Cluster, capacity_bytes: float) -> Cluster:
@@ -92,9 +92,9 @@ def smallest_peak(problem: Problem) -> float:
     return float(plan(replace(problem, objective=Objective.MEMORY)).prediction.peak_bytes)
 
 
-@settings(max_examples=14, deadline=None, derandomize=True)
+@settings(max_examples=16, deadline=None, derandomize=True)
 @given(
-    graph=st.integers(0, 3), cluster=st.integers(0, 3), batch=st.sampled_from([2, 4]),
+    graph=st.integers(0, 3), cluster=st.sampled_from([0, 0, 1, 1, 3]), batch=st.sampled_from([2, 4]),
     objective=st.sampled_from(list(Objective)), room=st.sampled_from([1.0, 1.02, 1.3, 100.0]),
     constraint=st.sampled_from(["", "", "recompute.mode", "batch.micro", "shard.zero", "mesh.order"]),
     lossy=st.booleans(),
@@ -128,7 +128,7 @@ def test_brute_force_never_beats_an_optimal_plan(
 
 
 def test_small_problems_are_proved() -> None:
-    for graph, cluster in ((0, 2), (1, 1), (3, 3)):
+    for graph, cluster in ((0, 2), (1, 0), (3, 3)):
         result = plan(small_problem(graph, cluster, 4))
         assert (result.status, result.gap) == ("optimal", 0.0), result
 
