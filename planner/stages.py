@@ -120,6 +120,8 @@ class _Builder:
         amounts = self._counted(form) if self.uniform else self._prefixed(form)
         if form.when_all:
             amounts = [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
+        if form.when_few:
+            amounts = [amount + form.when_few * self._at_most(c, 1) for c, amount in enumerate(amounts)]
         return [
             amount + form.when_none[c] * self._at_most(c, 0)
             if form.when_none and form.when_none[c]
@@ -215,6 +217,7 @@ class _Builder:
         if index not in self.spreads:
             self.spreads[index] = [
                 form.when_all
+                + max(form.when_few, 0)
                 + max((0, *form.when_none))
                 + sum(
                     map(
