@@ -10,9 +10,10 @@ import torch
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
-from autoparallel.planner.candidates import candidate, even_deal, strategy_of
+from autoparallel.planner.candidates import candidate, strategy_of
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
+from autoparallel.planner.deals import even_deal
 from autoparallel.planner.expand import Expander
 from autoparallel.planner.legal import strategy_problems
 from autoparallel.planner.problem import Problem
