@@ -97,8 +97,8 @@ def _best_of(
         if strategy is not None:
             return _alternative(outer, kind.name, strategy, reference)
     order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:1]
-    smallest = _smallest(outer, kind, order)
-    return _alternative(outer, kind.name, smallest, reference) if smallest is not None else None
+    least = smallest(outer, order, kind.variants)
+    return _alternative(outer, kind.name, least, reference) if least is not None else None
 
 
 def _belongs(kind: Kind, strategy: Strategy) -> bool:
@@ -136,13 +136,14 @@ def _simple(kind: Kind) -> Callable[[Variants, Shapes], Bools]:
     return lambda v, s: (v.virtual_stages == 1) & (True if kind.variants is None else kind.variants(v, s))
 
 
-def _smallest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
-    """The variant that needs least memory, everything recomputed: it does not fit, but by how much?"""
+def smallest(
+    outer: Outer, rows: Ints, belongs: Callable[[Variants, Shapes], Bools] | None = None
+) -> Strategy | None:
+    """Of the variants of some shapes the one that needs least memory, with everything recomputed."""
     found, bounds = expand_shapes(outer, rows, float("inf"), memory=True)
-    belongs = np.ones(len(found), dtype=np.bool_)
-    if kind.variants is not None:
-        belongs = kind.variants(found, outer.space.shapes.take(found.shape))
-    index = np.flatnonzero(belongs)
+    index = np.arange(len(found))
+    if belongs is not None:
+        index = np.flatnonzero(belongs(found, outer.space.shapes.take(found.shape)))
     if not len(index):
         return None
     row = int(index[np.argmin(bounds.memory_bytes[index])])
@@ -152,8 +153,11 @@ def _smallest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
 
 def _all_recomputed(outer: Outer, chosen: Candidate) -> Deal:
     deal = even_deal(len(outer.chain.kinds), chosen.chunks)
-    if chosen.mode == "full":
-        return deal
+    if chosen.mode == "full" or "recompute.per_stage" in outer.problem.constraints:
+        return Deal(
+            blocks=outer.problem.fixed_ints("pipeline.stage_blocks") or deal.blocks,
+            recomputed=outer.problem.fixed_ints("recompute.per_stage") or deal.recomputed,
+        )
     return Deal(blocks=deal.blocks, recomputed=deal.blocks)
 
 

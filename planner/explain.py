@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from autoparallel.errors import UserError
-from autoparallel.planner.evaluate import Evaluation
+from autoparallel.planner.alternatives import smallest
+from autoparallel.planner.evaluate import Evaluation, evaluate
 from autoparallel.planner.expand import Expander
 from autoparallel.planner.frontier import Frontier, Stopped
 from autoparallel.planner.outcome import GIB, InfeasiblePlan, Relaxation
-from autoparallel.planner.outer import Outer, outer_of
+from autoparallel.planner.outer import Outer, build_outer, outer_of
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.space import MODES, SCHEDULES, Space, build_space, divisors
 from autoparallel.planner.strategy import Strategy
@@ -22,6 +23,7 @@ SIMULATED = 4  # deals simulated for each relaxation: enough to show that one fi
 MOST_TIMES_DEVICES = 64
 VALUES_SHOWN = 8
 UNLIMITED_BYTES = float(2**60)
+SHAPES_TRIED = 64  # of those with the least bound on memory
 
 
 def explain_empty(problem: Problem) -> Exception:
@@ -53,26 +55,37 @@ def explain_empty(problem: Problem) -> Exception:
 def explain_infeasible(outer: Outer) -> InfeasiblePlan:
     """Nothing fits in memory: the least that any strategy needs, and what would fit."""
     problem = outer.problem
-    least = float(np.min(outer.bounds.memory_bytes))
-    closest = _closest(outer)
-    needed = closest.peak_bytes if closest is not None else least
+    needed = _closest(outer).peak_bytes
     excess = max(needed - outer.capacity_bytes, 0.0) / GIB
     device = problem.cluster.device
     told = ", ".join(f"{key} = {_show(value)}" for key, value in problem.constraints.items())
     given = f" with {told}" if told else ""
     return InfeasiblePlan(
-        f"memory of {device.name}{given}: the smallest strategy needs {needed / GIB:.1f} GiB per device, "
-        f"{outer.capacity_bytes / GIB:.1f} GiB are there ({device.memory_bytes / GIB:.1f} GiB less "
-        f"{device.reserve_bytes / GIB:.1f} GiB reserve), {excess:.1f} GiB too few",
+        f"memory of {device.name}{given}: the smallest strategy needs {needed / GIB:.4g} GiB per device, "
+        f"{outer.capacity_bytes / GIB:.4g} GiB are there ({device.memory_bytes / GIB:.4g} GiB less "
+        f"{device.reserve_bytes / GIB:.3g} GiB reserve), {excess:.3g} GiB too few",
         excess_gib=excess,
         relaxations=tuple(_relaxations(outer)),
     )
 
 
-def _closest(outer: Outer) -> Evaluation | None:
-    """The strategy found with the least memory, whether it fits or not."""
-    smallest = replace(outer.problem, objective=Objective.MEMORY)
-    return _some(replace(outer, capacity_bytes=UNLIMITED_BYTES, problem=smallest))
+def _closest(outer: Outer) -> Evaluation:
+    """The strategy with the least bound on its memory: it does not fit, but nothing is nearer."""
+    unlimited = build_outer(outer.problem, outer.space, outer.chain, outer.book, UNLIMITED_BYTES)
+    rows = np.argsort(unlimited.bounds.memory_bytes, kind="stable")[:SHAPES_TRIED]
+    strategy = smallest(unlimited, rows)
+    assert strategy is not None, "a space without variants has been told apart before"
+    found = [evaluate(outer.book.expander, strategy)]
+
+    def check(frontier: Frontier) -> None:
+        if len(frontier.seen) >= SIMULATED:
+            raise Stopped
+
+    least = replace(unlimited, problem=replace(outer.problem, objective=Objective.MEMORY))
+    frontier = Frontier(outer=least, check=check, dives=False)
+    with suppress(Stopped):
+        frontier.run()
+    return min([*found, *frontier.seen], key=lambda e: e.peak_bytes)
 
 
 def _some(outer: Outer) -> Evaluation | None:
@@ -98,13 +111,21 @@ def _relaxations(outer: Outer) -> Iterator[Relaxation]:
         if found is not None:
             changes = [_change(key, problem.constraints[key], found.strategy) for key in keys]
             yield _relaxation("; ".join(filter(None, changes)) or f"{keys[0]} left free", found)
+    found_devices = list(_more_devices(problem, ""))
+    if not found_devices and problem.constraints:
+        found_devices = list(_more_devices(replace(problem, constraints={}), " and no constraint"))
+    yield from found_devices
+
+
+def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
+    """The problem on twice, four times … as many nodes, until something fits."""
     times = 2
     while times <= MOST_TIMES_DEVICES:
         more = _with_devices(problem, times)
         found = _try(more, None)
         if found is not None:
             devices = more.cluster.devices
-            yield _relaxation(f"{devices} devices instead of {problem.cluster.devices}", found)
+            yield _relaxation(f"{devices} devices instead of {problem.cluster.devices}{besides}", found)
             return
         times *= 2
 

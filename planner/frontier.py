@@ -71,6 +71,7 @@ class Frontier:
     outer: Outer
     check: Callable[[Frontier], None]
     effort: float = EFFORT  # of each stage problem
+    dives: bool = True  # look for something to measure by before the search proper
     only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
     incumbent: Evaluation | None = None
     value: Value = NOTHING
@@ -90,7 +91,8 @@ class Frontier:
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end."""
         self._begin(rows)
-        self._dive()
+        if self.dives:
+            self._dive()
         while True:
             self._current = NOTHING
             self.check(self)

@@ -89,7 +89,7 @@ class InfeasiblePlan(ValueError):
         if relaxations:
             lines.append("the nearest changes that would fit:")
             lines += [
-                f"  - {r.change}: {r.peak_memory_gib:.1f} GiB per device, {r.step_time_s:.4g} s per step"
+                f"  - {r.change}: {r.peak_memory_gib:.4g} GiB per device, {r.step_time_s:.4g} s per step"
                 for r in relaxations
             ]
         super().__init__("\n".join(lines))
