@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
         return auto_parallelize
     if name == "Strategy":
-        from autoparallel.planner.strategy import Strategy
+        from autoparallel.planner.strategy.types import Strategy
 
         return Strategy
     if name == "UserError":

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
-from autoparallel.planner.outcome import Alternative, Explored, PlanResult
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.search.outcome import Alternative, Explored, PlanResult
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 
 if TYPE_CHECKING:

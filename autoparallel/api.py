@@ -19,7 +19,7 @@ from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
-from autoparallel.planner.strategy import Execution, Strategy
+from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.runtime.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.mesh import start_ranks, world_size
@@ -182,7 +182,7 @@ def _program(decision: _Decision, execution: Execution) -> Callable[[], Program]
 
     @call_once
     def program() -> Program:
-        from autoparallel.planner.expand import Expander
+        from autoparallel.planner.expand.expander import Expander
 
         if decision.cluster is None:
             raise UserError("the program depends on the cluster: pass cluster= to auto_parallelize")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autoparallel.costmodel.graph import ModelGraph
     from autoparallel.inputs import Checked, Request
-    from autoparallel.planner.outcome import PlanResult
+    from autoparallel.planner.search.outcome import PlanResult
 
 Model = Annotated[
     str,
@@ -157,7 +157,7 @@ def captured(request: Request, save_graph: Path | None, console: Console) -> tup
     from autoparallel.cli_progress import working
     from autoparallel.costmodel.graph_json import graph_to_json
     from autoparallel.inputs import check_request, load_graph
-    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.planner.strategy.write import check_writable, write_text
 
     if save_graph:
         check_writable(save_graph)
@@ -175,7 +175,7 @@ def search(checked: Checked, graph: ModelGraph, time_limit_s: float | None, cons
     """Plan with the progress shown."""
     from autoparallel.cli_progress import progress_text, working
     from autoparallel.inputs import make_problem
-    from autoparallel.planner.search import plan as plan_problem
+    from autoparallel.planner.search.plan import plan as plan_problem
 
     problem = make_problem(checked, graph)
     with working(console, "searching") as say:
@@ -202,7 +202,7 @@ def run_plan(
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
-    from autoparallel.planner.strategy_write import check_writable, write_strategy
+    from autoparallel.planner.strategy.write import check_writable, write_strategy
     from autoparallel.profiles import cluster_to_dict
 
     console = stderr_console()
@@ -251,9 +251,9 @@ def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, cons
     """The strategy, completed where keys are missing, and its prediction, whether it fits or not."""
     from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy
-    from autoparallel.planner.outcome import InfeasiblePlan
     from autoparallel.planner.score import score as price
-    from autoparallel.planner.strategy_file import missing_keys, strategy_from_constraints
+    from autoparallel.planner.search.outcome import InfeasiblePlan
+    from autoparallel.planner.strategy.file import missing_keys, strategy_from_constraints
 
     constraints = {"batch.global": make_problem(checked, graph).global_batch, **checked.constraints}
     if not missing_keys(constraints):

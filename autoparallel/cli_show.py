@@ -24,8 +24,8 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a plan: in words, numbers and pictures."""
     from autoparallel.cli_progress import stderr_console
-    from autoparallel.planner.strategy_file import read_strategy_file
-    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.planner.strategy.file import read_strategy_file
+    from autoparallel.planner.strategy.write import check_writable, write_text
     from autoparallel.report.page import render_report
 
     check_writable(output)
@@ -151,8 +151,8 @@ def export(
     from autoparallel.cli_progress import stderr_console
     from autoparallel.exports import export as export_text
     from autoparallel.exports import plan_of
-    from autoparallel.planner.strategy_file import read_strategy_file
-    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.planner.strategy.file import read_strategy_file
+    from autoparallel.planner.strategy.write import check_writable, write_text
 
     if output:
         check_writable(output)

@@ -87,7 +87,7 @@ def run_whatif(
     from autoparallel.answer import outcome_table
     from autoparallel.cli_progress import stderr_console, working
     from autoparallel.cli_words import print_outcomes
-    from autoparallel.planner.strategy_write import check_writable, write_text
+    from autoparallel.planner.strategy.write import check_writable, write_text
     from autoparallel.report.compare import render_comparison
     from autoparallel.whatif import cases, run_cases
 

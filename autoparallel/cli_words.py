@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from autoparallel.answer import strategy_label
-from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
 from autoparallel.report.words import choices, cluster_words, why

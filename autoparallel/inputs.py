@@ -14,14 +14,14 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.strategy import Execution
-from autoparallel.planner.strategy_file import (
+from autoparallel.planner.strategy.file import (
     ProblemRecord,
     StrategyFile,
     apply_settings,
     merge_constraints,
     read_strategy_file,
 )
+from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer

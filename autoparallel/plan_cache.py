@@ -15,9 +15,9 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.strategy import Execution, Strategy
-from autoparallel.planner.strategy_file import missing_keys, read_strategy_file, strategy_from_constraints
-from autoparallel.planner.strategy_write import write_strategy
+from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, cluster_from_dict, cluster_to_dict, device_names
 
 
@@ -129,7 +129,7 @@ def plan_key(problem: Problem) -> str:
 
 
 def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> Strategy:
-    from autoparallel.planner.search import plan
+    from autoparallel.planner.search.plan import plan
 
     result = plan(problem, time_limit_s=time_limit_s, progress=None)
     if path is not None:

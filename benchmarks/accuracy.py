@@ -21,7 +21,7 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
-from autoparallel.planner.expand import Expander
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import score
 from autoparallel.profiles.hardware import Cluster, Device
 from benchmarks.models import Shape, build

@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.planner.expand import Expander
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import score
-from autoparallel.planner.strategy import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 
 ROWS = Path(__file__).parent / "published" / "memory_llama2_7b.csv"

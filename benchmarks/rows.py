@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autoparallel.planner.strategy import (
+from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
     GradSync,

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autoparallel.costmodel.stage_cost import StageCost, phase
 from autoparallel.costmodel.timetable import pipeline_times, prepare
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.expand.schedules import build_schedule
 
 ROWS = Path(__file__).parent / "published" / "zero_bubble_stage_times.csv"
 

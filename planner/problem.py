@@ -9,7 +9,7 @@ from enum import StrEnum
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Execution, Strategy
+from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 
 

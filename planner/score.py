@@ -6,9 +6,9 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
-from autoparallel.planner.expand import Expander
-from autoparallel.planner.legal import strategy_problems
-from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Strategy, TensorRule
+from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.compression import make_reducer, method_between
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.gradients import GradientSync

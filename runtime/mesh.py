@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import AXES, Mesh
+from autoparallel.planner.strategy.types import AXES, Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradients
 from autoparallel.runtime.lower import Dtypes, Lowered

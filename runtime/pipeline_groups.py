@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from autoparallel.planner.strategy import AXES
+from autoparallel.planner.strategy.types import AXES
 from autoparallel.runtime.mesh import RankMesh
 
 

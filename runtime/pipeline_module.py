@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
-from autoparallel.planner.schedules import build_schedule, rank_of_stage
-from autoparallel.planner.strategy import Strategy, TensorRule
+from autoparallel.planner.expand.schedules import build_schedule, rank_of_stage
+from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut, release
 from autoparallel.runtime.gradients import gradient_norm_squared

@@ -11,7 +11,7 @@ from torch import nn
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.compression import check_compression
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import TensorRule
+from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.islands import run_replicated_locally
 from autoparallel.runtime.tensor_tools import is_replicated, own_parameters

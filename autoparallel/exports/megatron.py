@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autoparallel.errors import UserError
 from autoparallel.exports.plan import Plan, header, unsaid_everywhere
-from autoparallel.planner.strategy import Strategy
+from autoparallel.planner.strategy.types import Strategy
 
 
 def megatron(plan: Plan) -> str:

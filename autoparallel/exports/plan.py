@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Strategy
-from autoparallel.planner.strategy_file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster, cluster_from_dict
 
 

@@ -6,8 +6,8 @@ Keys: torchtitan 0.2, torchtitan/config/job_config.py (`Parallelism`, `Training`
 from __future__ import annotations
 
 from autoparallel.exports.plan import Plan, header, unsaid_everywhere
-from autoparallel.planner.strategy import Strategy
-from autoparallel.planner.strategy_write import literal
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.write import literal
 
 _SCHEDULES = {
     "none": "1F1B",

@@ -10,9 +10,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 
 from autoparallel.answer import price_per_hour, read_timeline
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Strategy
-from autoparallel.planner.strategy_file import StrategyFile, missing_keys, strategy_from_constraints
-from autoparallel.planner.strategy_write import literal
+from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles import Cluster, cluster_from_dict
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
@@ -132,7 +132,7 @@ def _figures(cluster: Cluster) -> list[tuple[str, list[Any]]]:
 
 
 def _settings(strategy: Strategy) -> list[tuple[str, str]]:
-    from autoparallel.planner.strategy_file import strategy_to_constraints
+    from autoparallel.planner.strategy.file import strategy_to_constraints
 
     keys = strategy_to_constraints(strategy)
     return [(key, literal(value)) for key, value in keys.items() if key != "tensor"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoparallel.planner.strategy import Mesh, Strategy
+from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles.hardware import Cluster, Level
 from autoparallel.report.numbers import bandwidth, percent, seconds, times
 

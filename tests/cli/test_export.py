@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from autoparallel.exports import EXPORTS, plan_of
-from autoparallel.planner.strategy import Pipeline, Recompute
-from autoparallel.planner.strategy_file import read_strategy_file
+from autoparallel.planner.strategy.file import read_strategy_file
+from autoparallel.planner.strategy.types import Pipeline, Recompute
 from tests.cli.runner import refused, run
 from tests.report.sample import write_sample
 

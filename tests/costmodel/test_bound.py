@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.bound import BoundMatrix, bound_terms, step_time_bound, tails_s
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import pipeline_times, prepare
-from autoparallel.planner.schedules import BUILT_SCHEDULES, build_schedule, rank_of_stage, schedule_problem
+from autoparallel.planner.expand.schedules import (
+    BUILT_SCHEDULES,
+    build_schedule,
+    rank_of_stage,
+    schedule_problem,
+)
 from tests.toy_programs import stage_cost
 
 

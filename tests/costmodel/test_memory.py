@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.memory import live_states, memory_by_rank
 from autoparallel.costmodel.prediction import StageMemory
 from autoparallel.costmodel.program import Action, ActionKind, BlockWork, Collective, CollectiveOp, StageWork
-from autoparallel.planner.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
+from autoparallel.planner.expand.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
 
 K = ActionKind
 

@@ -9,7 +9,7 @@ from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.price import Pricer, price_program, price_stage
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.stage_cost import StageCost
-from autoparallel.planner.schedules import build_schedule
+from autoparallel.planner.expand.schedules import build_schedule
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.load import load_cluster
 from tests.toy_programs import MEBI, gemm, toy_block, toy_program, toy_stage

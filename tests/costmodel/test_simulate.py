@@ -11,7 +11,7 @@ from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
 from autoparallel.costmodel.price import Pricer
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.simulate import prepare_simulation, simulate
-from autoparallel.planner.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
+from autoparallel.planner.expand.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
 from tests.toy_programs import MEBI, gemm, toy_block, toy_program, toy_stage

@@ -8,7 +8,7 @@ from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.costmodel.program_text import parse, show
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import pipeline_times, prepare
-from autoparallel.planner.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
+from autoparallel.planner.expand.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
 from tests.toy_programs import stage_cost
 
 K = ActionKind

@@ -7,8 +7,9 @@ from typing import Any
 
 from autoparallel.answer import alternative_table, strategy_label, timeline_table
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Span
-from autoparallel.planner.outcome import Alternative
-from autoparallel.planner.strategy import (
+from autoparallel.planner.search.outcome import Alternative
+from autoparallel.planner.strategy.file import write_strategy
+from autoparallel.planner.strategy.types import (
     Batch,
     GradSync,
     Mesh,
@@ -18,7 +19,6 @@ from autoparallel.planner.strategy import (
     Strategy,
     TensorRule,
 )
-from autoparallel.planner.strategy_file import write_strategy
 from autoparallel.profiles import cluster_to_dict, load_cluster
 
 FORWARD_S, BACKWARD_S, STEP_S = 0.031, 0.064, 0.04

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy_file import read_strategy_file
+from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.report.page import render_report
 from tests.report.sample import write_sample
 

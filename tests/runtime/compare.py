@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from autoparallel.planner.strategy import Batch, GradSync, Mesh, Recompute, Shard, Strategy, TensorRule
+from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Recompute, Shard, Strategy, TensorRule
 from autoparallel.runtime.micro_batches import as_call, loss_of
 from autoparallel.runtime.start import parallelize
 from tests.runtime.models import EXAMPLES, Example

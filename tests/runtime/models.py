@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.planner.strategy import TensorRule
+from autoparallel.planner.strategy.types import TensorRule
 
 VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Pipeline, Strategy
+from autoparallel.planner.strategy.types import Pipeline, Strategy
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import (
     LEARNING_RATE,

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from autoparallel import Strategy, UserError, auto_parallelize
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
-from autoparallel.planner import search
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
-from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.strategy import Batch, Mesh, Pipeline, Recompute, Shard
-from autoparallel.planner.strategy_file import read_strategy_file
-from autoparallel.planner.strategy_write import write_strategy
+from autoparallel.planner.search import plan as search
+from autoparallel.planner.search.outcome import PlanResult
+from autoparallel.planner.strategy.file import read_strategy_file
+from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard
+from autoparallel.planner.strategy.write import write_strategy
 from tests.runtime.models import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]

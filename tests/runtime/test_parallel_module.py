@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy import Batch, Mesh, Offload, Pipeline, Recompute, Shard, TensorRule
+from autoparallel.planner.strategy.types import Batch, Mesh, Offload, Pipeline, Recompute, Shard, TensorRule
 from autoparallel.runtime.lower import Dtypes
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import build, largest_difference, part, reference_step, strategy_of

@@ -7,8 +7,8 @@ import torch
 
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
-from autoparallel.planner.expand import Expander
-from autoparallel.planner.strategy import Batch, Execution, Mesh, Shard, Strategy, TensorRule
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Shard, Strategy, TensorRule
 from autoparallel.profiles import load_cluster
 from tests.runtime.compare import TOLERANCE, compare
 from tests.runtime.harness import Processes

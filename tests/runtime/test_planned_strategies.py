@@ -10,16 +10,16 @@ import torch
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
-from autoparallel.planner.candidates import candidate, strategy_of
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
-from autoparallel.planner.deals import even_deal
-from autoparallel.planner.expand import Expander
-from autoparallel.planner.legal import strategy_problems
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search import with_rules
-from autoparallel.planner.space import build_space, variants
-from autoparallel.planner.strategy import Execution, Strategy
+from autoparallel.planner.search.candidates import candidate, strategy_of
+from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.plan import with_rules
+from autoparallel.planner.search.space import build_space, variants
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster
 from tests.runtime.compare import TOLERANCE, run_strategy
 from tests.runtime.harness import Processes

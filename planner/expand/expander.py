@@ -1,0 +1,346 @@
+"""From a complete strategy to the program of one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from autoparallel.costmodel.block_index import BlockIndex, index_block
+from autoparallel.costmodel.fusion import Unit
+from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.price import Pricer
+from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
+from autoparallel.costmodel.simulate import Prepared, prepare_simulation
+from autoparallel.costmodel.topology import crossings
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.chain import (
+    carried_inputs,
+    even_stages,
+    find_ties,
+    first_positions,
+    stage_ranges,
+)
+from autoparallel.planner.expand.local import TENSOR_DTYPE, LocalBlock, Setting
+from autoparallel.planner.expand.localize import fused_units, localize
+from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
+from autoparallel.planner.sharding.plan import TensorPlan, replicated_plan
+from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
+from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.profiles.hardware import Cluster
+
+MIB = 2**20
+NO_NAMES: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkKey:
+    block: int
+    plan: TensorRequest | None
+    micro: int
+    tp: int
+    cp: int
+    recompute: str
+    execution: Execution
+
+
+@dataclass(frozen=True)
+class Expander:
+    """Expands strategies of one model on one cluster.
+
+    Work that strategies share is kept in the caches it holds, keyed by all that it depends on; an Expander
+    made anew gives the same programs.
+    """
+
+    graph: ModelGraph
+    cluster: Cluster
+    _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
+    _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
+    _units: dict[tuple[int, bool, str, frozenset[str]], tuple[Unit, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _works: dict[_WorkKey, BlockWork] = field(default_factory=dict, repr=False, compare=False)
+    _schedules: dict[tuple[str, int, int, int], Schedule] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _prepared: dict[tuple[str, int, int, int, bool], Prepared] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _pricers: list[Pricer] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def pricer(self) -> Pricer:
+        """Prices of kernels and collectives on this cluster, shared by every strategy."""
+        if not self._pricers:
+            self._pricers.append(Pricer(self.cluster))
+        return self._pricers[0]
+
+    def prepared(self, strategy: Strategy) -> Prepared:
+        """What of a strategy's simulation depends on its schedule alone."""
+        pipeline = strategy.pipeline
+        overlap = strategy.grad_sync.overlap
+        key = (pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches, overlap)
+        if key not in self._prepared:
+            self._prepared[key] = prepare_simulation(self.schedule(strategy), overlap=overlap)
+        return self._prepared[key]
+
+    def index(self, block: int, *, dropout: bool) -> BlockIndex:
+        """The block's look-ups; dropout off turns its operators into views."""
+        key = (block, dropout)
+        if key not in self._indices:
+            position = first_positions(self.graph)[block]
+            carried = carried_inputs(self.graph, position)
+            self._indices[key] = index_block(self.graph.blocks[block], carried=carried, dropout=dropout)
+        return self._indices[key]
+
+    def tensor_plan(self, strategy: Strategy) -> TensorPlan:
+        """How each distinct block runs over the tp axis: the user's rules kept, the rest solved."""
+        if strategy.mesh.tp == 1:
+            return TensorPlan(blocks=tuple(replicated_plan(block) for block in self.graph.blocks))
+        request = self._request(strategy)
+        if request not in self._plans:
+            indices = tuple(
+                self.index(b, dropout=strategy.execution.dropout > 0) for b in range(len(self.graph.blocks))
+            )
+            self._plans[request] = solve_tensor_plan(self.graph, indices, self.cluster, request)
+        return self._plans[request]
+
+    def work(self, strategy: Strategy, block: int, recompute: str) -> BlockWork:
+        """A block's local work for one micro-batch, before data parallelism."""
+        mesh, execution = strategy.mesh, strategy.execution
+        request = self._request(strategy) if mesh.tp > 1 else None
+        key = _WorkKey(block, request, strategy.batch.micro, mesh.tp, mesh.cp, recompute, execution)
+        if key not in self._works:
+            setting = self._setting(strategy, recompute)
+            index = self.index(block, dropout=execution.dropout > 0)
+            plan = self.tensor_plan(strategy).blocks[block]
+            shape = (
+                block,
+                execution.dropout > 0,
+                execution.kernels,
+                frozenset(r.value for r in plan.reshards),
+            )
+            if shape not in self._units:
+                self._units[shape] = fused_units(index, plan, execution.kernels)
+            self._works[key] = localize(index, plan, setting, self._units[shape])
+        return self._works[key]
+
+    def schedule(self, strategy: Strategy) -> Schedule:
+        """The actions of every pipeline rank."""
+        pipeline = strategy.pipeline
+        key = (pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches)
+        if key not in self._schedules:
+            self._schedules[key] = build_schedule(*key)
+        return self._schedules[key]
+
+    def program(self, strategy: Strategy) -> Program:
+        """The program of one optimizer step. The strategy must be legal (`planner.legal`)."""
+        mesh, sync = strategy.mesh, strategy.grad_sync
+        zero = state.zero_level(strategy)
+        return Program(
+            ranks=self.schedule(strategy),
+            stages=self.stages(strategy),
+            axes=mesh_axes(strategy),
+            micro_batches=strategy.micro_batches,
+            dtype=strategy.execution.dtype,
+            overlap=sync.overlap,
+            bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
+            reduce_every_micro=zero >= 2,
+            kernels=strategy.execution.kernels,
+            model_flops=self.graph.model_flops(strategy.batch.global_),
+            tokens=strategy.batch.global_ * self.graph.tokens_per_sample,
+            groups=mesh.groups,
+        )
+
+    def stages(self, strategy: Strategy) -> tuple[StageWork, ...]:
+        """Every stage's work and state."""
+        pipeline, mesh = strategy.pipeline, strategy.mesh
+        chunks = mesh.pp * pipeline.virtual_stages
+        blocks = pipeline.stage_blocks or even_stages(len(self.graph.repeated_positions), chunks)
+        ranges = stage_ranges(self.graph, blocks)
+        rank_of = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
+        ties = find_ties(self.graph, ranges, rank_of)
+        full = strategy.recompute.per_stage or (0,) * chunks
+        made: dict[tuple[object, ...], StageWork] = {}
+        found = []
+        for stage, positions in enumerate(ranges):
+            links = self._links(strategy, positions, full[stage])
+            dropped = tuple(ties.dropped.get(p, NO_NAMES) for p in positions)
+            crossing = tuple(tie for s, tie in ties.crossing if s == stage)
+            last = stage == chunks - 1
+            key = (links, dropped, crossing, last)
+            if key not in made:
+                works = [self._synchronised(strategy, *link) for link in zip(links, dropped, strict=True)]
+                send = None if last else self._send(strategy, positions[-1])
+                made[key] = _stage(
+                    works,
+                    send,
+                    self._tied(strategy, positions, crossing),
+                    self._gathered(strategy, positions),
+                    strategy,
+                )
+            found.append(made[key])
+        return tuple(found)
+
+    def _request(self, strategy: Strategy) -> TensorRequest:
+        axis = next(a for a in mesh_axes(strategy) if a.name == "tp")
+        return TensorRequest(
+            tp=strategy.mesh.tp, stride=nearest_stride(axis, self.cluster), sequence_parallel=strategy.shard.sequence_parallel,
+            execution=strategy.execution, rules=strategy.tensor,
+        )  # fmt: skip
+
+    def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:
+        """(block, recomputation) of each link of a stage: the first `full` repeated ones in full."""
+        found, repeated = [], 0
+        for position in positions:
+            link = self.graph.chain[position]
+            mode = "none"
+            if link.repeated:
+                mode = "full" if repeated < full else strategy.recompute.mode
+                repeated += 1
+            found.append((link.block, mode))
+        return tuple(found)
+
+    def _synchronised(self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str]) -> BlockWork:
+        work = self.work(strategy, *link)
+        gather = state.gather_of(work, strategy)
+        if dropped:
+            plan = dict(self.tensor_plan(strategy).blocks[link[0]].params)
+            gone = [
+                (p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1), p.trainable)
+                for p in self.graph.blocks[link[0]].parameters
+                if p.name in dropped
+            ]
+            work = replace(
+                work, parameters=work.parameters - sum(n for n, _ in gone),
+                trainable=work.trainable - sum(n for n, trainable in gone if trainable),
+            )  # fmt: skip
+        reduce = (*self._partial_gradients(strategy, link[0]), *state.reduction_of(work.trainable, strategy))
+        weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
+        return replace(work, gather=gather, reduce=reduce, backward_weight=weight)
+
+    def _partial_gradients(self, strategy: Strategy, block: int) -> tuple[Collective, ...]:
+        """Once a step: the sum over tp of the gradients of replicated parameters that saw a part of the data."""
+        if strategy.mesh.tp == 1:
+            return ()
+        names = self.tensor_plan(strategy).blocks[block].partial_params
+        count = sum(p.numel for p in self.graph.blocks[block].parameters if p.name in names)
+        if not count:
+            return ()
+        size = count * state.dtype_bytes(strategy.execution.grad_dtype)
+        return (Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp"),)
+
+    def _send(self, strategy: Strategy, position: int) -> Collective:
+        mesh, link = strategy.mesh, self.graph.chain[position]
+        index = self.index(link.block, dropout=strategy.execution.dropout > 0)
+        setting = self._setting(strategy, "none")
+        plan = self.tensor_plan(strategy).blocks[link.block]
+        local = LocalBlock(index=index, plan=plan, setting=setting)
+        sharded = "S1" if strategy.shard.sequence_parallel and mesh.tp > 1 else "R"
+        size = sum(local.spec_bytes(spec, sharded) for spec in link.sends)
+        return Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size, label="pp")
+
+    def _gathered(self, strategy: Strategy, positions: range) -> int:
+        """Megatron keeps one buffer for its sequence-parallel gathers, as large as the largest of them."""
+        if strategy.mesh.tp == 1 or strategy.execution.kernels != "fused":
+            return 0
+        found = 0
+        for block in {self.graph.chain[p].block for p in positions}:
+            local = LocalBlock(
+                index=self.index(block, dropout=strategy.execution.dropout > 0),
+                plan=self.tensor_plan(strategy).blocks[block],
+                setting=self._setting(strategy, "none"),
+            )
+            gathers = [
+                r
+                for r in local.plan.reshards
+                if r.before.startswith("S") and r.after == "R" and r.partial_gradient
+            ]
+            found = max([found, *(local.value_bytes(r.value, "R") for r in gathers)])
+        return found
+
+    def _setting(self, strategy: Strategy, recompute: str) -> Setting:
+        mesh = strategy.mesh
+        return Setting(
+            graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp,
+            recompute=recompute, execution=strategy.execution,
+        )  # fmt: skip
+
+    def _tied(self, strategy: Strategy, positions: range, ties: Sequence[str]) -> tuple[Collective, ...]:
+        """Gradients of tied tensors, exchanged between the two ranks that hold them."""
+        found, item = [], state.dtype_bytes(strategy.execution.grad_dtype)
+        for tie in ties:
+            block, parameter = next(
+                (self.graph.chain[p].block, parameter) for p in positions
+                for parameter in self.graph.blocks[self.graph.chain[p].block].parameters if parameter.tied == tie
+            )  # fmt: skip
+            placement = dict(self.tensor_plan(strategy).blocks[block].params)[parameter.name]
+            parts = strategy.mesh.tp if placement.startswith("S") else 1
+            if state.zero_level(strategy) >= 1:
+                parts *= state.shard_ranks(strategy)
+            # An all-reduce of two ranks is one message each way at once.
+            found.append(
+                Collective(
+                    op=CollectiveOp.SEND, axes=("pp",), size_bytes=state.share(parameter.numel * item, parts),
+                    label="pp",
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+
+def nearest_stride(axis: Axis, cluster: Cluster) -> int:
+    """The smallest distance between neighbours along an axis that places it alike: its collectives then cost the
+    same, and one tensor plan serves all such meshes."""
+    there = crossings((axis.name,), (axis,), cluster)
+    for stride in range(1, axis.stride):
+        if (
+            axis.stride % stride == 0
+            and crossings((axis.name,), (replace(axis, stride=stride),), cluster) == there
+        ):
+            return stride
+    return axis.stride
+
+
+def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
+    """The mesh axes, outermost first, with their strides: the innermost axis joins neighbouring devices."""
+    stride, found = 1, []
+    for name in reversed(strategy.mesh.order):
+        size = getattr(strategy.mesh, name)
+        found.append(Axis(name=name, size=size, stride=stride))
+        stride *= size
+    return tuple(reversed(found))
+
+
+def _stage(
+    works: Sequence[BlockWork], send: Collective | None, tied: tuple[Collective, ...], gathered: int,
+    strategy: Strategy,
+) -> StageWork:  # fmt: skip
+    parameters, trainable = sum(w.parameters for w in works), sum(w.trainable for w in works)
+    held, graded, stepped = state.state_bytes(parameters, trainable, strategy)
+    return StageWork(
+        blocks=tuple((work, len(list(run))) for work, run in groupby(works)),
+        send=send,
+        optimizer=state.optimizer_kernel(trainable, strategy),
+        after_step=state.updated_gather(parameters, strategy),
+        parameter_bytes=held,
+        gradient_bytes=graded,
+        optimizer_bytes=stepped,
+        buffer_bytes=sum(w.buffer_bytes for w in works) + gathered + _buffers(parameters, graded, strategy),
+        tied_reduce=tied,
+    )
+
+
+def _buffers(parameters: int, gradient_bytes: int, strategy: Strategy) -> int:
+    """Buffers alive for the whole step: compressed copies of a bucket, and parameters cast for compute."""
+    execution, sync = strategy.execution, strategy.grad_sync
+    found = 0
+    if any(method != "none" for method in sync.compression) and strategy.mesh.data_parallel > 1:
+        found += min(round(sync.bucket_mib * MIB), gradient_bytes)
+    compute = ITEM_BYTES[_compute_dtype(execution)]
+    if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
+        found += parameters * compute
+    return found
+
+
+def _compute_dtype(execution: Execution) -> str:
+    return TENSOR_DTYPE[execution.dtype]

@@ -1,0 +1,243 @@
+"""What one device sees of a block: local sizes, bytes and kernels under a tensor plan and a dtype policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoparallel.costmodel.block_index import BlockIndex
+from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec
+from autoparallel.costmodel.program import AttentionShape, Collective, CollectiveOp, Kernel
+from autoparallel.planner.sharding.plan import BlockPlan
+from autoparallel.planner.strategy.types import Execution
+
+# Execution dtype -> dtype of the tensors: the 8- and 4-bit formats are those of GEMMs only.
+TENSOR_DTYPE = {
+    "fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16",
+    "fp8": "bfloat16", "mxfp8": "bfloat16", "nvfp4": "bfloat16",
+}  # fmt: skip
+SHORT_DTYPE = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# Bytes per element of a quantised GEMM operand, its block scales included. Kind: formula. Source: OCP
+# Microscaling Formats 1.0 (one scale byte per 32 elements); NVFP4 (one per 16).
+QUANTISED_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+# A quantised operand is written along rows for the forward and along columns for the backward product.
+# Kind: formula. Source: Transformer Engine, Float8Tensor row-wise and column-wise data.
+QUANTISED_COPIES = 2
+PRODUCTS = frozenset({OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """All that a block's local work depends on, besides the block and its tensor plan."""
+
+    graph_dtype: str
+    micro: int
+    tp: int = 1
+    cp: int = 1
+    recompute: str = "none"
+    execution: Execution = field(default_factory=Execution)
+
+    @property
+    def tensor_dtype(self) -> str:
+        """dtype of activations and parameters in compute (torch's name)."""
+        return TENSOR_DTYPE[self.execution.dtype]
+
+    @property
+    def flash(self) -> bool:
+        return self.execution.attention == "flash"
+
+    @property
+    def regathers(self) -> bool:
+        """Megatron keeps the sequence shard of a gathered input and gathers it again in the backward pass."""
+        return self.execution.kernels == "fused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBlock:
+    """A block on one device of the tensor-parallel group."""
+
+    index: BlockIndex
+    plan: BlockPlan
+    setting: Setting
+
+    def item_bytes(self, dtype: str) -> int:
+        s = self.setting
+        return ITEM_BYTES[s.tensor_dtype if dtype == s.graph_dtype else dtype]
+
+    def spec_bytes(self, spec: TensorSpec, placement: str) -> int:
+        """Local bytes of a tensor; context parallelism splits what scales with the samples."""
+        s = self.setting
+        scales = any(size.per_sample for size in spec.shape)
+        parts = (s.tp if placement.startswith("S") else 1) * (s.cp if scales else 1)
+        return -(-spec.numel(s.micro) * self.item_bytes(spec.dtype) // parts)
+
+    def value_bytes(self, value: str, placement: str) -> int:
+        return self.spec_bytes(self.index.specs[value], placement)
+
+    def placement(self, op: int, value: str) -> str:
+        """How `value` (an input, an output, or the storage of one) is laid out where operator `op` sees it."""
+        sharding, operator = self.plan.shardings[op], self.index.block.operators[op]
+        if sharding is None:
+            return "R"
+        if value in ("", operator.name):
+            return sharding.outputs[0] if sharding.outputs else "R"
+        storage = self.index.storage.get(value, value)
+        for name, placement in zip(operator.inputs, sharding.inputs, strict=True):
+            if name == value or self.index.storage.get(name, name) == storage:
+                return placement
+        for i, placement in enumerate(sharding.outputs):
+            if value == f"{operator.name}.{i}":
+                return placement
+        return sharding.outputs[0] if sharding.outputs else "R"
+
+    def output_placement(self, value: str) -> str:
+        """Layout in which the producer of `value` leaves it; a block input's layout at the boundary."""
+        if value in self.index.producer:
+            return self.placement(self.index.producer[value], value)
+        if value.startswith("input:") and self.plan.inputs:
+            return self.plan.inputs[int(value.removeprefix("input:"))]
+        return dict(self.plan.params).get(value.removeprefix("param:"), "R")
+
+    def letter_parts(self, op: int) -> dict[str, int]:
+        """Letter of an operator's labels -> parts it is split into by tensor parallelism."""
+        sharding, operator = self.plan.shardings[op], self.index.block.operators[op]
+        parts: dict[str, int] = {}
+        if sharding is None or self.setting.tp == 1:
+            return parts
+        placements = (*sharding.inputs, *sharding.outputs)
+        for letters, placement in zip(operator.labels, placements, strict=False):
+            if placement.startswith("S") and int(placement[1:]) < len(letters):
+                parts[letters[int(placement[1:])]] = self.setting.tp
+        return parts
+
+    def split(self, op: int) -> int:
+        """Parts that an operator without letters is split into: tp where its largest activation is sharded."""
+        sharding, operator = self.plan.shardings[op], self.index.block.operators[op]
+        if sharding is None:
+            return 1
+        best, largest = "R", -1
+        names = [v for v in operator.inputs if self.index.is_activation(v)]
+        pairs = [(self.index.specs[v], p) for v, p in zip(operator.inputs, sharding.inputs, strict=True)
+                 if v in names]  # fmt: skip
+        pairs += list(zip(operator.outputs, sharding.outputs, strict=False))
+        for spec, placement in pairs:
+            size = spec.numel(1)
+            if size > largest or (size == largest and placement.startswith("S")):
+                best, largest = placement, size
+        return self.setting.tp if best.startswith("S") else 1
+
+    def kernels(self, op: int, specs: tuple[KernelSpec, ...], *, backward: bool) -> list[Kernel]:
+        """Local kernels of an operator's forward or of a part of its backward."""
+        if op in self.index.aliases:
+            return []
+        found: list[Kernel] = []
+        for spec in specs:
+            kernel = self._kernel(op, spec, backward=backward)
+            found.append(kernel)
+            if kernel.product and kernel.dtype in QUANTISED_BYTES:
+                found.append(self._quantise(kernel, spec))
+        return found
+
+    def _kernel(self, op: int, spec: KernelSpec, *, backward: bool) -> Kernel:
+        s, operator = self.setting, self.index.block.operators[op]
+        scale = self.item_bytes(spec.dtype) / ITEM_BYTES[spec.dtype]
+        flops, moved = spec.flops.at(s.micro), spec.bytes_moved.at(s.micro) * scale
+        dtype = self._arithmetic_dtype(spec)
+        if spec.kind is OpKind.ATTENTION and operator.sizes:
+            return self._attention(op, flops, moved, dtype, backward=backward)
+        if spec.kind in PRODUCTS and spec.product:
+            return self._product(op, spec, flops, moved, dtype, backward=backward)
+        division = self.split(op) * s.cp
+        return Kernel(
+            kind=spec.kind, dtype=dtype, flops=flops // division, bytes_moved=round(moved / division),
+            backward=backward,
+        )  # fmt: skip
+
+    def _product(
+        self, op: int, spec: KernelSpec, flops: int, moved: float, dtype: str, *, backward: bool
+    ) -> Kernel:
+        s, parts = self.setting, self.letter_parts(op)
+        sizes = dict(self.index.block.operators[op].sizes)
+        local = {n: sizes[n].at(s.micro) // parts.get(n, 1) if n in sizes else 1 for n in spec.product}
+        rows = s.cp if "m" in sizes and sizes["m"].per_sample else 1  # rows hold the sequence
+        local["m"] = max(local["m"] // rows, 1)
+        b, m, n, k = (local[letter] for letter in spec.product)
+        division = rows * (s.tp if any(letter in parts for letter in spec.product) else 1)
+        if spec.kind is OpKind.CONV:  # the input is not read once per tap
+            moved = moved / division
+        else:
+            moved = b * (m * k + k * n + m * n) * self.item_bytes(spec.dtype)
+        return Kernel(
+            kind=spec.kind, dtype=dtype, flops=flops // division, bytes_moved=round(moved),
+            product=(b, m, n, k), backward=backward,
+        )  # fmt: skip
+
+    def _arithmetic_dtype(self, spec: KernelSpec) -> str:
+        s = self.setting
+        if spec.dtype == s.graph_dtype and spec.kind in PRODUCTS:
+            return s.execution.dtype
+        dtype = s.tensor_dtype if spec.dtype == s.graph_dtype else spec.dtype
+        return SHORT_DTYPE.get(dtype, SHORT_DTYPE[s.tensor_dtype])
+
+    def attention_shape(self, op: int) -> AttentionShape:
+        """Local shape: heads split by tensor, queries by context parallelism."""
+        s, operator, parts = self.setting, self.index.block.operators[op], self.letter_parts(op)
+        local = {n: max(size.at(s.micro) // parts.get(n, 1), 1) for n, size in operator.sizes}
+        heads = local.get("h", 1)
+        return AttentionShape(
+            batch=local.get("b", 1), heads=heads, kv_heads=min(local.get("g", heads), heads),
+            query_length=max(local.get("s", 1) // s.cp, 1), key_length=local.get("t", local.get("s", 1)),
+            head_size=local.get("d", 1), value_size=local.get("v", local.get("d", 1)),
+            causal=operator.causal, flash=s.flash,
+        )  # fmt: skip
+
+    def scores_elements(self, op: int) -> int:
+        """Elements of the local score matrix of an attention operator."""
+        shape = self.attention_shape(op)
+        return shape.batch * shape.heads * shape.query_length * shape.key_length
+
+    def _attention(self, op: int, flops: int, moved: float, dtype: str, *, backward: bool) -> Kernel:
+        s, parts = self.setting, self.letter_parts(op)
+        division = s.cp * (s.tp if parts else 1)
+        local_bytes = moved / division
+        if not s.flash:
+            # Scores written, read by the softmax, probabilities written and read again; twice that backwards.
+            passes = 4 if s.execution.dropout == 0 else 6
+            item = ITEM_BYTES[s.tensor_dtype]
+            local_bytes += self.scores_elements(op) * item * passes * (2 if backward else 1)
+        return Kernel(
+            kind=OpKind.ATTENTION, dtype=dtype, flops=flops // division, bytes_moved=round(local_bytes),
+            attention=self.attention_shape(op), backward=backward,
+        )  # fmt: skip
+
+    def _quantise(self, kernel: Kernel, spec: KernelSpec) -> Kernel:
+        """The casts that a quantised product needs: both operands forward, the output's gradient backward."""
+        assert kernel.product is not None
+        b, m, n, k = kernel.product
+        if not kernel.backward:
+            elements = b * (m * k + n * k)
+        elif spec.gradient_of == "weight":
+            elements = 0  # both operands were quantised before
+        else:
+            elements = b * m * k  # the output's gradient, contracted over n
+        width = ITEM_BYTES[self.setting.tensor_dtype] + QUANTISED_COPIES * QUANTISED_BYTES[kernel.dtype]
+        return Kernel(
+            kind=OpKind.ELEMENTWISE, dtype=SHORT_DTYPE[self.setting.tensor_dtype], flops=0,
+            bytes_moved=round(elements * width), backward=kernel.backward, count=1 if elements else 0,
+        )  # fmt: skip
+
+
+def inner_collectives(local: LocalBlock, op: int) -> list[Collective]:
+    """Collectives inside an operator: cross-entropy over logits sharded by class reduces the rows' maxima, then
+    their sums together with the targets' logits."""
+    operator, sharding = local.index.block.operators[op], local.plan.shardings[op]
+    if operator.kind is not OpKind.CROSS_ENTROPY or sharding is None or not operator.inputs:
+        return []
+    spec = local.index.specs[operator.inputs[0]]
+    if sharding.inputs[0] != f"S{len(spec.shape) - 1}":
+        return []
+    rows = TensorSpec(shape=spec.shape[:-1], dtype=spec.dtype)
+    size = local.spec_bytes(rows, "R")
+    return [
+        Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=parts * size, label="tp")
+        for parts in (1, 2)
+    ]

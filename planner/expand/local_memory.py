@@ -1,0 +1,211 @@
+"""Bytes that a block keeps from forward to backward, and the peaks while either runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
+from autoparallel.costmodel.graph import ITEM_BYTES, OpKind, Saved
+from autoparallel.costmodel.kernels import OPERAND_BYTES
+from autoparallel.planner.expand.local import LocalBlock
+
+MASK_BYTES = 1  # a dropout mask is kept as one bool per element
+
+
+def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = True) -> dict[str, int]:
+    """Storage -> local bytes kept for the backward pass; `core` False drops the inside of attention.
+
+    A storage counts once, at the first unit that keeps it. Unfused attention keeps its probabilities and, with
+    dropout, the mask and the dropped probabilities (Korthikanti et al. 2022, equation 1: 5as²b), and no
+    softmax statistics.
+    """
+    kept: dict[str, int] = {}
+    for unit in units:
+        for op, saved in unit.saved:
+            operator = local.index.block.operators[op]
+            attention = operator.kind is OpKind.ATTENTION
+            if op in local.index.aliases or (attention and saved.value == "" and not core):
+                continue
+            if attention and saved.value == "" and not local.setting.flash:
+                continue
+            key = local.index.storage.get(saved.value, saved.value) or f"{operator.name}#{len(kept)}"
+            kept.setdefault(key, _saved_bytes(local, op, saved))
+        if core and not local.setting.flash:
+            for op in unit.ops:
+                if local.index.block.operators[op].kind is OpKind.ATTENTION:
+                    kept[f"{local.index.block.operators[op].name}#probabilities"] = probabilities_bytes(
+                        local, op
+                    )
+    return kept
+
+
+def probabilities_bytes(local: LocalBlock, op: int) -> int:
+    """What unfused attention keeps of its score matrix."""
+    item = ITEM_BYTES[local.setting.tensor_dtype]
+    per_element = item if local.setting.execution.dropout == 0 else 2 * item + MASK_BYTES
+    return local.scores_elements(op) * per_element
+
+
+def _saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
+    placement = local.placement(op, saved.value)
+    sharding, operator = local.plan.shardings[op], local.index.block.operators[op]
+    if operator.kind is OpKind.CROSS_ENTROPY and saved.value == "" and saved.spec.shape and sharding:
+        placement = sharding.inputs[0]  # the log-softmax lies like the logits
+    if placement == "R" and saved.value and local.setting.regathers:
+        before = _before_gather(local, op, saved.value)
+        placement = before if before.startswith("S") else placement
+    return round(local.spec_bytes(saved.spec, placement) * _operand_share(local, op, saved))
+
+
+def _operand_share(local: LocalBlock, op: int, saved: Saved) -> float:
+    """Products in 8 and 4 bits keep their input as they read it, not as it was (Transformer Engine)."""
+    dtype, kind = local.setting.execution.dtype, local.index.block.operators[op].kind
+    quantised = dtype in ("fp8", "mxfp8", "nvfp4") and kind in (OpKind.GEMM, OpKind.GROUPED_GEMM)
+    if not quantised or not saved.value:
+        return 1.0
+    return OPERAND_BYTES[dtype] / ITEM_BYTES[local.setting.tensor_dtype]
+
+
+def _before_gather(local: LocalBlock, op: int, value: str) -> str:
+    """Layout of the value before a pin gathered it for operator `op`; "R" if none did."""
+    module = local.index.block.operators[op].module
+    storage = local.index.storage.get(value, value)
+    for reshard in local.plan.reshards:
+        inside = reshard.module == "" or f"{module}.".startswith(f"{reshard.module}.")
+        same = local.index.storage.get(reshard.value, reshard.value) == storage
+        if same and reshard.after == "R" and inside == (reshard.side == "input"):
+            return reshard.before
+    return "R"
+
+
+def input_bytes(local: LocalBlock) -> int:
+    """Bytes of the block's activation inputs that a gradient flows to: what full recomputation keeps."""
+    names = [f"input:{i}" for i in range(len(local.index.block.inputs))]
+    return sum(
+        local.value_bytes(name, local.output_placement(name))
+        for name in names
+        if name in local.index.needs_grad
+    )
+
+
+def _readers(local: LocalBlock, units: Sequence[Unit]) -> dict[str, int]:
+    """Storage -> last unit that reads it; storages of the block's outputs are never done."""
+    last: dict[str, int] = {}
+    for n, unit in enumerate(units):
+        for value in (*unit.outputs, *unit.inputs):
+            if local.index.is_activation(value):
+                last[local.index.storage[value]] = n
+    for value in local.index.block.outputs:
+        last[local.index.storage[value]] = len(units)
+    return last
+
+
+def forward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
+    """Peak of the forward pass above what it keeps: unsaved values, alive from producer to last reader."""
+    last, live = _readers(local, units), dict[str, int]()
+    kept_so_far = {s: b for s, b in kept.items() if s.startswith("input:")}
+    for name in local.index.needs_grad:
+        if name.startswith("input:") and name not in kept:
+            live[name] = local.value_bytes(name, local.output_placement(name))
+    peak = 0
+    for n, unit in enumerate(units):
+        for value in unit.outputs:
+            storage = local.index.storage[value]
+            if storage not in kept and storage not in live and not storage.startswith("input:"):
+                live[storage] = local.value_bytes(storage, local.output_placement(storage))
+        kept_so_far |= {s: b for s, b in kept.items() if _made_in(local, s, unit)}
+        if _overwrites(local, unit):
+            live = {s: b for s, b in live.items() if last.get(s, -1) > n}
+        inside = 0 if local.setting.flash else sum(_scores_temp(local, op, kept) for op in unit.ops)
+        peak = max(peak, sum(live.values()) + sum(kept_so_far.values()) + inside)
+        live = {s: b for s, b in live.items() if last.get(s, -1) > n}
+    return max(peak - sum(kept.values()), 0)
+
+
+def _made_in(local: LocalBlock, storage: str, unit: Unit) -> bool:
+    name = storage.partition("#")[0]
+    return local.index.producer.get(name, -1) in unit.ops
+
+
+def _attention_temp(local: LocalBlock, op: int) -> int:
+    """Scores beside the probabilities made from them."""
+    if local.index.block.operators[op].kind is not OpKind.ATTENTION:
+        return 0
+    return local.scores_elements(op) * ITEM_BYTES[local.setting.tensor_dtype]
+
+
+def _scores_temp(local: LocalBlock, op: int, kept: Mapping[str, int]) -> int:
+    """Unfused attention's forward: scores, and what is made from them unless that is kept."""
+    scores = _attention_temp(local, op)
+    if not scores or f"{local.index.block.operators[op].name}#probabilities" in kept:
+        return scores
+    return scores + probabilities_bytes(local, op)
+
+
+def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
+    """Peak of the backward pass above what was kept: gradients between units and of weights, while what was
+    kept is freed unit by unit."""
+    index, remaining = local.index, dict(kept)
+    first = _first_keepers(local, units, kept)
+    live = {index.storage[v]: local.value_bytes(v, local.output_placement(v))
+            for v in index.block.outputs if v in index.needs_grad}  # fmt: skip
+    peak = sum(live.values()) + sum(remaining.values())
+    for n in range(len(units) - 1, -1, -1):
+        unit, weights = units[n], 0
+        for value in unit.inputs:
+            if value not in index.needs_grad:
+                continue
+            if value.startswith("param:"):
+                weights += local.value_bytes(value, local.output_placement(value))
+                continue
+            storage = index.storage[value]
+            placement = local.placement(_reader(local, unit, value), value)
+            live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
+        inside = 0 if local.setting.flash else 2 * sum(_attention_temp(local, op) for op in unit.ops)
+        if _overwrites(local, unit):
+            remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
+        peak = max(peak, sum(live.values()) + sum(remaining.values()) + weights + inside)
+        for op in unit.ops:
+            if op in index.aliases:
+                continue
+            live.pop(index.block.operators[op].name, None)
+            live = {s: b for s, b in live.items() if index.producer.get(s) != op}
+        remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
+    return max(peak - sum(kept.values()), 0)
+
+
+def _overwrites(local: LocalBlock, unit: Unit) -> bool:
+    """Megatron's cross-entropy writes its softmax over the logits it read, and the gradient over its softmax.
+
+    Source: Megatron-LM, core/tensor_parallel/cross_entropy.py.
+    """
+    kinds = {local.index.block.operators[op].kind for op in unit.ops}
+    return local.setting.execution.kernels == "fused" and OpKind.CROSS_ENTROPY in kinds
+
+
+def _reader(local: LocalBlock, unit: Unit, value: str) -> int:
+    return next(op for op in unit.ops if value in local.index.block.operators[op].inputs)
+
+
+def _first_keepers(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> dict[str, int]:
+    """Storage -> first unit whose backward needs it (after which it is free, walking backwards)."""
+    first: dict[str, int] = {}
+    for n, unit in enumerate(units):
+        for _, saved in unit.saved:
+            first.setdefault(local.index.storage.get(saved.value, saved.value), n)
+    for storage in kept:
+        if "#" in storage:
+            maker = local.index.producer[storage.partition("#")[0]]
+            first[storage] = next(n for n, unit in enumerate(units) if maker in unit.ops)
+    return first
+
+
+def weight_saved_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
+    """Of what was kept, what the weight gradients of a split backward still need: the products' inputs."""
+    needed = set()
+    for unit in units:
+        for op in unit.ops:
+            operator = local.index.block.operators[op]
+            if operator.kind in KEEPS_INPUT and any(k.gradient_of == "weight" for k in operator.backward):
+                needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
+    return sum(b for s, b in kept.items() if s in needed)

@@ -1,0 +1,206 @@
+"""From a block, its tensor plan and a setting to `BlockWork`: what one device does for one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoparallel.costmodel.block_index import BlockIndex
+from autoparallel.costmodel.fusion import Unit, fuse
+from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
+from autoparallel.planner.expand import local_memory as memory
+from autoparallel.planner.expand.local import SHORT_DTYPE, LocalBlock, Setting, inner_collectives
+from autoparallel.planner.sharding.plan import BlockPlan, Reshard, conjugates
+
+# A norm's weight gradient reads its input and the gradient once more. Kind: formula.
+WEIGHT_PASSES = 2
+
+
+def fused_units(index: BlockIndex, plan: BlockPlan, kernels: str) -> tuple[Unit, ...]:
+    """The kernels of a block under a tensor plan: nothing fuses across a change of layout."""
+    return fuse(index, kernels, barriers={r.value for r in plan.reshards})
+
+
+def localize(
+    index: BlockIndex, plan: BlockPlan, setting: Setting, units: Sequence[Unit] | None = None
+) -> BlockWork:
+    """The block's work on one device, without what data parallelism adds (`gather`, `reduce`).
+
+    `units` are `fused_units` of the same block and plan, where the caller has them already.
+
+    Recomputation: "selective" drops the inside of attention and runs its forward again; "full" keeps only the
+    block's inputs and runs the forward again up to the last unit that keeps anything (checkpointing stops
+    there).
+    """
+    local = LocalBlock(index=index, plan=plan, setting=setting)
+    if units is None:
+        units = fused_units(index, plan, setting.execution.kernels)
+    full_kept = memory.saved_storages(local, units)
+    kept, recompute = full_kept, list[Step]()
+    if setting.recompute == "selective":
+        kept = memory.saved_storages(local, units, core=False)
+        recompute = [k for unit in units for op in unit.ops
+                     if index.block.operators[op].kind is OpKind.ATTENTION
+                     for k in _unit_forward(local, Unit(ops=(op,), inputs=(), outputs=(), saved=()))]  # fmt: skip
+    elif setting.recompute == "full":
+        kept = {"input:": memory.input_bytes(local)}
+        recompute = _forward(local, units[: _last_keeper(units) + 1])
+    total, saved = sum(full_kept.values()), sum(kept.values())
+    inputs, weights = _backward(local, units)
+    parameters = [(p.numel // (setting.tp if place.startswith("S") else 1), p.trainable)
+                  for p, (_, place) in zip(index.block.parameters, plan.params, strict=True)]  # fmt: skip
+    return BlockWork(
+        name=index.block.name,
+        forward=tuple(_forward(local, units)),
+        backward_input=tuple(inputs),
+        backward_weight=tuple(weights),
+        recompute=tuple(recompute),
+        saved_bytes=saved,
+        recomputed_bytes=max(total - saved, 0) if recompute else 0,
+        forward_temp_bytes=_forward_temp(local, units, kept),
+        backward_temp_bytes=memory.backward_temp_bytes(local, units, full_kept),
+        parameters=sum(n for n, _ in parameters),
+        trainable=sum(n for n, trainable in parameters if trainable),
+        buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in index.block.buffers),
+        weight_saved_bytes=memory.weight_saved_bytes(local, units, kept) if not recompute else None,
+    )
+
+
+def _forward_temp(local: LocalBlock, units: Sequence[Unit], kept: dict[str, int]) -> int:
+    """While a checkpointed forward runs nothing is kept but its inputs: every value dies at its last reader."""
+    if local.setting.recompute != "full":
+        return memory.forward_temp_bytes(local, units, kept)
+    return max(memory.forward_temp_bytes(local, units, {}) - sum(kept.values()), 0)
+
+
+def _last_keeper(units: Sequence[Unit]) -> int:
+    return max((n for n, unit in enumerate(units) if unit.saved), default=-1)
+
+
+def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[Step]:
+    steps: list[Step] = []
+    pending = list(local.plan.reshards)
+    for unit in units:
+        for reshard in [r for r in pending if r.position <= unit.ops[0]]:
+            steps += _collectives(local, reshard, backward=False)
+            pending.remove(reshard)
+        steps += _unit_forward(local, unit)
+        steps += [c for op in unit.ops for c in inner_collectives(local, op)]
+    if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
+        for reshard in pending:  # at the outputs of the block's last modules
+            steps += _collectives(local, reshard, backward=False)
+    return steps
+
+
+def _collectives(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list[Collective]:
+    if local.setting.tp == 1:
+        return []
+    size = local.value_bytes(reshard.value, "R")
+    found = []
+    for is_backward, op in conjugates(reshard.before, reshard.after, reshard.partial_gradient):
+        if is_backward == backward:
+            local_size = size // local.setting.tp if op is CollectiveOp.ALL_TO_ALL else size
+            whole = Collective(op=op, axes=("tp",), size_bytes=local_size, label="tp")
+            found += _split(whole, local.setting.tp) if local.setting.execution.async_tp else [whole]
+    return found
+
+
+def _split(collective: Collective, ranks: int) -> list[Collective]:
+    """With asynchronous tensor parallelism a gather or scatter goes in as many pieces as there are ranks, each
+    beside the product of another; one has nothing to hide behind."""
+    if collective.op not in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER):
+        return [collective]
+    piece = collective.size_bytes // ranks
+    return [
+        replace(collective, size_bytes=piece),
+        replace(collective, size_bytes=collective.size_bytes - piece, beside=True),
+    ]
+
+
+def _unit_forward(local: LocalBlock, unit: Unit) -> list[Kernel]:
+    operators = local.index.block.operators
+    alone = [k for op in unit.ops for k in local.kernels(op, operators[op].forward, backward=False)]
+    if len(alone) < 2 or not unit.fused:
+        return [k for k in alone if k.count]
+    moved = sum(_bytes(local, unit, v) for v in (*unit.inputs, *unit.outputs))
+    return [_joined(local, alone, moved, backward=False)]
+
+
+def _bytes(local: LocalBlock, unit: Unit, value: str) -> int:
+    reader = next((op for op in unit.ops if value in local.index.block.operators[op].inputs), None)
+    placement = local.output_placement(value) if reader is None else local.placement(reader, value)
+    return local.value_bytes(value, placement)
+
+
+def _joined(local: LocalBlock, alone: Sequence[Kernel], moved: int, *, backward: bool) -> Kernel:
+    """One kernel in place of several; of the most telling kind among them."""
+    order = (OpKind.NORM, OpKind.SOFTMAX, OpKind.REDUCTION)
+    kinds = {k.kind for k in alone}
+    kind = next((k for k in order if k in kinds), OpKind.ELEMENTWISE)
+    if kind is OpKind.REDUCTION:
+        kind = OpKind.NORM  # a reduction fused with what uses it: a row is read once, as a norm does
+    dtype = SHORT_DTYPE[local.setting.tensor_dtype]
+    return Kernel(
+        kind=kind, dtype=dtype, flops=sum(k.flops for k in alone), bytes_moved=moved, backward=backward
+    )
+
+
+def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[list[Step], list[Step]]:
+    """Steps of the input and of the weight gradients, in the order they run."""
+    inputs: list[Step] = []
+    weights: list[Step] = []
+    pending = sorted(local.plan.reshards, key=lambda r: r.position)
+    count = len(local.index.block.operators)
+    while pending and pending[-1].position >= count:
+        inputs += _collectives(local, pending.pop(), backward=True)
+    for unit in reversed(units):
+        of_input, of_weight = _unit_backward(local, unit)
+        inputs += of_input
+        weights += of_weight
+        while pending and pending[-1].position >= unit.ops[0]:
+            reshard = pending.pop()
+            inputs += _collectives(local, reshard, backward=True)
+            weights += _regather(local, reshard)
+    for reshard in reversed(pending):
+        inputs += _collectives(local, reshard, backward=True)
+        weights += _regather(local, reshard)
+    return inputs, weights
+
+
+def _regather(local: LocalBlock, reshard: Reshard) -> list[Collective]:
+    """Megatron gathers a sequence-sharded product input once more for the weight gradients, while the input
+    gradient is computed."""
+    gathers = reshard.before.startswith("S") and reshard.after == "R"
+    if not gathers or not local.setting.regathers or not reshard.partial_gradient:
+        return []
+    return [replace(c, beside=True) for c in _collectives(local, reshard, backward=False)]
+
+
+def _unit_backward(local: LocalBlock, unit: Unit) -> tuple[list[Kernel], list[Kernel]]:
+    index, operators = local.index, local.index.block.operators
+    inputs: list[Kernel] = []
+    weights: list[Kernel] = []
+    for op in unit.ops:
+        if not any(v in index.needs_grad for v in operators[op].inputs):
+            continue
+        trains = any(v.startswith("param:") and v in index.needs_grad for v in operators[op].inputs)
+        flows = any(v in index.needs_grad and index.is_activation(v) for v in operators[op].inputs)
+        for spec in operators[op].backward:
+            is_weight = spec.gradient_of == "weight"
+            if is_weight and not trains and any(v.startswith("param:") for v in operators[op].inputs):
+                continue
+            if not is_weight and not flows and any(k.gradient_of == "weight" for k in operators[op].backward):
+                continue
+            (weights if is_weight else inputs).extend(local.kernels(op, (spec,), backward=True))
+    if not unit.fused or len(inputs) + len(weights) < 2:
+        return [k for k in inputs if k.count], [k for k in weights if k.count]
+    gradients = [v for v in (*unit.inputs, *unit.outputs) if v in index.needs_grad and index.is_activation(v)]
+    kept = [s.value for _, s in unit.saved if s.value and s.value in index.specs]
+    moved = sum(_bytes(local, unit, v) for v in (*gradients, *kept))
+    joined = [_joined(local, [*inputs, *weights], moved, backward=True)]
+    params = [v for v in unit.inputs if v.startswith("param:") and v in index.needs_grad]
+    if not params:
+        return joined, []
+    widest = max((_bytes(local, unit, v) for v in gradients), default=0)
+    return joined, [_joined(local, [], WEIGHT_PASSES * widest, backward=True)]

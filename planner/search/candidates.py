@@ -1,0 +1,103 @@
+"""One strategy of the space but for its stages: from a row of the columns to a `Strategy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.space import MODES, SCHEDULES, Space, Variants
+from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.strategy.types import (
+    Batch,
+    GradSync,
+    Mesh,
+    Offload,
+    Pipeline,
+    Recompute,
+    Shard,
+    Strategy,
+    TensorRule,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """All of a strategy that is chosen before blocks are dealt to stages."""
+
+    mesh: Mesh
+    micro: int
+    micro_batches: int
+    zero: int
+    sequence_parallel: bool
+    schedule: str
+    virtual_stages: int
+    mode: str
+    compression: tuple[str, ...]
+
+    @property
+    def chunks(self) -> int:
+        return self.mesh.pp * self.virtual_stages
+
+
+def candidate(space: Space, variants: Variants, row: int) -> Candidate:
+    """Row `row` of the columns."""
+    s, shape = space.shapes, int(variants.shape[row])
+    sizes: dict[str, Any] = {
+        name: int(getattr(s, name)[shape]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    }
+    return Candidate(
+        mesh=Mesh(**sizes, order=space.meshes.orders[int(variants.order[row])]),
+        micro=int(s.micro[shape]),
+        micro_batches=int(s.micro_batches[shape]),
+        zero=int(variants.zero[row]),
+        sequence_parallel=bool(s.sequence_parallel[shape]),
+        schedule=SCHEDULES[int(variants.schedule[row])],
+        virtual_stages=int(variants.virtual_stages[row]),
+        mode=MODES[int(s.recompute[shape])],
+        compression=space.compressions[int(variants.compression[row])],
+    )  # fmt: skip
+
+
+def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:
+    """The complete strategy, tensor placements aside: those follow from it."""
+    fixed = problem.constraints
+    sync: dict[str, Any] = {
+        key: fixed[f"grad_sync.{key}"]
+        for key in ("algorithm", "bucket_mib", "overlap")
+        if f"grad_sync.{key}" in fixed
+    }
+    offload: dict[str, Any] = {
+        key: fixed[f"offload.{key}"] for key in ("optimizer", "activations") if f"offload.{key}" in fixed
+    }
+    keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
+    groups = problem.fixed_ints("mesh.groups")
+    mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
+    return Strategy(
+        batch=Batch(global_=problem.global_batch, micro=chosen.micro),
+        mesh=mesh,
+        shard=Shard(zero=chosen.zero, sequence_parallel=chosen.sequence_parallel),
+        pipeline=Pipeline(
+            schedule=chosen.schedule, virtual_stages=chosen.virtual_stages, stage_blocks=deal.blocks
+        ),
+        recompute=Recompute(mode=chosen.mode, per_stage=deal.recomputed if keeps else ()),
+        offload=Offload(**offload),
+        execution=problem.execution,
+        grad_sync=GradSync(**sync, compression=chosen.compression),
+        tensor=_rules(problem),
+    )
+
+
+def _with_groups(mesh: Mesh, groups: tuple[int, ...]) -> Mesh:
+    return Mesh(
+        pp=mesh.pp, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep,
+        order=mesh.order, groups=groups,
+    )  # fmt: skip
+
+
+def _rules(problem: Problem) -> tuple[TensorRule, ...]:
+    rules = problem.constraints.get("tensor", ())
+    if not isinstance(rules, tuple) or not all(isinstance(rule, TensorRule) for rule in rules):
+        raise UserError("tensor: a list of placements by module is needed")
+    return rules

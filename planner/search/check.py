@@ -1,0 +1,63 @@
+"""A checker without a solver: is this strategy what the planner says it is?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.score import score
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Strategy
+
+# Relative difference between two walks over the same program. Kind: formula: floating-point sums.
+SAME = 1e-9
+
+
+def constraint_problems(problem: Problem, strategy: Strategy) -> list[str]:
+    """Keys that the user fixed and the strategy does not have so."""
+    return list(_violated(problem, strategy))
+
+
+def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
+    for key, wanted in problem.constraints.items():
+        section, _, name = key.partition(".")
+        if section == "tensor":
+            continue  # the expander keeps these, and refuses what it cannot keep
+        part = getattr(strategy, section)
+        found = getattr(part, f"{name}_" if name == "global" else name)
+        same = list(found) == list(wanted) if isinstance(wanted, (list, tuple)) else found == wanted
+        if not same:
+            yield f"{key} = {found!r}, but {wanted!r} was asked for"
+    if strategy.batch.global_ != problem.global_batch:
+        yield f"batch.global = {strategy.batch.global_}, but {problem.global_batch} was asked for"
+    if strategy.execution != problem.execution:
+        yield "execution differs from what was asked for"
+    lossy = any(method != "none" for method in strategy.grad_sync.compression)
+    if lossy and not problem.allow_lossy and "grad_sync.compression" not in problem.constraints:
+        yield "lossy compression that nobody allowed"
+
+
+def plan_problems(problem: Problem, strategy: Strategy, prediction: Prediction) -> list[str]:
+    """Everything that is wrong with a plan: illegal, not what the user fixed, priced differently by an expander
+    that knows nothing of the search, or too large."""
+    found = strategy_problems(problem.graph, problem.cluster, strategy)
+    found += constraint_problems(problem, strategy)
+    if found:
+        return found
+    fresh = Expander(graph=problem.graph, cluster=problem.cluster)
+    again = score(problem.graph, problem.cluster, strategy, fresh, spans=False)
+    if abs(again.step_time_s - prediction.step_time_s) > SAME * prediction.step_time_s:
+        found.append(f"a step of {again.step_time_s} s, not {prediction.step_time_s} s")
+    if again.peak_bytes != prediction.peak_bytes:
+        found.append(f"a peak of {again.peak_bytes} bytes, not {prediction.peak_bytes}")
+    if not again.feasible:
+        found.append(f"{again.peak_bytes} bytes do not fit in {again.capacity_bytes:.0f}")
+    return found
+
+
+def check_plan(problem: Problem, strategy: Strategy, prediction: Prediction) -> None:
+    """Stop before a wrong plan leaves the planner: that is a bug of ours."""
+    problems = plan_problems(problem, strategy, prediction)
+    assert not problems, f"the plan is not what it claims: {'; '.join(problems)}\n{strategy}"

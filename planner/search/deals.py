@@ -1,0 +1,144 @@
+"""Deals found without a solver: where few are possible the best of them, else an even one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.planner.search.stage_problem import (
+    Deal,
+    Quantity,
+    Row,
+    StageAnswer,
+    StageProblem,
+    chunk_amount,
+    deal_fits,
+    deal_value,
+)
+
+
+def even_deal(blocks: int, chunks: int) -> Deal:
+    """Blocks as even as can be, none recomputed one by one; the middle chunks take one more, as the first and
+    the last one carry the ends of the model."""
+    if blocks < chunks:  # the ends of the model fill a first and a last chunk
+        ends = (0, chunks - 1)[: chunks - blocks]
+        return Deal(blocks=tuple(int(c not in ends) for c in range(chunks)), recomputed=(0,) * chunks)
+    each, more = divmod(blocks, chunks)
+    middle = sorted(range(chunks), key=lambda c: (c in (0, chunks - 1), c))[:more]
+    return Deal(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)
+
+
+def few_deals(problem: StageProblem) -> list[Deal] | None:
+    """All deals of several chunks, where nothing is open; else None."""
+    blocks, recomputed = problem.blocks, problem.recomputed
+    if sum(problem.least) == len(problem.kinds):
+        blocks = problem.least
+    if recomputed is None and not problem.recompute:
+        recomputed = (0,) * problem.chunks
+    if blocks is None or recomputed is None:
+        return None
+    return [Deal(blocks=blocks, recomputed=recomputed)]
+
+
+def one_chunk(problem: StageProblem, excluded: Sequence[Deal], below: int | None) -> StageAnswer | None:
+    """One chunk has only its number of recomputed blocks open: all are tried at once."""
+    n = len(problem.kinds)
+    numbers = np.arange(n + 1 if problem.recompute or problem.recomputed is not None else 1)
+    amounts = [_amounts_by_number(problem, quantity)[: len(numbers)] for quantity in problem.quantities]
+
+    def values(row: Row) -> NDArray[np.int64]:
+        return np.asarray(row.constant + sum(factor * amounts[q] for q, _, factor in row.terms) + 0 * numbers)
+
+    fits = np.ones(len(numbers), dtype=np.bool_)
+    for row in problem.memory:
+        fits &= values(row) <= problem.capacity_bytes
+    for deal in excluded:
+        fits[deal.recomputed[0]] = False
+    if problem.recomputed is not None:
+        fits &= numbers == problem.recomputed[0]
+    value = np.max([values(row) for row in problem.paths] or [0 * numbers], axis=0)
+    if below is not None:
+        fits &= value < below
+    if not fits.any():
+        return None
+    best = int(np.flatnonzero(fits)[np.argmin(value[fits])])
+    found = int(value[best])
+    return StageAnswer(deal=Deal(blocks=(n,), recomputed=(best,)), value=found, bound=found)
+
+
+def _amounts_by_number(problem: StageProblem, quantity: Quantity) -> NDArray[np.int64]:
+    """A quantity of the only chunk, for every number of its blocks that are recomputed."""
+    kinds = np.array(problem.kinds, dtype=np.int64)
+    forms = []
+    for form in quantity.forms:
+        kept, again = (np.array(side, dtype=np.int64)[kinds] for side in (form.kept, form.recomputed))
+        amount = form.fixed[0] + kept.sum() + np.concatenate([[0], np.cumsum(again - kept)])
+        if len(kinds):
+            amount[-1] += form.when_all
+        if len(kinds) <= 1:
+            amount += form.when_few
+        if form.when_none and not len(kinds):
+            amount += form.when_none[0]
+        forms.append(amount)
+    return np.asarray(np.max(forms, axis=0), dtype=np.int64)
+
+
+def best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> StageAnswer | None:
+    """The best of a few deals, the first of equals."""
+    best: StageAnswer | None = None
+    for deal in deals:
+        limit = below if best is None else best.value
+        if limit is not None and deal_value(problem, deal) >= limit:
+            continue
+        if deal_fits(problem, deal):
+            value = deal_value(problem, deal)
+            best = StageAnswer(deal=deal, value=value, bound=value)
+    return best
+
+
+def quick_deal(problem: StageProblem) -> Deal | None:
+    """An even deal with blocks recomputed, chunk by chunk in proportion to what a rank lacks; None if that does
+    not fit (another deal may)."""
+    blocks = problem.blocks or even_deal(len(problem.kinds), problem.chunks).blocks
+    deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
+    if problem.recompute and problem.recomputed is None:
+        deal = _recomputed(problem, deal)
+    return deal if deal_fits(problem, deal) else None
+
+
+def _recomputed(problem: StageProblem, deal: Deal) -> Deal:
+    """Raise each chunk's number of recomputed blocks until every row over it fits, or nothing is left."""
+    chunks_of = [sorted({chunk for _, chunk, _ in row.terms}) for row in problem.memory]
+    most = list(deal.blocks)
+    for row, chunks in zip(problem.memory, chunks_of, strict=True):
+        low, high = 0, sum(most[c] - deal.recomputed[c] for c in chunks)
+        while low < high:  # the fewest further blocks, dealt round the row's chunks, with which the row fits
+            middle = (low + high) // 2
+            if (
+                _weight(problem, row.terms, _with_more(deal, chunks, middle)) + row.constant
+                <= problem.capacity_bytes
+            ):
+                high = middle
+            else:
+                low = middle + 1
+        deal = _with_more(deal, chunks, low)
+    return deal
+
+
+def _with_more(deal: Deal, chunks: list[int], more: int) -> Deal:
+    recomputed = list(deal.recomputed)
+    while more:
+        for chunk in chunks:
+            if more and recomputed[chunk] < deal.blocks[chunk]:
+                recomputed[chunk] += 1
+                more -= 1
+        if all(recomputed[c] == deal.blocks[c] for c in chunks):
+            break
+    return replace(deal, recomputed=tuple(recomputed))
+
+
+def _weight(problem: StageProblem, terms: tuple[tuple[int, int, int], ...], deal: Deal) -> int:
+    return sum(n * chunk_amount(problem, problem.quantities[q], deal, c) for q, c, n in terms)

@@ -1,0 +1,43 @@
+"""Simulate complete strategies, many of the same schedule: seconds, bytes, and what decided them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoparallel.costmodel.memory import memory_by_rank
+from autoparallel.costmodel.price import price_program
+from autoparallel.costmodel.simulate import Prepared
+from autoparallel.costmodel.stage_cost import StageCost
+from autoparallel.costmodel.timetable import PipelineTimes, pipeline_times
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.search.paths import Path, critical_path
+from autoparallel.planner.strategy.types import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What `score` says of a strategy, without the breakdown."""
+
+    strategy: Strategy
+    step_time_s: float
+    peak_bytes: int
+    prepared: Prepared
+    costs: tuple[StageCost, ...]
+    times: PipelineTimes
+
+    def path(self) -> Path:
+        """The critical path of the step."""
+        return critical_path(self.prepared.timetable, self.costs, self.times)
+
+
+def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
+    """Simulate a complete, legal strategy."""
+    prepared = expander.prepared(strategy)
+    program = expander.program(strategy)
+    costs = price_program(program, expander.cluster, expander.pricer)
+    times = pipeline_times(prepared.timetable, costs)
+    memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
+    return Evaluation(
+        strategy=strategy, step_time_s=times.step_time_s, peak_bytes=max(m.peak for m in memory),
+        prepared=prepared, costs=costs, times=times,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""No strategy: which constraint binds, by how much, and the nearest changes that would give one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.alternatives import smallest
+from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.outcome import GIB, InfeasiblePlan, Relaxation
+from autoparallel.planner.search.outer import Outer, build_outer, outer_of
+from autoparallel.planner.search.space import MODES, SCHEDULES, Space, build_space, divisors
+from autoparallel.planner.strategy.types import Strategy
+
+SIMULATED = 4  # deals simulated for each relaxation: enough to show that one fits
+MOST_TIMES_DEVICES = 64
+VALUES_SHOWN = 8
+UNLIMITED_BYTES = float(2**60)
+SHAPES_TRIED = 64  # of those with the least bound on memory
+
+
+def explain_empty(problem: Problem) -> Exception:
+    """No legal strategy at all: the constraint that excludes them, and the values that it may take."""
+    devices = problem.cluster.devices
+    where = f"{problem.graph.name} on {devices} devices with batch.global = {problem.global_batch}"
+    for key, value in problem.constraints.items():
+        space = build_space(_without(problem, (key,)))
+        allowed = _values(space, key) if len(space.shapes) and space.counts().any() else ()
+        if allowed:
+            return UserError(
+                f"{key} = {_show(value)}: no legal strategy for {where} and the other constraints; "
+                f"{key} may be {', '.join(allowed[:VALUES_SHOWN])}"
+            )
+    if problem.constraints:
+        keys = ", ".join(f"{key} = {_show(value)}" for key, value in problem.constraints.items())
+        free = build_space(replace(problem, constraints={}))
+        if len(free.shapes):
+            return UserError(f"no legal strategy for {where} has {keys} together; drop some of these")
+    batches = [d for d in divisors(devices) if d > 1]
+    nearest = devices * max(1, round(problem.global_batch / devices))
+    return InfeasiblePlan(
+        f"no mesh of all {devices} devices divides the model's heads, its {len(problem.graph.repeated_positions)} "
+        f"repeated blocks and the global batch of {problem.global_batch}; try batch.global = {nearest}, or fix every "
+        f"mesh size to use fewer devices ({', '.join(map(str, batches[:-1][:VALUES_SHOWN])) or 1})"
+    )
+
+
+def explain_infeasible(outer: Outer) -> InfeasiblePlan:
+    """Nothing fits in memory: the least that any strategy needs, and what would fit."""
+    problem = outer.problem
+    needed = _closest(outer).peak_bytes
+    excess = max(needed - outer.capacity_bytes, 0.0) / GIB
+    device = problem.cluster.device
+    told = ", ".join(f"{key} = {_show(value)}" for key, value in problem.constraints.items())
+    given = f" with {told}" if told else ""
+    return InfeasiblePlan(
+        f"memory of {device.name}{given}: the smallest strategy needs {needed / GIB:.4g} GiB per device, "
+        f"{outer.capacity_bytes / GIB:.4g} GiB are there ({device.memory_bytes / GIB:.4g} GiB less "
+        f"{device.reserve_bytes / GIB:.3g} GiB reserve), {excess:.3g} GiB too few",
+        excess_gib=excess,
+        relaxations=tuple(_relaxations(outer)),
+    )
+
+
+def _closest(outer: Outer) -> Evaluation:
+    """The strategy with the least bound on its memory: it does not fit, but nothing is nearer."""
+    unlimited = build_outer(outer.problem, outer.space, outer.chain, outer.book, UNLIMITED_BYTES)
+    rows = np.argsort(unlimited.bounds.memory_bytes, kind="stable")[:SHAPES_TRIED]
+    strategy = smallest(unlimited, rows)
+    assert strategy is not None, "a space without variants has been told apart before"
+    found = [evaluate(outer.book.expander, strategy)]
+
+    def check(frontier: Frontier) -> None:
+        if len(frontier.seen) >= SIMULATED:
+            raise Stopped
+
+    least = replace(unlimited, problem=replace(outer.problem, objective=Objective.MEMORY))
+    frontier = Frontier(outer=least, check=check, dives=False)
+    with suppress(Stopped):
+        frontier.run()
+    return min([*found, *frontier.seen], key=lambda e: e.peak_bytes)
+
+
+def _some(outer: Outer) -> Evaluation | None:
+    """A strategy that fits, after a short search."""
+
+    def check(frontier: Frontier) -> None:
+        if frontier.incumbent is not None or len(frontier.seen) >= SIMULATED:
+            raise Stopped
+
+    frontier = Frontier(outer=outer, check=check)
+    with suppress(Stopped):
+        frontier.run()
+    return frontier.incumbent
+
+
+def _relaxations(outer: Outer) -> Iterator[Relaxation]:
+    problem = outer.problem
+    tried: list[tuple[str, ...]] = [(key,) for key in problem.constraints]
+    if len(tried) > 1:
+        tried.append(tuple(problem.constraints))
+    for keys in tried:
+        found = _try(_without(problem, keys), outer.book.expander)
+        if found is not None:
+            changes = [_change(key, problem.constraints[key], found.strategy) for key in keys]
+            yield _relaxation("; ".join(filter(None, changes)) or f"{keys[0]} left free", found)
+    found_devices = list(_more_devices(problem, ""))
+    if not found_devices and problem.constraints:
+        found_devices = list(_more_devices(replace(problem, constraints={}), " and no constraint"))
+    yield from found_devices
+
+
+def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
+    """The problem on twice, four times … as many nodes, until something fits."""
+    times = 2
+    while times <= MOST_TIMES_DEVICES:
+        more = _with_devices(problem, times)
+        found = _try(more, None)
+        if found is not None:
+            devices = more.cluster.devices
+            yield _relaxation(f"{devices} devices instead of {problem.cluster.devices}{besides}", found)
+            return
+        times *= 2
+
+
+def _try(problem: Problem, expander: Expander | None) -> Evaluation | None:
+    outer = outer_of(problem, expander)
+    return _some(outer) if outer is not None else None
+
+
+def _with_devices(problem: Problem, times: int) -> Problem:
+    """The problem on a cluster with more nodes."""
+    cluster = problem.cluster
+    groups = tuple(replace(g, nodes=g.nodes * times) for g in cluster.groups)
+    *inner, last = cluster.levels
+    levels = (*inner, replace(last, size=max(last.size, cluster.devices * times)))
+    return replace(problem, cluster=replace(cluster, groups=groups, levels=levels))
+
+
+def _without(problem: Problem, keys: tuple[str, ...]) -> Problem:
+    return replace(problem, constraints={k: v for k, v in problem.constraints.items() if k not in keys})
+
+
+def _change(key: str, value: object, strategy: Strategy) -> str:
+    section, _, name = key.partition(".")
+    found = getattr(getattr(strategy, section), name, None) if section != "tensor" else None
+    if found is None or found == value:
+        return ""
+    return f"{key} = {_show(found)} instead of {_show(value)}"
+
+
+def _relaxation(change: str, found: Evaluation) -> Relaxation:
+    return Relaxation(change=change, step_time_s=found.step_time_s, peak_memory_gib=found.peak_bytes / GIB)
+
+
+def _values(space: Space, key: str) -> tuple[str, ...]:
+    """Values of a key that occur in a space."""
+    shapes = space.shapes.take(space.counts() > 0)
+    section, _, name = key.partition(".")
+    columns: Mapping[str, object] = {
+        **{f"mesh.{n}": getattr(shapes, n) for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        "batch.micro": shapes.micro,
+    }
+    if key in columns:
+        return tuple(str(v) for v in np.unique(np.asarray(columns[key])))
+    if key == "recompute.mode":
+        return tuple(MODES[v] for v in np.unique(shapes.recompute))
+    if key == "shard.sequence_parallel":
+        return tuple("true" if v else "false" for v in np.unique(shapes.sequence_parallel))
+    if key == "pipeline.schedule":
+        return tuple(dict.fromkeys(SCHEDULES[s] for s, _ in space.schedules))
+    if key == "pipeline.virtual_stages":
+        return tuple(dict.fromkeys(str(v) for _, v in space.schedules))
+    if key == "shard.zero":
+        return tuple(map(str, space.zeros))
+    del section, name
+    return ("left out",)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value)

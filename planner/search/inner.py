@@ -1,0 +1,358 @@
+"""From a candidate to its stage problem: which quantities a chunk has, and the rows of memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+
+from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.memory import LiveState
+from autoparallel.costmodel.program import ActionKind
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.expander import mesh_axes
+from autoparallel.planner.expand.local import TENSOR_DTYPE
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.candidates import Candidate, strategy_of
+from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
+from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
+from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
+from autoparallel.planner.search.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.strategy.legal import least_blocks
+from autoparallel.planner.strategy.types import Strategy
+
+
+class Q(IntEnum):
+    """The quantities of a chunk: seconds of its actions, then bytes."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    LAST_BACKWARD = 4
+    LAST_BACKWARD_WEIGHT = 5
+    END = 6  # the last backward and what is then left of the reduction
+    END_WEIGHT = 7  # likewise the last weight gradients
+    STEP = 8
+    SEND = 9
+    STATE = 10
+    SAVED = 11
+    WEIGHT_SAVED = 12
+    FORWARD_PEAK = 13
+    BACKWARD_PEAK = 14
+    WEIGHT_PEAK = 15
+
+
+_PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
+# Models with more repeated blocks than this have their interleaved chunks dealt evenly: the ways to deal them
+# grow beyond proof, and the published schedules take equal chunks.
+UNEVEN_CHUNKS_BLOCKS = 8
+_V_SHAPED = frozenset({"zbv", "dualpipev"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A candidate's strategy (blocks dealt evenly) and the prices of its links."""
+
+    chosen: Candidate
+    strategy: Strategy
+    links: PricedChain
+
+
+def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Candidate) -> Priced:
+    """The prices of every link of a candidate, kept as its mode says and recomputed in full."""
+    strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), chosen.chunks))
+    graph = problem.graph
+    tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
+    in_head: set[str] = set().union(*(tied[b] for b in chain.head))
+    apart = chosen.mesh.pp > 1 and chosen.schedule not in _V_SHAPED
+
+    def glue(block: int, *, held: bool) -> LinkPrice:
+        return book.link(strategy, block, "none", held=held or not tied[block])
+
+    def unit(blocks: tuple[int, ...], mode: str) -> tuple[LinkPrice, ...]:
+        first = book.link(strategy, blocks[0], mode, held=not tied[blocks[0]])
+        return (first, *(glue(b, held=False) for b in blocks[1:]))
+
+    kept = tuple(unit(blocks, chosen.mode) for blocks in chain.units)
+    constants = book.device.constants
+    return Priced(
+        chosen=chosen,
+        strategy=strategy,
+        links=PricedChain(
+            head=tuple(glue(b, held=chain.head.count(b) == 1) for b in chain.head),
+            tail=tuple(glue(b, held=apart and tied[b] <= in_head) for b in chain.tail),
+            kept=kept,
+            recomputed=tuple(unit(b, "full") for b in chain.units) if frees(problem, chosen) else kept,
+            chunks=chosen.chunks,
+            count=len(chain.kinds),
+            compute_slowdown=constants.get("overlap.compute_slowdown", 0.0),
+            comm_slowdown=constants.get("overlap.comm_slowdown", 0.0),
+        ),
+    )
+
+
+def frees(problem: Problem, chosen: Candidate) -> bool:
+    """Whether single blocks of this candidate may be recomputed in full."""
+    return chosen.mode != "full" and bool(problem.graph.repeated_positions)
+
+
+def stage_problem(
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    priced: Priced,
+    states: Sequence[Sequence[LiveState]],
+    capacity_bytes: float,
+) -> StageProblem:
+    """The stage problem with the rows that every schedule has; critical paths are added as they are found."""
+    chosen, strategy = priced.chosen, priced.strategy
+    blocks = problem.fixed_ints("pipeline.stage_blocks")
+    least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen)
+    return StageProblem(
+        kinds=chain.kinds,
+        chunks=chosen.chunks,
+        quantities=(*_seconds(problem, book, priced), *_bytes(priced)),
+        paths=() if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
+        memory=memory_rows(states),
+        capacity_bytes=int(capacity_bytes),
+        recompute=frees(problem, chosen),
+        least=least,
+        most=most,
+        blocks=blocks,
+        recomputed=_fixed_recomputed(problem, chosen.chunks),
+    )
+
+
+def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
+    """Blocks recomputed in full that the user fixes per chunk; an empty list says none at all."""
+    fixed = problem.fixed_ints("recompute.per_stage")
+    return (0,) * chunks if fixed == () else fixed
+
+
+def chunk_sizes(graph: ModelGraph, chosen: Candidate) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks that each chunk must and may have: what is legal; of many blocks in many interleaved chunks an even
+    share, one more, or in an end chunk (which carries an end of the model) one less."""
+    blocks, chunks = len(graph.repeated_positions), chosen.chunks
+    if not blocks:
+        return (0,) * chunks, (0,) * chunks
+    least = least_blocks(graph, chunks)
+    if chosen.virtual_stages == 1 or blocks <= UNEVEN_CHUNKS_BLOCKS:
+        return least, (blocks,) * chunks
+    even = blocks // chunks
+    ends = (0, chunks - 1)
+    return (
+        tuple(max(a, even - (c in ends)) for c, a in enumerate(least)),
+        tuple(max(a, even + 1) for a in least),
+    )
+
+
+def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
+    """Quantities FORWARD to SEND, in picoseconds."""
+    strategy, links = priced.strategy, priced.links
+    every = state.zero_level(strategy) >= 2
+
+    def communicates(link: LinkPrice) -> float:
+        return link.gather_s + link.reduce_s
+
+    backward = links.streamed(lambda link: link.backward_s, backward=True)
+    weight = links.sums(lambda link: link.weight_s)
+    end: tuple[Form, ...]
+    end_weight: tuple[Form, ...]
+    if strategy.grad_sync.overlap:
+        end = (backward, *links.beside(lambda link: link.backward_s, communicates))
+        end_weight = (weight, *links.beside(lambda link: link.weight_s, lambda link: link.reduce_s))
+    else:
+        end = (backward, links.sums(lambda link: link.backward_s + link.reduce_s))
+        end_weight = (weight, links.sums(lambda link: link.weight_s + link.reduce_s))
+    backwards = Quantity(forms=end if every else (backward,))
+    weights = Quantity(forms=end_weight if every else (weight,))
+    return (
+        Quantity(forms=(links.streamed(lambda link: link.forward_s, backward=False),)),
+        backwards,
+        Quantity(forms=(links.streamed(lambda link: link.input_s, backward=True),)),
+        weights,
+        backwards,
+        weights,
+        Quantity(forms=end),
+        Quantity(forms=end_weight),
+        Quantity(forms=(links.sums(_step_rate(book, priced)),)),
+        Quantity(forms=(links.constant(_send_s(problem, book, strategy) * PS),)),
+    )
+
+
+def _step_rate(book: PriceBook, priced: Priced) -> Value:
+    """Seconds of optimizer and of the gather of updated parameters that a link answers for: its share at the
+    rate of the whole model, as neither is faster per byte when it is smaller."""
+    strategy, links = priced.strategy, priced.links
+    every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
+    copies = max(links.count, 1)  # more than any stage has
+    parameters = sum(link.parameters for link in every) * copies
+    trainable = sum(link.trainable for link in every) * copies
+    kernels = state.optimizer_kernel(trainable, strategy)
+    mode = strategy.execution.kernels
+    update = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in kernels) / max(trainable, 1)
+    axes = mesh_axes(strategy)
+    gathers = state.updated_gather(parameters, strategy)
+    gather = sum(book.pricer.collective_s(c, axes) for c in gathers) / max(parameters, 1)
+    return lambda link: link.trainable * update + link.parameters * gather
+
+
+def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
+    """The shortest message between neighbouring stages, of all places where the chain may be cut."""
+    if strategy.mesh.pp == 1:
+        return 0.0
+    graph = problem.graph
+    starts = graph.repeated_positions
+    ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[starts[-1]].sends}
+    shards = strategy.mesh.tp if strategy.shard.sequence_parallel else 1
+    dtype = TENSOR_DTYPE[strategy.execution.dtype]
+    sizes = [
+        sum(
+            spec.numel(strategy.batch.micro)
+            * ITEM_BYTES[dtype if spec.dtype == graph.dtype else spec.dtype]
+            // (shards * strategy.mesh.cp)
+            for spec in sends
+        )
+        for sends in ends
+    ]
+    return book.send_s(mesh_axes(strategy), min(sizes, default=0))
+
+
+def _bytes(priced: Priced) -> tuple[Quantity, ...]:
+    """Quantities STATE to WEIGHT_PEAK."""
+    links = priced.links
+    split = priced.chosen.schedule in SPLIT_BACKWARD
+    return (
+        Quantity(forms=(links.sums(state_rate(priced.strategy), 1.0),)),
+        Quantity(forms=(links.sums(lambda link: link.saved, 1.0),)),
+        Quantity(forms=(links.sums(lambda link: link.weight_saved, 1.0),)),
+        forward_peak(links),
+        backward_peak(links),
+        weight_peak(links) if split else Quantity(forms=(links.constant(0),)),
+    )
+
+
+def state_rate(strategy: Strategy) -> Value:
+    """Bytes that live through the whole step for a link: `planner.state.state_bytes`, not rounded up."""
+    execution, zero = strategy.execution, state.zero_level(strategy)
+    ranks = state.shard_ranks(strategy)
+    parameter = state.dtype_bytes(execution.param_dtype) / (ranks if zero == 3 else 1)
+    compute = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]]
+    if compute < state.dtype_bytes(execution.param_dtype) and zero < 3:
+        parameter += compute
+    gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
+    kept = 1.0 - strategy.offload.optimizer
+    stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
+    return lambda link: (
+        link.parameters * parameter + link.trainable * (gradient + stepped) + link.buffer_bytes
+    )
+
+
+def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
+    """One row per moment of each rank that no other moment outweighs."""
+    rows = []
+    for own in states:
+        chunks = sorted({stage for moment in own for stage, _, _ in moment.held})
+        for moment in _heaviest(own):
+            terms = [(int(Q.STATE), stage, 1) for stage in chunks]
+            terms += [(int(Q.SAVED), stage, full) for stage, full, _ in moment.held if full]
+            terms += [(int(Q.WEIGHT_SAVED), stage, weight) for stage, _, weight in moment.held if weight]
+            peak = {ActionKind.FORWARD: Q.FORWARD_PEAK, ActionKind.BACKWARD_WEIGHT: Q.WEIGHT_PEAK}.get(
+                moment.kind, Q.BACKWARD_PEAK
+            )
+            rows.append(Row(terms=(*terms, (int(peak), moment.stage, 1))))
+    return tuple(rows)
+
+
+def _heaviest(states: Sequence[LiveState]) -> list[LiveState]:
+    """States that hold as much as any other of the same stage and kind, in at least one part."""
+    groups: dict[tuple[int, ActionKind], list[LiveState]] = {}
+    for one in states:
+        groups.setdefault((one.stage, one.kind), []).append(one)
+    kept = []
+    for group in groups.values():
+        held = np.array([[n for _, full, weight in one.held for n in (full, weight)] for one in group])
+        order = np.argsort(-held.sum(axis=1), kind="stable")  # what outweighs a state holds more in all
+        heaviest: list[int] = []
+        for i in order:
+            if not heaviest or not (held[heaviest] >= held[i]).all(axis=1).any():
+                heaviest.append(int(i))
+        kept += [group[i] for i in sorted(heaviest)]
+    return kept
+
+
+def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
+    """For each rank two paths that all schedules without split backward have: the pipeline fills, the rank does
+    all its work, and then it reduces and steps, or the pipeline drains and the first stage does."""
+    mesh, pipeline = strategy.mesh, strategy.pipeline
+    home = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
+    rows = []
+    for rank in range(mesh.pp):
+        chunks = [stage for stage, at in enumerate(home) if at == rank]
+        first = chunks[0]
+        work = [(int(Q.FORWARD), stage, 1) for stage in range(first)]
+        work += [(int(Q.SEND), stage, 1) for stage in range(first)]
+        work += [(int(Q.FORWARD), stage, strategy.micro_batches) for stage in chunks]
+        work += [(int(Q.BACKWARD), stage, strategy.micro_batches - 1) for stage in chunks]
+        work += [(int(Q.LAST_BACKWARD), stage, 1) for stage in chunks[1:]]
+        rows.append(Row(terms=_merged([*work, (int(Q.END), first, 1), (int(Q.STEP), first, 1)])))
+        if pipeline.virtual_stages == 1 and mesh.pp > 1:
+            rows.append(Row(terms=_merged(_round_trip(strategy, rank))))
+        if first:
+            drain = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, first + 1)]
+            drain += [(int(Q.SEND), stage, 1) for stage in range(first)]
+            rows.append(Row(terms=_merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
+    return tuple(rows)
+
+
+def _round_trip(strategy: Strategy, rank: int) -> list[tuple[int, int, int]]:
+    """One micro-batch through all stages and back, while the rank's other work waits for it: 1F1B has run
+    ranks - rank forwards when its first gradient arrives, GPipe runs all but one before its last input leaves."""
+    pp, m = strategy.mesh.pp, strategy.micro_batches
+    ahead = 1 if strategy.pipeline.schedule == "gpipe" else min(pp - rank, m)
+    last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, rank + 1)]
+    last += [(int(Q.END), 0, 1), (int(Q.STEP), 0, 1)]
+    if m == 1:  # the gradient that comes back is the last
+        last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, pp)] + last[rank:]
+    else:
+        last += [(int(Q.BACKWARD), stage, 1) for stage in range(rank, pp)]
+        last += [(int(Q.BACKWARD), rank, m - 2)]
+    hops = [(int(Q.SEND), stage, 2) for stage in range(pp - 1)]
+    return [
+        *((int(Q.FORWARD), stage, 1) for stage in range(pp)),
+        (int(Q.FORWARD), rank, m - ahead),
+        *last,
+        *hops,
+    ]
+
+
+def _merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    total: dict[tuple[int, int], int] = {}
+    for quantity, chunk, count in terms:
+        total[quantity, chunk] = total.get((quantity, chunk), 0) + count
+    return tuple((q, c, n) for (q, c), n in total.items() if n)
+
+
+def path_row(path: Path) -> Row:
+    """A critical path as a row; a last backward and its reduction are one quantity where both stand on it."""
+    counts = {(part, stage): count for part, stage, count in path.terms}
+    terms = []
+    for (part, stage), count in counts.items():
+        if part in (REDUCE, REDUCE_AFTER_WEIGHT, TIED):
+            continue
+        quantity = _PHASES[part]
+        if (REDUCE, stage) in counts or (REDUCE_AFTER_WEIGHT, stage) in counts:
+            quantity = {Q.LAST_BACKWARD: Q.END, Q.LAST_BACKWARD_WEIGHT: Q.END_WEIGHT}.get(quantity, quantity)
+        terms.append((int(quantity), stage, count))
+    return Row(terms=_merged(terms))
+
+
+def with_paths(problem: StageProblem, rows: Sequence[Row]) -> StageProblem:
+    """The problem with further paths."""
+    return replace(problem, paths=(*problem.paths, *(row for row in rows if row not in problem.paths)))

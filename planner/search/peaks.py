@@ -1,0 +1,119 @@
+"""Peak bytes of one action of a chunk above what the rank holds when it starts: lower bounds as integer forms.
+
+As `costmodel.memory` walks them: a link runs on top of what the links before it saved; its temporaries, what its
+recomputation makes, its gathered parameters and the next link's, and gradients on their way live beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autoparallel.planner.search.forms import Links, PricedChain
+from autoparallel.planner.search.prices import LinkPrice
+from autoparallel.planner.search.stage_problem import Form, Quantity
+
+
+def forward_peak(chain: PricedChain) -> Quantity:
+    """The last unit's forward on top of all that is saved, the one before it while the last one's parameters come
+    in, and the links of head and tail."""
+    saved = chain.sums(lambda link: link.saved, 1.0)
+    tail_saved = sum(link.saved for link in chain.tail)
+    units = (*chain.kept, *chain.recomputed)
+    last = min((_running(links, _forward_of) for links in units), default=0)
+    first_tail = chain.tail[0].gather_bytes if chain.tail else 0
+    every = [True] * chain.chunks
+    on_units = _shifted(saved, _each(chain, last, first_tail - tail_saved), units=every)
+    ends = _running(chain.tail, _forward_of) if chain.tail else last - tail_saved
+    on_tail = _shifted(saved, _each(chain, last, ends - last), units=[*every[1:], not chain.tail])
+    on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
+    forms = [on_units, on_tail, on_head]
+    coming = _next_gather(units, 0)
+    if coming:  # needs a unit before the last
+        most = max(sum(link.saved for link in links) for links in units)
+        own = min(links[-1].forward_temp + links[-1].gather_bytes for links in units)
+        before = _shifted(saved, _each(chain, own + coming - most, -tail_saved), units=every)
+        forms.append(replace(before, when_few=-coming))
+    return Quantity(forms=tuple(dict.fromkeys(forms)))
+
+
+def backward_peak(chain: PricedChain) -> Quantity:
+    """The first link to run backwards with all that is saved beside it: of the tail, or of the units; and the
+    second unit, beside the gradients of the first."""
+    saved = chain.sums(lambda link: link.saved, 1.0)
+    tail_saved = sum(link.saved for link in chain.tail)
+    kept = min((_backward_of(links[-1]) for links in chain.kept), default=0)
+    again = min((_backward_of(links[-1]) for links in chain.recomputed), default=0)
+    units = (*chain.kept, *chain.recomputed)
+    coming = _next_gather(units, -1)
+    every, more = [True] * chain.chunks, max(0, again - kept) if chain.kept else 0
+    reducing = chain.tail[0].reduce_bytes if chain.tail else 0
+    on_units = _shifted(saved, _each(chain, kept + coming, reducing - tail_saved), units=every)
+    on_units = replace(on_units, when_all=more, when_few=-coming)
+    ends = kept - tail_saved
+    held, before = 0, 0
+    for number in range(len(chain.tail) - 1, -1, -1):
+        link = chain.tail[number]
+        gathers = chain.tail[number - 1].gather_bytes if number else 0
+        ends = max(ends, held + _backward_of(link) + gathers + before)
+        held, before = held - link.saved, link.reduce_bytes
+    on_tail = _shifted(saved, _each(chain, kept, ends - kept), units=[*every[1:], not chain.tail])
+    on_head = _alone(chain, max((_backward_of(link) + link.saved for link in chain.head), default=0))
+    forms = [on_units, on_tail, on_head]
+    reduced = min((links[0].reduce_bytes for links in units), default=0)
+    if reduced:
+        most = max(sum(link.saved for link in links) for links in units)
+        third = coming if chain.chunks == 1 and chain.count > 2 else 0
+        second = _shifted(
+            saved, _each(chain, min(kept, again) + reduced + third - most, -tail_saved), units=every
+        )
+        forms.append(replace(second, when_few=-reduced))
+    return Quantity(forms=tuple(dict.fromkeys(forms)))
+
+
+def _each(chain: PricedChain, value: int, in_last: int) -> list[int]:
+    """The value in every chunk, and `in_last` more in the last."""
+    return [value] * (chain.chunks - 1) + [value + in_last]
+
+
+def _next_gather(units: Sequence[Links], position: int) -> int:
+    """Parameters that come in beside a unit, for the one that runs next: those of its first link to run."""
+    return min((links[position].gather_bytes for links in units), default=0)
+
+
+def weight_peak(chain: PricedChain) -> Quantity:
+    """What a split backward kept for the weight gradients, and the gradients of one link."""
+    kept = chain.sums(lambda link: link.weight_saved, 1.0)
+    gradients = min((links[0].reduce_bytes for links in chain.kept), default=0)
+    return Quantity(forms=(_shifted(kept, [gradients] * chain.chunks, units=[True] * chain.chunks),))
+
+
+def _forward_of(link: LinkPrice) -> int:
+    return link.forward_temp + link.gather_bytes
+
+
+def _backward_of(link: LinkPrice) -> int:
+    return link.recomputed + link.backward_temp + link.gather_bytes + link.reduce_bytes
+
+
+def _running(links: Links, peak: Callable[[LinkPrice], int]) -> int:
+    """Largest of: a link's peak less what the links after it save."""
+    after, found = 0, []
+    for number in range(len(links) - 1, -1, -1):
+        gathers = links[number + 1].gather_bytes if number + 1 < len(links) else 0
+        found.append(peak(links[number]) + gathers - after)
+        after += links[number].saved
+    return max(found, default=0)
+
+
+def _shifted(form: Form, more: Sequence[int], *, units: Sequence[bool]) -> Form:
+    """The form and `more` in each chunk; where that comes from the chunk's `units`, only if it has some."""
+    fixed = tuple(a + b for a, b in zip(form.fixed, more, strict=True))
+    none = tuple(-b if b > 0 and unit else 0 for b, unit in zip(more, units, strict=True))
+    return Form(kept=form.kept, recomputed=form.recomputed, fixed=fixed, when_none=none if any(none) else ())
+
+
+def _alone(chain: PricedChain, first: int) -> Form:
+    """A peak in the first chunk that does not depend on its units."""
+    zero = (0,) * len(chain.kept)
+    return Form(kept=zero, recomputed=zero, fixed=(first, *(0,) * (chain.chunks - 1)))

@@ -1,0 +1,155 @@
+"""What each link of the chain costs and keeps under a candidate: the numbers that bounds are made of.
+
+All figures come from the pieces that `score` itself uses (the expander's local work, the pricer's seconds), so
+that a bound can be compared with the simulated step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autoparallel.costmodel.price import Pricer, price_block
+from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPrice:
+    """One link and micro-batch on one device: seconds, bytes and numbers of parameters.
+
+    `reduce_s` is a lower bound on its share of the gradient reduction: its own collectives with ZeRO-3, else
+    its bytes at the rate of a full bucket (a collective is no faster per byte when it is smaller).
+    """
+
+    forward_s: float
+    input_s: float  # recomputation and input gradients
+    weight_s: float
+    gather_s: float
+    reduce_s: float
+    gather_bytes: int
+    reduce_bytes: int  # whole gradients alive on their way to a reduction of every micro-batch
+    parameters: int
+    trainable: int
+    saved: int
+    weight_saved: int
+    recomputed: int
+    forward_temp: int
+    backward_temp: int
+    buffer_bytes: int
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+
+@dataclass(frozen=True)
+class PriceBook:
+    """Prices of one problem's links, remembered by all that they depend on."""
+
+    expander: Expander
+    pricer: Pricer
+    device: Device  # what bounds are priced on: the fastest that a stage may stand on
+    _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+    _rates: dict[object, float] = field(default_factory=dict, repr=False)
+    _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
+
+    def link(self, strategy: Strategy, block: int, mode: str, *, held: bool = True) -> LinkPrice:
+        """The price of a link; `held` False leaves out tied parameters, which another link may hold for it."""
+        axes = mesh_axes(strategy)
+        key = (
+            block, mode, held, axes, strategy.batch, strategy.shard, strategy.grad_sync,
+            strategy.execution, strategy.tensor, strategy.offload,
+        )  # fmt: skip
+        if key not in self._links:
+            self._links[key] = self._price(strategy, block, mode, axes, held=held)
+        return self._links[key]
+
+    def _price(
+        self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool
+    ) -> LinkPrice:
+        work = self.expander.work(strategy, block, mode)
+        gather = state.gather_of(work, strategy)
+        parameters, trainable = work.parameters, work.trainable
+        if not held:
+            tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]
+            parameters = max(parameters - sum(p.numel for p in tied), 0)
+            trainable = max(trainable - sum(p.numel for p in tied if p.trainable), 0)
+        accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy)
+        forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
+        zero = state.zero_level(strategy)
+        reduction = state.reduction_of(trainable, strategy)
+        whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
+        return LinkPrice(
+            forward_s=forward_s,
+            input_s=input_s,
+            weight_s=weight_s,
+            gather_s=self.pricer.collective_s(gather, axes) if gather is not None else 0.0,
+            reduce_s=self._reduce_s(reduction, strategy, axes),
+            gather_bytes=gather.size_bytes if gather is not None else 0,
+            reduce_bytes=sum(whole) if zero >= 2 else 0,
+            parameters=parameters,
+            trainable=trainable,
+            saved=work.saved_bytes,
+            weight_saved=work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes,
+            recomputed=work.recomputed_bytes,
+            forward_temp=work.forward_temp_bytes,
+            backward_temp=work.backward_temp_bytes,
+            buffer_bytes=work.buffer_bytes,
+        )
+
+    def send_s(self, axes: tuple[Axis, ...], size_bytes: int) -> float:
+        """Seconds of a message to the next stage."""
+        message = Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size_bytes, label="pp")
+        return self.pricer.collective_s(message, axes)
+
+    def block_s(
+        self, strategy: Strategy, work: BlockWork, more: tuple[Kernel, ...], axes: tuple[Axis, ...]
+    ) -> tuple[float, float, float]:
+        """Seconds of forward, of recomputation and input gradients, and of weight gradients and `more`.
+
+        A pass is priced whole: where the host is slower than the device, its parts do not add up.
+        """
+        inner = tuple(a for a in axes if a.name in ("tp", "cp") and a.size > 1)
+        key = (id(work), more, inner, strategy.execution.kernels)  # the expander keeps every work alive
+        if key not in self._blocks:
+            whole = replace(work, backward_weight=(*work.backward_weight, *more))
+            cost = price_block(whole, _bare_program(strategy, axes), self.device, self.pricer)
+            self._blocks[key] = (
+                sum(cost.forward.values()),
+                sum(cost.recompute.values()) + sum(cost.backward_input.values()),
+                sum(cost.backward_weight.values()),
+            )
+        return self._blocks[key]
+
+    def _reduce_s(
+        self, reduction: tuple[Collective, ...], strategy: Strategy, axes: tuple[Axis, ...]
+    ) -> float:
+        if state.zero_level(strategy) == 3:
+            return sum(self.pricer.collective_s(c, axes) for c in reduction)
+        bucket = round(strategy.grad_sync.bucket_mib * MIB)
+        size = max((c.size_bytes for c in reduction), default=0)
+        if not size or not bucket:
+            return sum(self.pricer.collective_s(c, axes) for c in reduction)
+        return size * self.reduce_rate(strategy, axes, bucket)
+
+    def reduce_rate(self, strategy: Strategy, axes: tuple[Axis, ...], bucket: int) -> float:
+        """Seconds per byte of gradient in a full bucket."""
+        spanned = tuple(a for a in axes if a.name in ("dp_replicate", "dp_shard", "cp") and a.size > 1)
+        key = (spanned, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype)
+        if key not in self._rates:
+            item = state.dtype_bytes(strategy.execution.grad_dtype)
+            full = state.reduction_of(max(bucket // item, 1), strategy)
+            size = max((c.size_bytes for c in full), default=1)
+            self._rates[key] = sum(self.pricer.collective_s(c, axes) for c in full) / size
+        return self._rates[key]
+
+
+def _bare_program(strategy: Strategy, axes: tuple[Axis, ...]) -> Program:
+    """A program without actions: what pricing a block's steps needs to know."""
+    return Program(
+        ranks=(), stages=(), axes=axes, micro_batches=strategy.micro_batches, dtype=strategy.execution.dtype,
+        overlap=strategy.grad_sync.overlap, kernels=strategy.execution.kernels,
+    )  # fmt: skip

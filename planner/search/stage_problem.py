@@ -1,0 +1,114 @@
+"""The stage problem as data: quantities per chunk, rows over them, and deals of blocks to chunks.
+
+What a deal needs is computed here without a solver; `planner/search/stages.py` says what the problem means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, per chunk besides,
+    `when_all` more where the chunk recomputes every block, `when_few` more where it has one or none, and
+    `when_none[chunk]` more where it has none."""
+
+    kept: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    fixed: tuple[int, ...]
+    when_all: int = 0
+    when_few: int = 0
+    when_none: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """What a chunk needs of one thing: the largest of its forms."""
+
+    forms: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A linear form: sum of coefficient * quantity of a chunk, plus a constant. Terms: (quantity, chunk, factor)."""
+
+    terms: tuple[tuple[int, int, int], ...]
+    constant: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """Blocks per chunk, and of these how many are recomputed in full."""
+
+    blocks: tuple[int, ...]
+    recomputed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """Kinds of the repeated blocks in model order, quantities, and the rows over them."""
+
+    kinds: tuple[int, ...]
+    chunks: int
+    quantities: tuple[Quantity, ...]
+    paths: tuple[Row, ...]  # each <= T
+    memory: tuple[Row, ...]  # each <= capacity_bytes
+    capacity_bytes: int
+    recompute: bool  # whether blocks may be recomputed one by one
+    least: tuple[int, ...]  # blocks that each chunk must have
+    most: tuple[int, ...]  # and may have
+    blocks: tuple[int, ...] | None = None  # fixed by the user
+    recomputed: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAnswer:
+    """The best deal of a stage problem; no deal is below `bound` (equal to `value` when proved). Where the solver
+    found none in its time there is only the bound."""
+
+    deal: Deal | None
+    value: int
+    bound: int
+
+
+def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: int) -> int:
+    """What `chunk` needs of `quantity` under a deal."""
+    start = sum(deal.blocks[:chunk])
+    kinds = problem.kinds[start : start + deal.blocks[chunk]]
+    k = deal.recomputed[chunk]
+    return max(
+        form.fixed[chunk]
+        + sum(form.recomputed[kind] for kind in kinds[:k])
+        + sum(form.kept[kind] for kind in kinds[k:])
+        + (form.when_all if k == len(kinds) > 0 else 0)
+        + (form.when_few if len(kinds) <= 1 else 0)
+        + (form.when_none[chunk] if form.when_none and not kinds else 0)
+        for form in quantity.forms
+    )
+
+
+def row_value(problem: StageProblem, row: Row, deal: Deal) -> int:
+    """A row's value under a deal, without a solver."""
+    return row.constant + sum(
+        factor * chunk_amount(problem, problem.quantities[q], deal, c) for q, c, factor in row.terms
+    )
+
+
+def deal_fits(problem: StageProblem, deal: Deal) -> bool:
+    """Whether a deal respects every constraint of the model, without a solver."""
+    return (
+        len(deal.blocks) == problem.chunks
+        and sum(deal.blocks) == len(problem.kinds)
+        and all(a <= n <= b for a, n, b in zip(problem.least, deal.blocks, problem.most, strict=True))
+        and all(0 <= k <= n for n, k in zip(deal.blocks, deal.recomputed, strict=True))
+        and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
+        and problem.blocks in (None, deal.blocks)
+        and problem.recomputed in (None, deal.recomputed)
+        and all(row_value(problem, row, deal) <= problem.capacity_bytes for row in problem.memory)
+    )
+
+
+def deal_value(problem: StageProblem, deal: Deal) -> int:
+    """The longest of the paths under a deal: what the model minimises."""
+    return max((row_value(problem, row, deal) for row in problem.paths), default=0)

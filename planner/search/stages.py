@@ -1,0 +1,248 @@
+"""Blocks to chunks, and how many of each chunk's blocks are recomputed in full: an integer program for CP-SAT.
+
+    least[c] <= n[c] <= most[c], sum = N  every repeated block stands in one chunk, in model order
+    0 <= k[c] <= n[c]                     the first k[c] blocks of chunk c are recomputed in full
+    A[q, c](n, k)                         what chunk c needs of quantity q (seconds, bytes): the largest of some sums
+                                          over its blocks, with a surcharge where k[c] = n[c] > 0, n[c] <= 1 or 0
+    sum a[q, c] A[q, c] + const <= T      for each path: no path through the schedule takes longer than the step
+    sum a[q, c] A[q, c] + const <= cap    for each moment of each rank that can be its memory's peak
+    minimise T
+
+Everything is in integer picoseconds and bytes, rounded down: what CP-SAT proves is a true lower bound. The
+caller prepares all numbers (`planner/search/inner.py`); nothing is computed here but the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from autoparallel.planner.search.deals import best_of, few_deals, one_chunk
+from autoparallel.planner.search.stage_problem import Deal, Form, Row, StageAnswer, StageProblem, deal_value
+
+# Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
+# second). Kind: formula: far above what the largest chain here needs.
+EFFORT = 0.1
+Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
+
+
+def solve_stages(
+    problem: StageProblem,
+    *,
+    excluded: Sequence[Deal] = (),
+    below: int | None = None,
+    effort: float = EFFORT,
+) -> StageAnswer | None:
+    """The best deal with a value below `below` that is not excluded; None where there is none.
+
+    Deterministic: one worker, a fixed seed, and `effort` in deterministic time.
+    """
+    if problem.chunks == 1:
+        return one_chunk(problem, excluded, below)
+    few = few_deals(problem)
+    if few is not None:
+        return best_of(problem, [deal for deal in few if deal not in excluded], below)
+    model = cp_model.CpModel()
+    builder = _Builder(model, problem)
+    builder.every_block_in_one_chunk()
+    builder.as_fixed_by_the_user()
+    builder.fits_memory()
+    for deal in excluded:
+        builder.differs_from(deal)
+    step = builder.no_path_longer_than_the_step(below)
+    model.minimize(step)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = effort
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return None
+    assert status != cp_model.MODEL_INVALID, model.validate()
+    bound = max(int(solver.best_objective_bound), 0)
+    if status == cp_model.UNKNOWN:
+        return StageAnswer(deal=None, value=bound, bound=bound)
+    deal = Deal(
+        blocks=tuple(solver.value(n) for n in builder.blocks),
+        recomputed=tuple(solver.value(k) for k in builder.recomputed),
+    )
+    return StageAnswer(deal=deal, value=deal_value(problem, deal), bound=bound)
+
+
+class _Builder:
+    """The variables of one model; each method adds one named constraint."""
+
+    def __init__(self, model: cp_model.CpModel, problem: StageProblem) -> None:
+        self.model, self.problem = model, problem
+        spare = len(problem.kinds) - sum(problem.least)
+        self.blocks = [
+            model.new_int_var(least, min(least + max(spare, 0), most), f"n{c}")
+            for c, (least, most) in enumerate(zip(problem.least, problem.most, strict=True))
+        ]
+        self.recomputed = [
+            model.new_int_var(0, least + max(spare, 0) if problem.recompute else 0, f"k{c}")
+            for c, least in enumerate(problem.least)
+        ]
+        self.uniform = len(set(problem.kinds)) <= 1
+        self.sums: dict[int, list[Linear]] = {}
+        self.spreads: dict[int, list[int]] = {}
+        self.all: dict[int, cp_model.IntVar] = {}
+        self.few: dict[tuple[int, int], cp_model.IntVar] = {}
+        if not self.uniform:
+            self._positions()
+
+    def _positions(self) -> None:
+        """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end."""
+        model, n = self.model, len(self.problem.kinds)
+        self.cuts = [model.new_int_var(0, n, f"s{c}") for c in range(self.problem.chunks + 1)]
+        self.turns = [model.new_int_var(0, n, f"r{c}") for c in range(self.problem.chunks)]
+        model.add(self.cuts[0] == 0)
+        for c, (blocks, recomputed) in enumerate(zip(self.blocks, self.recomputed, strict=True)):
+            model.add(self.cuts[c + 1] == self.cuts[c] + blocks)
+            model.add(self.turns[c] == self.cuts[c] + recomputed)
+
+    def amounts(self, index: int) -> list[Linear]:
+        """Per chunk, how much of a quantity it needs: A[q, c], or a variable that is at least that."""
+        if index not in self.sums:
+            quantity = self.problem.quantities[index]
+            forms = [self._form(form) for form in quantity.forms]
+            self.sums[index] = [
+                self._at_least([form[c] for form in forms], self._most_of(index, c))
+                for c in range(self.problem.chunks)
+            ]
+        return self.sums[index]
+
+    def _form(self, form: Form) -> list[Linear]:
+        amounts = self._counted(form) if self.uniform else self._prefixed(form)
+        if form.when_all:
+            amounts = [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
+        if form.when_few:
+            amounts = [amount + form.when_few * self._at_most(c, 1) for c, amount in enumerate(amounts)]
+        return [
+            amount + form.when_none[c] * self._at_most(c, 0)
+            if form.when_none and form.when_none[c]
+            else amount
+            for c, amount in enumerate(amounts)
+        ]
+
+    def _at_least(self, forms: list[Linear], most: int) -> Linear:
+        if len(forms) == 1:
+            return forms[0]
+        largest = self.model.new_int_var(-most, most, "")
+        for form in forms:
+            self.model.add(largest >= form)
+        return largest
+
+    def _all_recomputed(self, chunk: int) -> cp_model.IntVar:
+        """1 where the chunk has blocks and recomputes every one of them."""
+        if chunk not in self.all:
+            self.all[chunk] = self.model.new_bool_var(f"all{chunk}")
+            left = self.blocks[chunk] - self.recomputed[chunk]
+            self.model.add(left >= 1).only_enforce_if(~self.all[chunk], ~self._at_most(chunk, 0))
+        return self.all[chunk]
+
+    def _at_most(self, chunk: int, number: int) -> cp_model.IntVar:
+        """1 where, and only where, the chunk has at most so many blocks."""
+        if (chunk, number) not in self.few:
+            few = self.few[chunk, number] = self.model.new_bool_var(f"few{number}_{chunk}")
+            self.model.add(self.blocks[chunk] > number).only_enforce_if(~few)
+            self.model.add(self.blocks[chunk] <= number).only_enforce_if(few)
+        return self.few[chunk, number]
+
+    def _counted(self, form: Form) -> list[Linear]:
+        kind = self.problem.kinds[0]
+        kept, extra = form.kept[kind], form.recomputed[kind] - form.kept[kind]
+        return [
+            fixed + kept * n + extra * k
+            for fixed, n, k in zip(form.fixed, self.blocks, self.recomputed, strict=True)
+        ]
+
+    def _prefixed(self, form: Form) -> list[Linear]:
+        kinds = self.problem.kinds
+        kept = list(accumulate((form.kept[k] for k in kinds), initial=0))
+        extra = list(accumulate((form.recomputed[k] - form.kept[k] for k in kinds), initial=0))
+        at_cut = [self._looked_up(cut, kept) for cut in self.cuts]
+        found: list[Linear] = []
+        for c, fixed in enumerate(form.fixed):
+            amount = fixed + at_cut[c + 1] - at_cut[c]
+            if self.problem.recompute and any(extra):
+                amount += self._looked_up(self.turns[c], extra) - self._looked_up(self.cuts[c], extra)
+            found.append(amount)
+        return found
+
+    def _looked_up(self, position: cp_model.IntVar, table: list[int]) -> Linear:
+        value = self.model.new_int_var(min(table), max(table), "")
+        self.model.add_element(position, table, value)
+        return value
+
+    def row(self, row: Row) -> Linear:
+        return row.constant + sum(factor * self.amounts(q)[c] for q, c, factor in row.terms)
+
+    def every_block_in_one_chunk(self) -> None:
+        """sum n[c] = N and k[c] <= n[c]."""
+        self.model.add(sum(self.blocks) == len(self.problem.kinds))
+        for n, k in zip(self.blocks, self.recomputed, strict=True):
+            self.model.add(k <= n)
+
+    def as_fixed_by_the_user(self) -> None:
+        """n = pipeline.stage_blocks and k = recompute.per_stage where these are given."""
+        for variables, fixed in (
+            (self.blocks, self.problem.blocks),
+            (self.recomputed, self.problem.recomputed),
+        ):
+            for variable, value in zip(variables, fixed or (), strict=False):
+                self.model.add(variable == value)
+
+    def fits_memory(self) -> None:
+        """Every moment's bytes <= capacity."""
+        for row in self.problem.memory:
+            self.model.add(self.row(row) <= self.problem.capacity_bytes)
+
+    def no_path_longer_than_the_step(self, below: int | None) -> cp_model.IntVar:
+        """T >= every path; T < below."""
+        most = max(map(self._most_of_row, self.problem.paths), default=0)
+        if below is not None:
+            most = max(min(most, below - 1), 0)
+        step = self.model.new_int_var(0, most, "T")
+        for row in self.problem.paths:
+            self.model.add(self.row(row) <= step)
+        return step
+
+    def _most_of(self, index: int, chunk: int) -> int:
+        """More than any deal makes of a quantity in a chunk."""
+        if index not in self.spreads:
+            self.spreads[index] = [
+                form.when_all
+                + max(form.when_few, 0)
+                + max((0, *form.when_none))
+                + sum(
+                    map(
+                        max,
+                        (form.kept[k] for k in self.problem.kinds),
+                        (form.recomputed[k] for k in self.problem.kinds),
+                    )
+                )
+                for form in self.problem.quantities[index].forms
+            ]
+        forms = self.problem.quantities[index].forms
+        return max(abs(f.fixed[chunk]) + s for f, s in zip(forms, self.spreads[index], strict=True))
+
+    def _most_of_row(self, row: Row) -> int:
+        return max(0, row.constant) + sum(n * self._most_of(q, c) for q, c, n in row.terms)
+
+    def differs_from(self, deal: Deal) -> None:
+        """At least one n[c] or k[c] is another than in `deal`."""
+        others = []
+        pairs = [
+            *zip(self.blocks, deal.blocks, strict=True),
+            *zip(self.recomputed, deal.recomputed, strict=True),
+        ]
+        for variable, value in pairs:
+            other = self.model.new_bool_var("")
+            self.model.add(variable != value).only_enforce_if(other)
+            others.append(other)
+        self.model.add_bool_or(others)

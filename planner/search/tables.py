@@ -1,0 +1,181 @@
+"""Price tables of the outer level: what one unit of the chain costs, for every distinct setting, as columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.candidates import Candidate, strategy_of
+from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.forms import Chain
+from autoparallel.planner.search.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.space import MODES, Ints, Shapes
+from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Floats = NDArray[np.float64]
+FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """Columns by shape; seconds, bytes, numbers. `unit_*` is the least of all kinds of unit, `all_*` the sum over
+    the model; `saved` is what a unit keeps, `least_saved` if it is recomputed in full where that may be chosen,
+    which then costs `recompute_s` per micro-batch."""
+
+    unit_forward_s: Floats
+    unit_backward_s: Floats
+    all_forward_s: Floats
+    all_backward_s: Floats
+    head_s: Floats
+    tail_s: Floats
+    recompute_s: Floats
+    saved: Floats
+    least_saved: Floats
+    head_saved: Floats
+    tail_saved: Floats
+    peak: Floats  # of one action above what is saved
+    backward_peak: Floats  # of a backward likewise
+    tail_peak: Floats  # likewise where the tail runs, what the tail saves included
+    unit_parameters: Floats
+    unit_trainable: Floats
+    most_trainable: Floats  # of any one link
+    head_parameters: Floats
+    tail_parameters: Floats
+    head_trainable: Floats
+    tail_trainable: Floats
+    buffer_bytes: Floats  # of the whole model
+
+
+def unit_table(
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float
+) -> Units:
+    """One row per shape; each distinct (tp, sequence parallelism, micro-batch, mode) is priced once, with tensor
+    parallelism on neighbouring devices, where it is cheapest.
+
+    Where one unit or the tail alone does not fit, nor does it with larger micro-batches: those rows are infinite.
+    """
+    # Gradients of several micro-batches are accumulated, which fused kernels do on the way.
+    fused = problem.execution.kernels == "fused"
+    several = np.minimum(shapes.micro_batches, 1 if fused else 2)
+    keys = np.stack(
+        [shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, several, shapes.micro], axis=1
+    )
+    distinct, rows = np.unique(keys, axis=0, return_inverse=True)
+    names = [f.name for f in fields(Units)]
+    nothing = (np.inf,) * len(names)
+    priced: list[tuple[float, ...]] = []
+    full: tuple[int, ...] = ()  # the setting whose smaller micro-batches are too large already
+    for key in distinct.tolist():
+        setting = tuple(key[:-1])
+        row = _row(problem, chain, book, key) if setting != full else nothing
+        unit = row[names.index("least_saved")] + row[names.index("peak")]
+        if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
+            row, full = nothing, setting
+        priced.append(row)
+    table = np.array(priced, dtype=np.float64).reshape(len(priced), len(names))
+    columns = table[rows.reshape(-1)]
+    return Units(**{name: columns[:, i] for i, name in enumerate(names)})
+
+
+def placed_row(
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, shape: int, stride: int
+) -> tuple[float, ...]:
+    """The row of one shape with tensor parallelism over devices `stride` apart."""
+    fused = problem.execution.kernels == "fused"
+    several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
+    columns = (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp)
+    key = (*(int(c[shape]) for c in columns), several, int(shapes.micro[shape]))
+    return _row(problem, chain, book, key, stride)
+
+
+def _representative(problem: Problem, chain: Chain, key: Sequence[int], stride: int) -> Strategy:
+    """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
+    placed `stride` devices apart."""
+    tp, sequence, mode, cp, several, micro = key
+    chosen = Candidate(
+        mesh=Mesh(tp=tp, cp=cp, dp_replicate=stride, order=FAR if stride > 1 else AXES), micro=micro, micro_batches=several, zero=0,
+        sequence_parallel=bool(sequence), schedule="none", virtual_stages=1, mode=MODES[mode], compression=(),
+    )  # fmt: skip
+    strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
+    return replace(strategy, batch=Batch(global_=several * micro * stride, micro=micro))
+
+
+def _row(
+    problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int], stride: int = 1
+) -> tuple[float, ...]:
+    strategy = _representative(problem, chain, key, stride)
+    mode = strategy.recompute.mode
+    tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
+
+    def link(block: int, how: str, *, held: bool = False) -> LinkPrice:
+        return book.link(strategy, block, how, held=held or not tied[block])
+
+    head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
+    tail = [link(b, "none") for b in chain.tail]
+    units = [[link(b, mode if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
+    full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
+    if mode == "full" or "recompute.per_stage" in problem.constraints:
+        full = full if "recompute.per_stage" in problem.constraints else units
+    counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
+    forward = [_sum(unit, "forward_s") for unit in units]
+    backward = [_sum(unit, "backward_s") for unit in units]
+    again = [_sum(b, "backward_s") - _sum(a, "backward_s") for a, b in zip(units, full, strict=True)]
+    every = [*head, *tail, *(link for unit in units for link in unit)]
+    last = [links[-1] for links in (*units, *full)]
+    peaks = [max(p.forward_temp, p.recomputed + p.backward_temp) for p in last]
+    backward_peaks = [p.recomputed + p.backward_temp for p in last]
+    sides = (
+        _sum(head, "forward_s"),
+        _sum(head, "backward_s"),
+        _sum(tail, "forward_s"),
+        _sum(tail, "backward_s"),
+    )
+    return (
+        min(forward, default=0.0),
+        min(backward, default=0.0),
+        sum(n * f for n, f in zip(counts, forward, strict=True)) + sides[0] + sides[2],
+        sum(n * b for n, b in zip(counts, backward, strict=True)) + sides[1] + sides[3],
+        sides[0] + sides[1],
+        sides[2] + sides[3],
+        max(min(again, default=0.0), 0.0),
+        min((_sum(unit, "saved") for unit in units), default=0.0),
+        min((min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(units, full, strict=True)), default=0.0),
+        _sum(head, "saved"),
+        _sum(tail, "saved"),
+        min(peaks, default=0.0),
+        min(backward_peaks, default=0.0),
+        _tail_peak(tail) if tail else min(peaks, default=0.0),
+        min((_sum(unit, "parameters") for unit in units), default=0.0),
+        min((_sum(unit, "trainable") for unit in units), default=0.0),
+        float(max((link.trainable for link in every), default=0)),
+        _sum(head, "parameters"),
+        _sum(tail, "parameters"),
+        _sum(head, "trainable"),
+        _sum(tail, "trainable"),
+        float(min((link.buffer_bytes for link in every), default=0)),
+    )
+
+
+def _tail_peak(tail: Sequence[LinkPrice]) -> float:
+    """Largest moment of the tail, above what the units before it saved."""
+    held, peak = 0, 0
+    for link in tail:
+        held += link.saved
+        peak = max(peak, held + link.forward_temp, held + link.recomputed + link.backward_temp)
+    return float(peak)
+
+
+def _sum(links: Iterable[LinkPrice], name: str) -> float:
+    return float(sum(getattr(link, name) for link in links))
+
+
+def take_units(units: Units, rows: Ints) -> Units:
+    """The columns at `rows`."""
+    return Units(**{f.name: getattr(units, f.name)[rows] for f in fields(Units)})

@@ -1,0 +1,184 @@
+"""Integer nanoseconds and kibibytes of every choice in a block's tensor-parallel problem.
+
+What is minimised is one step of one micro-batch of `SAMPLES` samples: forward and backward kernels on local
+shapes, the collectives that pins cost, and once the sum of partial parameter gradients and the optimizer's
+pass over the local parameters. Bytes kept and held break ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autoparallel.costmodel.collectives import collective_s
+from autoparallel.costmodel.fusion import fuse
+from autoparallel.costmodel.graph import OpKind, Parameter
+from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
+from autoparallel.planner.expand.local import LocalBlock, Setting, inner_collectives
+from autoparallel.planner.expand.state import UPDATE_FLOPS, dtype_bytes, optimizer_bytes_per_parameter
+from autoparallel.planner.sharding.plan import BlockPlan, conjugates, replicated_plan
+from autoparallel.planner.sharding.problem import PARTIAL_GRADIENT, BlockProblem, Variant, layout
+from autoparallel.planner.strategy.types import Execution
+from autoparallel.profiles.hardware import Cluster
+
+SAMPLES = 1  # the micro-batch the plan is made for: all its costs grow alike with the samples
+NS_PER_S = 1e9
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Integer nanoseconds, and kibibytes to break ties."""
+
+    time_ns: int
+    memory_kib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCosts:
+    """Cost of `variants[op][k]`, of `changes[edge][before, after]` and of `params[name][placement]`.
+
+    `partial_params[name]` is the sum over tp of a replicated parameter's partial gradient.
+    """
+
+    variants: tuple[tuple[Cost, ...], ...]
+    changes: tuple[Mapping[tuple[str, str], Cost], ...]
+    params: Mapping[str, Mapping[str, Cost]]
+    partial_params: Mapping[str, Cost]
+
+
+def price_problem(
+    problem: BlockProblem, cluster: Cluster, axis: Axis, execution: Execution, graph_dtype: str
+) -> BlockCosts:
+    """Price every choice once; equal kernels and collectives are priced once."""
+    setting = Setting(graph_dtype=graph_dtype, micro=SAMPLES, tp=axis.size, execution=execution)
+    known: dict[Kernel | Collective, float] = {}
+    seconds = partial(_seconds, known, cluster, axis, execution.kernels)
+    whole = LocalBlock(index=problem.index, plan=replicated_plan(problem.index.block), setting=setting)
+    shares = _fused_shares(whole)
+    return BlockCosts(
+        variants=tuple(
+            tuple(_variant_cost(whole, op, variant, shares.get(op), seconds) for variant in row)
+            for op, row in enumerate(problem.variants)
+        ),
+        changes=tuple(
+            {
+                change: _change_cost(whole, problem.nodes[edge.source].value, change, seconds)
+                for change in edge.changes
+            }
+            for edge in problem.edges
+        ),
+        params={
+            p.name: {place: _parameter_cost(p, place, setting, seconds) for place in problem.params[p.name]}
+            for p in problem.index.block.parameters
+        },
+        partial_params={p.name: _sum_cost(p, setting, seconds) for p in problem.index.block.parameters},
+    )
+
+
+def _seconds(
+    known: dict[Kernel | Collective, float], cluster: Cluster, axis: Axis, kernels: str,
+    step: Kernel | Collective,
+) -> float:  # fmt: skip
+    if step not in known:
+        if isinstance(step, Kernel):
+            known[step] = kernel_s(step, cluster.device, kernels)
+        else:
+            known[step] = collective_s(step, (axis,), cluster)
+    return known[step]
+
+
+def _with_sharding(whole: LocalBlock, op: int, variant: Variant) -> LocalBlock:
+    shardings = list(whole.plan.shardings)
+    shardings[op] = variant.sharding
+    return replace(whole, plan=BlockPlan(shardings=tuple(shardings), params=whole.plan.params))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """An operator's part in a fused unit: the unit's bytes forward and backward, and its operators."""
+
+    forward_bytes: int
+    backward_bytes: int
+    operators: int
+
+
+def _fused_shares(whole: LocalBlock) -> dict[int, _Share]:
+    """For operators that would run fused if no layout changed between them."""
+    found: dict[int, _Share] = {}
+    for unit in fuse(whole.index, whole.setting.execution.kernels):
+        launched = [op for op in unit.ops if op not in whole.index.aliases]
+        if len(launched) < 2:
+            continue
+        outside = [v for v in (*unit.inputs, *unit.outputs) if whole.index.is_activation(v)]
+        forward = sum(whole.value_bytes(v, "R") for v in outside)
+        backward = sum(whole.value_bytes(v, "R") for v in outside if v in whole.index.needs_grad)
+        share = _Share(forward_bytes=forward, backward_bytes=backward, operators=len(launched))
+        found |= dict.fromkeys(launched, share)
+    return found
+
+
+def _variant_cost(
+    whole: LocalBlock, op: int, variant: Variant, share: _Share | None, seconds: partial[float]
+) -> Cost:
+    local = _with_sharding(whole, op, variant)
+    operator = whole.index.block.operators[op]
+    kernels = local.kernels(op, operator.forward, backward=False)
+    if any(v in whole.index.needs_grad for v in operator.inputs):
+        kernels += local.kernels(op, operator.backward, backward=True)
+    time_s = sum(seconds(k) for k in kernels)
+    if share is not None:
+        moved = (share.forward_bytes, share.backward_bytes)
+        time_s = sum(seconds(_pass(b // local.split(op))) for b in moved) / share.operators
+    time_s += sum(seconds(c) for c in inner_collectives(local, op))
+    kept = 0
+    if op not in whole.index.aliases:
+        kept = sum(local.spec_bytes(s.spec, local.placement(op, s.value)) for s in operator.saved)
+    return Cost(time_ns=round(time_s * NS_PER_S), memory_kib=kept // KIB)
+
+
+def _pass(moved: int) -> Kernel:
+    return Kernel(kind=OpKind.ELEMENTWISE, dtype="bf16", flops=0, bytes_moved=moved)
+
+
+def _change_cost(whole: LocalBlock, value: str, change: tuple[str, str], seconds: partial[float]) -> Cost:
+    before, after = change
+    size, tp = whole.value_bytes(value, "R"), whole.setting.tp
+    total = 0.0
+    for _, op in conjugates(layout(before), layout(after), after == PARTIAL_GRADIENT):
+        local = size // tp if op is CollectiveOp.ALL_TO_ALL else size
+        total += seconds(Collective(op=op, axes=("tp",), size_bytes=local, label="tp"))
+    return Cost(time_ns=round(total * NS_PER_S), memory_kib=0)
+
+
+def _parameter_cost(p: Parameter, placement: str, setting: Setting, seconds: partial[float]) -> Cost:
+    count = p.numel // (setting.tp if placement.startswith("S") else 1)
+    execution = setting.execution
+    per_parameter = dtype_bytes(execution.param_dtype)
+    if not p.trainable:
+        return Cost(time_ns=0, memory_kib=count * per_parameter // KIB)
+    state = optimizer_bytes_per_parameter(execution)
+    gradient = dtype_bytes(execution.grad_dtype)
+    update = Kernel(
+        kind="optimizer", dtype="fp32", flops=count * UPDATE_FLOPS[execution.optimizer],
+        bytes_moved=count * (gradient + 2 * state + per_parameter),
+    )  # fmt: skip
+    return Cost(
+        time_ns=round(seconds(update) * NS_PER_S),
+        memory_kib=count * (per_parameter + state + gradient) // KIB,
+    )
+
+
+def _sum_cost(p: Parameter, setting: Setting, seconds: partial[float]) -> Cost:
+    """What its bytes add to the one all-reduce in which a block's partial gradients are summed."""
+    size = p.numel * dtype_bytes(setting.execution.grad_dtype)
+    step = Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp")
+    started = seconds(replace(step, size_bytes=1))
+    return Cost(time_ns=round(max(seconds(step) - started, 0.0) * NS_PER_S), memory_kib=0)
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """Sum of costs."""
+    return Cost(time_ns=sum(c.time_ns for c in costs), memory_kib=sum(c.memory_kib for c in costs))

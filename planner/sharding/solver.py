@@ -1,0 +1,265 @@
+"""CP-SAT over the tensor-parallel problems of blocks that share tied parameters.
+
+Unknowns, all 0 or 1:
+
+    pick[o, k]          operator o runs as its variant k           sum_k pick[o, k] = 1
+    state[n, s]         node n is in state s                       sum_s state[n, s] = 1
+    place[p, l]         parameter p has placement l                sum_l place[p, l] = 1
+    change[e, s, t]     the pin at edge e turns s into t
+
+Constraints: an operator's nodes and parameters are as its variant demands (sum over the variants that demand
+s of node n equals state[n, s]); at an edge, what leaves the source in state s arrives in s or is changed, and
+likewise at the target; what is fixed from outside stays so. The objective is lexicographic: see `solve_blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from autoparallel.planner.sharding.costs import BlockCosts, Cost, total
+from autoparallel.planner.sharding.problem import BlockProblem, layout
+
+MOST_TIES = 3  # of `change_cost`
+SOLVE_LIMIT_S = 20.0  # a guard: blocks of a few hundred operators take well under a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockAnswer:
+    """The variant of each operator, the state of each node, the placement of each parameter, and the cost."""
+
+    picks: tuple[int, ...]
+    states: tuple[str, ...]
+    params: Mapping[str, str]
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedBlock:
+    """A block's problem with its costs, and what users' rules fix in it."""
+
+    problem: BlockProblem
+    costs: BlockCosts
+    fixed_params: Mapping[str, str]
+    fixed_nodes: Mapping[int, tuple[str, ...]]
+    pins: frozenset[int]  # edges that rules pin: free of the tie-break against pins
+    sizes: Mapping[str, int]  # numbers in each matrix that is better sharded, whatever it costs
+    stream: Mapping[int, str]  # the layout that a node of the residual stream had better have
+
+
+@dataclass(slots=True)
+class _Unknowns:
+    pick: list[list[cp_model.IntVar]]
+    state: list[dict[str, cp_model.IntVar]]
+    place: dict[str, dict[str, cp_model.IntVar]]
+    change: list[dict[tuple[str, str], cp_model.IntVar]]
+    summed: dict[str, cp_model.IntVar]
+
+
+class NoTensorPlan(Exception):
+    """The rules given leave no legal choice."""
+
+
+def solve_blocks(
+    blocks: Sequence[PricedBlock], ties: Sequence[Sequence[tuple[int, str]]]
+) -> list[BlockAnswer]:
+    """The best choice for all blocks together; `ties` are groups of (block, parameter) that are one tensor.
+
+    Lexicographic: fewest numbers in matrices (`sizes`) and activations (`stream`) that are not as they had better
+    be, nanoseconds, kibibytes.
+    Raises NoTensorPlan where nothing is legal.
+    """
+    model = cp_model.CpModel()
+    unknowns = [_unknowns(model, block) for block in blocks]
+    for block, unknown in zip(blocks, unknowns, strict=True):
+        _operators_meet_nodes(model, block.problem, unknown)
+        _operators_meet_parameters(model, block.problem, unknown)
+        _edges_keep_or_change(model, block.problem, unknown)
+        _partial_gradients_are_summed(model, block.problem, unknown)
+        _what_is_fixed_stays(model, block, unknown)
+    _tied_parameters_agree(model, unknowns, ties)
+    whole = [term for block, unknown in zip(blocks, unknowns, strict=True) for term in _whole(block, unknown)]
+    if whole:
+        model.minimize(sum(whole))
+        solver = _solved(model)
+        model.add(sum(whole) <= round(solver.objective_value))
+    weight = 1 + sum(_most_memory(block.costs) for block in blocks)
+    model.minimize(
+        sum(term for b, u in zip(blocks, unknowns, strict=True) for term in _objective(b, u, weight))
+    )
+    solver = _solved(model)
+    return [_extract(solver, b, u) for b, u in zip(blocks, unknowns, strict=True)]
+
+
+def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
+    """One worker, so that equal inputs give equal answers."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
+    solver.parameters.max_time_in_seconds = SOLVE_LIMIT_S
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise NoTensorPlan
+    return solver
+
+
+def _whole(block: PricedBlock, unknown: _Unknowns) -> list[cp_model.LinearExpr]:
+    """Numbers that stay whole: of matrices that could be sharded, and of the residual stream."""
+    matrices = [
+        var * block.sizes[name]
+        for name, places in unknown.place.items()
+        if name in block.sizes and len(places) > 1
+        for placement, var in places.items()
+        if placement == "R"
+    ]
+    specs, nodes = block.problem.index.specs, block.problem.nodes
+    stream = [
+        var * specs[nodes[n].value].numel(1)
+        for n, wanted in block.stream.items()
+        for state, var in unknown.state[n].items()
+        if layout(state) != wanted
+    ]
+    return [*matrices, *stream]
+
+
+def _unknowns(model: cp_model.CpModel, block: PricedBlock) -> _Unknowns:
+    p = block.problem
+    return _Unknowns(
+        pick=[[model.new_bool_var(f"pick {o} {k}") for k in range(len(row))] for o, row in enumerate(p.variants)],
+        state=[{s: model.new_bool_var(f"state {n} {s}") for s in node.states} for n, node in enumerate(p.nodes)],
+        place={n: {a: model.new_bool_var(f"place {n} {a}") for a in known} for n, known in p.params.items()},
+        change=[{c: model.new_bool_var(f"change {e} {c}") for c in edge.changes} for e, edge in enumerate(p.edges)],
+        summed={n: model.new_bool_var(f"summed {n}") for n in p.params},
+    )  # fmt: skip
+
+
+def _operators_meet_nodes(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
+    for state in unknown.state:
+        model.add_exactly_one(state.values())
+    for row, picks in zip(problem.variants, unknown.pick, strict=True):
+        model.add_exactly_one(picks)
+        for node in {n for variant in row for n, _ in variant.states}:
+            for s, var in unknown.state[node].items():
+                demand = [x for v, x in zip(row, picks, strict=True) if dict(v.states).get(node) == s]
+                model.add(sum(demand) == var)
+
+
+def _operators_meet_parameters(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
+    for placements in unknown.place.values():
+        model.add_exactly_one(placements.values())
+    for row, picks in zip(problem.variants, unknown.pick, strict=True):
+        for name in {n for variant in row for n, _ in variant.params}:
+            for placement, var in unknown.place[name].items():
+                demand = [x for v, x in zip(row, picks, strict=True) if dict(v.params)[name] == placement]
+                model.add(sum(demand) == var)
+
+
+def _edges_keep_or_change(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
+    for edge, change in zip(problem.edges, unknown.change, strict=True):
+        source, target = unknown.state[edge.source], unknown.state[edge.target]
+        for s in {*source, *target}:
+            leaving = sum(x for (before, _), x in change.items() if before == s)
+            arriving = sum(x for (_, after), x in change.items() if after == s)
+            # Kept = source - leaving = target - arriving, and never negative.
+            model.add(source.get(s, 0) - leaving == target.get(s, 0) - arriving)
+            model.add(source.get(s, 0) - leaving >= 0)
+
+
+def _partial_gradients_are_summed(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
+    for row, picks in zip(problem.variants, unknown.pick, strict=True):
+        for variant, pick in zip(row, picks, strict=True):
+            for name in variant.partial_params:
+                model.add_implication(pick, unknown.summed[name])
+
+
+def _what_is_fixed_stays(model: cp_model.CpModel, block: PricedBlock, unknown: _Unknowns) -> None:
+    for node, allowed in [*block.problem.fixed.items(), *block.fixed_nodes.items()]:
+        model.add(sum(x for s, x in unknown.state[node].items() if s in allowed) == 1)
+    for name, placement in block.fixed_params.items():
+        model.add(sum(x for a, x in unknown.place[name].items() if a == placement) == 1)
+
+
+def _tied_parameters_agree(
+    model: cp_model.CpModel, unknowns: Sequence[_Unknowns], ties: Sequence[Sequence[tuple[int, str]]]
+) -> None:
+    for (block, name), *others in ties:
+        first = unknowns[block].place[name]
+        for other, alias in others:
+            second = unknowns[other].place[alias]
+            for placement in {*first, *second}:
+                model.add(first.get(placement, 0) == second.get(placement, 0))
+
+
+def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
+    costs = block.costs
+
+    def term(var: cp_model.IntVar, cost: Cost) -> cp_model.LinearExpr:
+        return var * (cost.time_ns * weight + cost.memory_kib)
+
+    return [
+        *(term(x, c) for xs, cs in zip(unknown.pick, costs.variants, strict=True)
+          for x, c in zip(xs, cs, strict=True)),
+        *(term(x, change_cost(block, e, c)) for e, xs in enumerate(unknown.change) for c, x in xs.items()),
+        *(term(x, costs.params[name][a]) for name, xs in unknown.place.items() for a, x in xs.items()),
+        *(term(x, costs.partial_params[name]) for name, x in unknown.summed.items()),
+    ]  # fmt: skip
+
+
+def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
+    """Cost of a pin. Of equally good plans the one with fewer pins, with those that rules ask for, and at
+    modules without modules inside: what those take and return is plain tensors."""
+    cost, where = block.costs.changes[edge][change], block.problem.edges[edge]
+    if edge in block.pins:
+        return cost
+    operators = block.problem.index.block.operators
+    container = where.module == "" or any(op.module.startswith(f"{where.module}.") for op in operators)
+    ties = 1 + container + (container and where.side == "output")
+    return Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + ties)
+
+
+def _most_memory(costs: BlockCosts) -> int:
+    """An upper bound on a block's kibibytes, so that no saving of memory pays for a nanosecond."""
+    choices: list[Mapping[str, Cost] | Mapping[tuple[str, str], Cost]] = [
+        *costs.changes,
+        *costs.params.values(),
+    ]
+    rows = [*costs.variants, *(tuple(choice.values()) for choice in choices)]
+    return sum(max((c.memory_kib for c in row), default=0) + MOST_TIES for row in rows)
+
+
+def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) -> BlockAnswer:
+    def chosen(row: Mapping[str, cp_model.IntVar]) -> str:
+        return next(key for key, var in row.items() if solver.value(var))
+
+    picks = tuple(next(k for k, x in enumerate(xs) if solver.value(x)) for xs in unknown.pick)
+    states = tuple(chosen(row) for row in unknown.state)
+    params = {name: chosen(row) for name, row in unknown.place.items()}
+    return BlockAnswer(
+        picks=picks, states=states, params=params, cost=answer_cost(block, picks, states, params)
+    )
+
+
+def answer_cost(
+    block: PricedBlock, picks: Sequence[int], states: Sequence[str], params: Mapping[str, str]
+) -> Cost:
+    """Cost of an answer, checked without the solver: asserts that every constraint holds."""
+    problem, costs = block.problem, block.costs
+    found: list[Cost] = []
+    summed: set[str] = set()
+    for o, k in enumerate(picks):
+        variant = problem.variants[o][k]
+        assert all(states[n] == s for n, s in variant.states), problem.index.block.operators[o].name
+        assert all(params[n] == a for n, a in variant.params), problem.index.block.operators[o].name
+        found.append(costs.variants[o][k])
+        summed.update(variant.partial_params)
+    for e, (edge, changes) in enumerate(zip(problem.edges, costs.changes, strict=True)):
+        before, after = states[edge.source], states[edge.target]
+        if before != after:
+            assert (before, after) in changes, (problem.nodes[edge.source], before, after)
+            found.append(change_cost(block, e, (before, after)))
+    for node, allowed in [*problem.fixed.items(), *block.fixed_nodes.items()]:
+        assert states[node] in allowed, problem.nodes[node]
+    found += [costs.params[name][placement] for name, placement in params.items()]
+    found += [costs.partial_params[name] for name in summed]
+    return total(found)

@@ -1,0 +1,1 @@
+"""The strategy: its types, its file, and whether it can run at all."""

@@ -1,0 +1,196 @@
+"""Whether a complete strategy can run at all: messages that name key, value and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.planner.expand.schedules import schedule_problem
+from autoparallel.planner.expand.state import STATES
+from autoparallel.planner.strategy.types import AXES, Strategy
+from autoparallel.profiles.hardware import Cluster
+
+GRAD_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> list[str]:
+    """Every reason why the strategy cannot run; empty when it can."""
+    found = [*_mesh(cluster, strategy), *_batch(strategy)]
+    if not found:  # what follows divides by these
+        found = [
+            *_tensor(graph, strategy),
+            *_pipeline(graph, strategy),
+            *_shard(graph, strategy),
+            *_not_yet(strategy),
+        ]
+    return found
+
+
+def _mesh(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
+    mesh = strategy.mesh
+    for name in (*AXES, "ep"):
+        size = getattr(mesh, name)
+        if size < 1:
+            yield f"mesh.{name} = {size}: an axis has at least one rank"
+    if sorted(mesh.order) != sorted(AXES):
+        yield f"mesh.order = {list(mesh.order)}: name each of {', '.join(AXES)} once"
+    if mesh.devices > cluster.devices:
+        yield (
+            f"mesh: pp {mesh.pp} x dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} x cp {mesh.cp} "
+            f"x tp {mesh.tp} = {mesh.devices} devices, but {cluster.name} has {cluster.devices}; lower an axis"
+        )
+
+
+def _batch(strategy: Strategy) -> Iterator[str]:
+    batch, ranks = strategy.batch, strategy.mesh.data_parallel
+    if batch.micro < 1 or batch.global_ < 1:
+        yield f"batch.micro = {batch.micro}, batch.global = {batch.global_}: at least one sequence each"
+        return
+    if ranks >= 1 and batch.global_ % (batch.micro * ranks):
+        yield (
+            f"batch.global = {batch.global_} is not a multiple of batch.micro {batch.micro} x {ranks} "
+            f"data-parallel ranks (mesh.dp_replicate x mesh.dp_shard); try batch.global = "
+            f"{max(batch.global_ // (batch.micro * ranks), 1) * batch.micro * ranks} or a micro-batch that divides"
+        )
+
+
+def _tensor(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
+    tp = strategy.mesh.tp
+    if tp == 1:
+        if strategy.shard.sequence_parallel:
+            yield "shard.sequence_parallel = true needs mesh.tp > 1; set it to false or raise mesh.tp"
+        return
+    sizes = tensor_sizes(graph)
+    if not sizes:
+        yield f"mesh.tp = {tp}: no operator of {graph.name} that holds parameters can be sharded; use mesh.tp = 1"
+    elif not any(all(s % tp == 0 for s in group) for group in sizes):
+        most = max(s for group in sizes for s in group)
+        fits = [d for d in range(2, most + 1) if any(all(s % d == 0 for s in group) for group in sizes)]
+        yield (
+            f"mesh.tp = {tp} divides none of the sizes that {graph.name}'s parameters can be sharded by; "
+            f"try one of {', '.join(map(str, fits[:8]))}"
+        )
+    heads = sorted(head_counts(graph))
+    odd = [h for h in heads if h % tp]
+    if heads and odd:
+        good = [d for d in range(1, odd[0] + 1) if all(h % d == 0 for h in heads)]
+        yield (
+            f"mesh.tp = {tp} does not divide the attention heads of {graph.name} "
+            f"({', '.join(map(str, heads))}, key-value heads included); try mesh.tp = {good[-1]}"
+        )
+    if strategy.shard.sequence_parallel and graph.tokens_per_sample % tp:
+        yield (
+            f"shard.sequence_parallel = true: mesh.tp = {tp} does not divide the sequence length "
+            f"{graph.tokens_per_sample}; set it to false"
+        )
+
+
+def tensor_sizes(graph: ModelGraph) -> set[tuple[int, ...]]:
+    """Sizes that the tensor-parallel degree must divide, for each way to shard an operator with parameters."""
+    return {
+        tuple(size.at(1) for size in sharding.divides)
+        for block in graph.blocks
+        for op in block.operators
+        for sharding in op.shardings
+        if any(
+            name.startswith("param:") and place.startswith("S")
+            for name, place in zip(op.inputs, sharding.inputs, strict=False)
+        )
+    }
+
+
+def head_counts(graph: ModelGraph) -> set[int]:
+    """Numbers of query and key-value heads of the attention operators in repeated blocks."""
+    repeated = {graph.chain[i].block for i in graph.repeated_positions}
+    return {
+        size.at(1)
+        for b in repeated
+        for op in graph.blocks[b].operators
+        if op.kind is OpKind.ATTENTION
+        for letter, size in op.sizes
+        if letter in ("h", "g")
+    }
+
+
+def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
+    pipeline, pp = strategy.pipeline, strategy.mesh.pp
+    repeated, chunks = len(graph.repeated_positions), pp * pipeline.virtual_stages
+    if pipeline.schedule == "program":
+        yield 'pipeline.schedule = "program": the program is given elsewhere; name a schedule'
+        return
+    problem = schedule_problem(pipeline.schedule, pp, pipeline.virtual_stages, strategy.micro_batches)
+    if problem is not None:
+        yield f"pipeline.schedule: {problem}"
+    if pp > 1 and not graph.pipeline_cuts:
+        yield f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages; use mesh.pp = 1"
+    if chunks > max(repeated, 1) and not pipeline.stage_blocks:
+        yield (
+            f"mesh.pp x pipeline.virtual_stages = {chunks} chunks, but {graph.name} has {repeated} repeated "
+            "blocks; lower one of them"
+        )
+    blocks = pipeline.stage_blocks
+    if blocks and len(blocks) != chunks:
+        yield f"pipeline.stage_blocks has {len(blocks)} entries for {chunks} chunks (mesh.pp x virtual_stages)"
+    elif blocks and sum(blocks) != repeated:
+        yield (
+            f"pipeline.stage_blocks sums to {sum(blocks)}, but {graph.name} has {repeated} repeated blocks"
+        )
+    elif (
+        blocks
+        and repeated
+        and any(count < least for count, least in zip(blocks, least_blocks(graph, chunks), strict=True))
+    ):
+        yield (
+            f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block, but for a first or last chunk that "
+            "holds what stands before or after the blocks"
+        )
+    yield from _recompute(strategy, chunks, blocks)
+
+
+def least_blocks(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
+    """Blocks that each chunk must have at least: an end with glue of its own may do without."""
+    least = [1] * chunks
+    for end in (0, -1):
+        if chunks > 1 and not graph.chain[end].repeated:
+            least[end] = 0
+    return tuple(least)
+
+
+def _recompute(strategy: Strategy, chunks: int, blocks: tuple[int, ...]) -> Iterator[str]:
+    full = strategy.recompute.per_stage
+    if full and len(full) != chunks:
+        yield f"recompute.per_stage has {len(full)} entries for {chunks} chunks; give one each, or none"
+    elif full and len(blocks) == chunks and any(f < 0 or f > b for f, b in zip(full, blocks, strict=True)):
+        yield (
+            f"recompute.per_stage = {list(full)}: a chunk cannot recompute more blocks than it has "
+            f"(pipeline.stage_blocks = {list(blocks)})"
+        )
+
+
+def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
+    mesh, zero = strategy.mesh, strategy.shard.zero
+    if zero not in (0, 1, 2, 3):
+        yield f"shard.zero = {zero}: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters"
+    if zero == 0 and mesh.dp_shard > 1:
+        yield (
+            f"shard.zero = 0 needs mesh.dp_shard = 1, not {mesh.dp_shard}; move the ranks to mesh.dp_replicate "
+            "or set shard.zero to 1, 2 or 3"
+        )
+    if mesh.ep > 1 and mesh.dp_shard * mesh.cp * mesh.tp % mesh.ep:
+        yield (
+            f"mesh.ep = {mesh.ep} does not divide dp_shard x cp x tp = {mesh.dp_shard * mesh.cp * mesh.tp}"
+        )
+    if mesh.cp > 1 and graph.tokens_per_sample % mesh.cp:
+        yield f"mesh.cp = {mesh.cp} does not divide the sequence length {graph.tokens_per_sample}"
+
+
+def _not_yet(strategy: Strategy) -> Iterator[str]:
+    execution, offload = strategy.execution, strategy.offload
+    if strategy.mesh.ep > 1:
+        yield f"mesh.ep = {strategy.mesh.ep}: expert parallelism is not planned yet; use mesh.ep = 1"
+    if offload.optimizer or offload.activations:
+        yield "offload: keeping state on the host is not planned yet; set both shares to 0"
+    if execution.optimizer not in STATES:
+        yield f'execution.optimizer = "{execution.optimizer}": one of {", ".join(STATES)}'
+    if strategy.grad_sync.algorithm == "parameter-server":
+        yield 'grad_sync.algorithm = "parameter-server" is not planned yet; use auto, ring, tree or hierarchical'

@@ -1,0 +1,205 @@
+"""Write a strategy file: readable, the same bytes for the same plan, and never half a file.
+
+TOML has no writer that keeps comments and short lists on one line, so tables are laid out here; every value
+is a TOML literal, and `tomllib` reads back exactly what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, comment_of
+from autoparallel.planner.strategy.types import Strategy, TensorRule
+
+_COMMENT_COLUMN = 34
+_LINE_WIDTH = 100  # longer lists are broken, one item a line
+
+
+def write_strategy(
+    path: str | Path,
+    strategy: Strategy,
+    problem: Mapping[str, Any],
+    predicted: Mapping[str, Any],
+    search: Mapping[str, Any],
+) -> None:
+    """Write a complete strategy file atomically: the old file or the new one, never a part of either.
+
+    `problem`, `predicted` and `search` are plain data (see the file format). Raises UserError where the path
+    cannot be written.
+    """
+    write_text(path, strategy_text(strategy, problem, predicted, search))
+
+
+def strategy_text(
+    strategy: Strategy,
+    problem: Mapping[str, Any],
+    predicted: Mapping[str, Any],
+    search: Mapping[str, Any],
+) -> str:
+    """The text of a strategy file. The long tables (cluster, search) stand at the end."""
+    head = {key: value for key, value in problem.items() if key != "cluster"}
+    parts = [
+        "# Written by `autoparallel plan`. Keys may be edited or left out: what is here is a constraint,\n"
+        "# what is missing is chosen. `autoparallel score` prices an edited file.\n"
+        f"schema = {SCHEMA}\n",
+        _table("problem", head, "what it was planned for; refused when it does not match"),
+    ]
+    for section in SECTIONS:
+        part = getattr(strategy, section)
+        parts.append(_strategy_section(section, part))
+    parts.extend(_tensor_entry(rule) for rule in strategy.tensor)
+    parts.append(_table("predicted", predicted, "what the cost model says of it"))
+    parts.append(_table("search", search, "how it was found, and what was rejected"))
+    if problem.get("cluster"):
+        parts.append(_table("problem.cluster", problem["cluster"], "the cluster, whole"))
+    return "\n".join(part for part in parts if part)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write text by way of a file beside it that is then renamed. Raises UserError."""
+    target = Path(path)
+    try:
+        if _is_special(target):  # a pipe or a device: must not be replaced by a file
+            target.write_text(text, encoding="utf-8")
+            return
+        target = target.resolve()
+        descriptor, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+                handle.write(text)
+                handle.flush()
+                os.fsync(handle.fileno())
+            mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+            os.chmod(aside, mode)
+            os.replace(aside, target)
+        except BaseException:
+            Path(aside).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); give another path with -o") from None
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise UserError where `write_text` would fail, without touching what is there.
+
+    Creates and removes an empty file beside it, since permissions alone do not tell (read-only mounts).
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise UserError(f"{path}: is a folder; give a file name with -o")
+    parent = target.resolve().parent
+    if not parent.is_dir():
+        raise UserError(f"{path}: cannot be written, there is no folder {parent}; create it first")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise UserError(f"{path}: cannot be written (no permission); give another path with -o")
+    if _is_special(target):
+        return
+    try:
+        descriptor, aside = tempfile.mkstemp(dir=parent, prefix=".autoparallel-")
+        os.close(descriptor)
+        Path(aside).unlink()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); give another path with -o") from None
+
+
+def _is_special(target: Path) -> bool:
+    return target.exists() and not target.is_file()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _strategy_section(section: str, part: Any) -> str:
+    lines = [f"[{section}]"]
+    for f in fields(part):
+        key = f.name.rstrip("_")
+        line = f"{key} = {literal(getattr(part, f.name))}"
+        comment = comment_of(section, key)
+        lines.append(f"{line:<{_COMMENT_COLUMN}} # {comment}" if comment else line)
+    return "\n".join(lines) + "\n"
+
+
+def _tensor_entry(rule: TensorRule) -> str:
+    lines = ["[[tensor]]", f"module = {literal(rule.module)}"]
+    if rule.params:
+        lines.append(f"params = {literal(dict(rule.params))}")
+    if rule.inputs:
+        lines.append(f"inputs = {literal(dict(rule.inputs))}")
+    if rule.outputs:
+        lines.append(f"outputs = {literal(rule.outputs)}")
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, values: Mapping[str, Any], comment: str = "") -> str:
+    """A table with its sub-tables; empty text for an empty table."""
+    if not values:
+        return ""
+    return _filled(f"[{name}]" + (f"  # {comment}" if comment else ""), name, values)
+
+
+def _filled(header: str, name: str, values: Mapping[str, Any]) -> str:
+    lines, nested = [header], []
+    for key, value in values.items():
+        child = f"{name}.{_key(key)}"
+        if isinstance(value, Mapping) and not _is_short(value):
+            nested.append(_filled(f"[{child}]", child, value))
+        elif isinstance(value, list | tuple) and _is_table_array(value):
+            nested.extend(_filled(f"[[{child}]]", child, item) for item in value)
+        elif value is not None:
+            lines.append(f"{_key(key)} = {_wrapped(value)}")
+    return "\n".join(["\n".join(lines) + "\n", *nested])
+
+
+def _is_table_array(value: Sequence[Any]) -> bool:
+    """Tables in a list get a heading each where they hold more than fits on a line."""
+    return (
+        bool(value)
+        and all(isinstance(item, Mapping) for item in value)
+        and any(isinstance(inner, Mapping | list | tuple) for item in value for inner in item.values())
+    )
+
+
+def _is_short(value: Mapping[str, Any]) -> bool:
+    """A figure with its kind and source, or anything as small, stays on its line."""
+    flat = not any(isinstance(item, Mapping | list | tuple) for item in value.values())
+    return flat and (not value or "value" in value or len(literal(value)) <= _LINE_WIDTH)
+
+
+def _wrapped(value: Any) -> str:
+    text = literal(value)
+    if isinstance(value, list | tuple) and value and len(text) > _LINE_WIDTH:
+        return "[\n" + "".join(f"  {literal(item)},\n" for item in value) + "]"
+    return text
+
+
+def _key(key: str) -> str:
+    bare = key.replace("_", "").replace("-", "")
+    return key if bare.isascii() and bare.isalnum() else literal(key)
+
+
+def literal(value: object) -> str:
+    """A TOML literal: strings, booleans, numbers, lists and inline tables."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(str(k))} = {literal(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(literal(item) for item in value)}]"
+    raise AssertionError(f"no TOML form of {type(value).__name__}")

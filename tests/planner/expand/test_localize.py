@@ -1,0 +1,172 @@
+"""Local work of a block: kernels and bytes divide as the sharding says, and recomputation moves them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoparallel.costmodel.block_index import index_block
+from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.program import BlockWork, Collective, Kernel
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.local import Setting
+from autoparallel.planner.expand.localize import localize
+from autoparallel.planner.sharding.plan import conjugates, replicated_plan
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
+from autoparallel.profiles.load import load_cluster
+from tests.toy_graphs import toy_transformer
+
+SEQ, HIDDEN, HEADS, FFN = 32, 64, 4, 256
+GRAPH = toy_transformer(seq=SEQ, hidden=HIDDEN, heads=HEADS)
+
+
+def work(block: int = 1, *, micro: int = 2, recompute: str = "none", cp: int = 1, **execution) -> BlockWork:
+    index = index_block(GRAPH.blocks[block], carried=(0,) if block else (), dropout=False)
+    setting = Setting(
+        graph_dtype=GRAPH.dtype, micro=micro, recompute=recompute, cp=cp, execution=Execution(**execution)
+    )
+    return localize(index, replicated_plan(GRAPH.blocks[block]), setting)
+
+
+def parallel(tp: int, *, sequence: bool, **execution) -> BlockWork:
+    strategy = Strategy(
+        batch=Batch(global_=2, micro=2), mesh=Mesh(tp=tp), shard=Shard(sequence_parallel=sequence),
+        pipeline=Pipeline(stage_blocks=(4,)), execution=Execution(**execution),
+    )  # fmt: skip
+    return Expander(GRAPH, load_cluster("h100-sxm:1x8")).work(strategy, 1, "none")
+
+
+def flops(steps) -> int:
+    return sum(s.flops * s.count for s in steps if isinstance(s, Kernel))
+
+
+def test_one_rank_runs_the_flops_of_the_graph() -> None:
+    for block in range(len(GRAPH.blocks)):
+        ops, found = GRAPH.blocks[block].operators, work(block)
+        assert flops(found.forward) == sum(k.flops.at(2) for op in ops for k in op.forward)
+        assert flops((*found.backward_input, *found.backward_weight)) == sum(
+            k.flops.at(2) for op in ops for k in op.backward
+        )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_ranks_share_the_flops_of_products_and_attention(tp: int, sequence: bool) -> None:
+    whole, local = work(kernels="eager"), parallel(tp, sequence=sequence, kernels="eager")
+    assert flops(local.forward) * tp == flops(whole.forward)
+    assert flops(local.backward_weight) * tp == flops(whole.backward_weight)
+    assert flops(local.backward_input) * tp == flops(whole.backward_input)
+
+
+def test_saved_bytes_are_the_captured_storages_once() -> None:
+    sbh = 2 * SEQ * HIDDEN * 2
+    statistics = 2 * HEADS * SEQ * 4
+    # norm1's input, norm1, q, k, v, attention, norm2's input, norm2: sbh each; up and its activation: FFN wide.
+    assert work(kernels="eager").saved_bytes == 8 * sbh + 2 * sbh * FFN // HIDDEN + statistics
+
+
+def test_unfused_attention_keeps_probabilities_instead_of_statistics() -> None:
+    flash, unfused = work(), work(attention="unfused")
+    probabilities = 2 * HEADS * SEQ * SEQ * 2
+    assert unfused.saved_bytes - flash.saved_bytes == probabilities - 2 * HEADS * SEQ * 4
+    dropped = work(attention="unfused", dropout=0.1)
+    assert dropped.saved_bytes - unfused.saved_bytes == probabilities // 2 * 3, "2 more bytes and a mask"
+
+
+def test_sequence_parallel_ranks_share_every_saved_byte() -> None:
+    assert parallel(4, sequence=True).saved_bytes * 4 == work().saved_bytes
+
+
+def test_a_gathered_input_stays_whole_where_it_is_not_gathered_again() -> None:
+    sbh = 2 * SEQ * HIDDEN * 2
+    eager, fused = parallel(4, sequence=True, kernels="eager"), parallel(4, sequence=True)
+    assert eager.saved_bytes - fused.saved_bytes == 2 * (sbh - sbh // 4)
+
+
+def test_what_megatron_gathers_again_runs_beside_the_backward() -> None:
+    gathers = [s for s in parallel(4, sequence=True).backward_weight if isinstance(s, Collective)]
+    assert [(c.op.value, c.beside) for c in gathers] == [("all_gather", True)] * 2
+    eager = parallel(4, sequence=True, kernels="eager")
+    assert not [s for s in eager.backward_weight if isinstance(s, Collective)]
+
+
+def test_full_recomputation_keeps_the_input_and_runs_the_forward_up_to_the_last_saved_value() -> None:
+    none, full = work(), work(recompute="full")
+    assert full.saved_bytes == 2 * SEQ * HIDDEN * 2
+    assert full.saved_bytes + full.recomputed_bytes == none.saved_bytes
+    last = [s for s in none.forward if isinstance(s, Kernel)][-1]
+    assert full.recompute == none.forward[:-1], f"{last} keeps nothing"
+
+
+def test_selective_recomputation_runs_attention_again_and_nothing_else() -> None:
+    selective = work(recompute="selective", attention="unfused")
+    assert [k.kind for k in selective.recompute if isinstance(k, Kernel)] == [OpKind.ATTENTION]
+    saved = work(attention="unfused").saved_bytes
+    assert selective.saved_bytes + selective.recomputed_bytes == saved
+    assert selective.recomputed_bytes == 2 * HEADS * SEQ * SEQ * 2
+
+
+def test_eight_bit_products_keep_their_inputs_in_eight_bits_and_add_casts() -> None:
+    plain, quantised = work(), work(dtype="fp8")
+    # The first norm's output (kept by three products) and the second's, and the activation's: one byte less each.
+    kept_by_products = SEQ * (2 * HIDDEN + FFN)
+    assert plain.saved_bytes - quantised.saved_bytes == 2 * kept_by_products
+    assert {k.dtype for k in quantised.forward if isinstance(k, Kernel) and k.product} == {"fp8"}
+    assert len(quantised.forward) > len(plain.forward)
+    assert flops(quantised.forward) == flops(plain.forward)
+
+
+def test_wider_tensors_scale_saved_bytes_but_not_statistics() -> None:
+    statistics = 2 * HEADS * SEQ * 4
+    assert work(dtype="fp32").saved_bytes - statistics == 2 * (work().saved_bytes - statistics)
+
+
+def test_context_parallel_ranks_share_rows_and_activations() -> None:
+    whole, half = work(), work(cp=2)
+    assert flops(half.forward) * 2 == flops(whole.forward)
+    assert half.saved_bytes * 2 == whole.saved_bytes
+    shapes = [k.attention for k in half.forward if isinstance(k, Kernel) and k.attention]
+    assert [(s.query_length, s.key_length) for s in shapes] == [(SEQ // 2, SEQ)]
+
+
+@given(micro=st.integers(1, 8), kernels=st.sampled_from(["eager", "fused", "compiled"]))
+def test_larger_micro_batches_keep_proportionally_more(micro: int, kernels: str) -> None:
+    one, many = work(micro=1, kernels=kernels), work(micro=micro, kernels=kernels)
+    assert many.saved_bytes == micro * one.saved_bytes
+    assert many.backward_temp_bytes >= one.backward_temp_bytes
+    assert len(many.forward) == len(one.forward)
+
+
+def test_frozen_parameters_have_no_weight_gradients() -> None:
+    block = GRAPH.blocks[1]
+    frozen = replace(block, parameters=tuple(replace(p, trainable=False) for p in block.parameters))
+    index = index_block(frozen, carried=(0,), dropout=False)
+    found = localize(index, replicated_plan(frozen), Setting(graph_dtype=GRAPH.dtype, micro=1))
+    assert found.backward_weight == ()
+    assert found.trainable == 0
+    assert found.parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "partial", "expected"),
+    [
+        ("S1", "R", True, {(False, "all_gather"), (True, "reduce_scatter")}),
+        ("S1", "R", False, {(False, "all_gather")}),
+        ("P", "R", False, {(False, "all_reduce")}),
+        ("P", "S1", False, {(False, "reduce_scatter"), (True, "all_gather")}),
+        ("R", "S1", False, {(True, "all_gather")}),
+        ("R", "R", True, {(True, "all_reduce")}),
+        ("R", "R", False, set()),
+        ("S1", "S2", False, {(False, "all_to_all"), (True, "all_to_all")}),
+    ],
+)
+def test_a_change_of_layout_costs_its_conjugate_collectives(before, after, partial, expected) -> None:
+    assert {(back, op.value) for back, op in conjugates(before, after, partial)} == expected
+
+
+def test_recomputation_modes_run_the_same_backward() -> None:
+    none, full = work(), work(recompute="full")
+    assert (none.backward_input, none.backward_weight) == (full.backward_input, full.backward_weight)

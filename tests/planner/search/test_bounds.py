@@ -1,0 +1,133 @@
+"""Lower bounds never exceed what the simulation says, whatever the deal; and they are close where it matters."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.evaluate import evaluate
+from autoparallel.planner.search.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.outer import (
+    Outer,
+    bound_variants,
+    expand_shapes,
+    outer_of,
+    refined_bounds,
+    tensor_strides,
+)
+from autoparallel.planner.search.space import Variants
+from autoparallel.planner.search.stage_problem import Deal, deal_value, row_value
+from autoparallel.planner.strategy.types import Execution
+from autoparallel.profiles.load import load_cluster
+from tests.toy_graphs import toy_transformer
+
+FOREVER = float("inf")
+CASES = [
+    (cluster, scale, kernels)
+    for cluster in ("h100-sxm:1x4", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
+    for scale, kernels in ((1, "fused"), (8, "eager"), (16, "fused"))
+]
+
+
+def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
+    graph = toy_transformer(
+        layers=4, hidden=64 * scale, heads=4, seq=32 * scale, vocab=512 * scale, tied=scale == 8,
+        ffns=(128 * scale, 512 * scale) if scale == 1 else (),
+    )  # fmt: skip
+    execution = Execution(
+        kernels=kernels,
+        dtype="fp32" if cluster.startswith("cpu") else "bf16",
+        param_dtype="fp32" if scale == 8 else "bf16",
+    )
+    outer = outer_of(
+        Problem(
+            graph=graph, cluster=load_cluster(cluster), global_batch=8, allow_lossy=True, execution=execution
+        )
+    )
+    assert outer is not None
+    return outer
+
+
+def random_deal(rng: random.Random, outer: Outer, chosen: Candidate) -> Deal:
+    blocks = len(outer.chain.kinds)
+    if rng.random() < 0.4:
+        dealt = even_deal(blocks, chosen.chunks).blocks
+    else:
+        while True:
+            cuts = sorted(rng.choices(range(blocks + 1), k=chosen.chunks - 1))
+            dealt = tuple(b - a for a, b in zip([0, *cuts], [*cuts, blocks], strict=True))
+            if all(n > 0 for n in dealt[1:-1]):
+                break
+            if chosen.chunks - 2 >= blocks:
+                return even_deal(blocks, chosen.chunks)
+    free = chosen.mode != "full" and rng.random() < 0.5
+    return Deal(blocks=dealt, recomputed=tuple(rng.randint(0, n) if free else 0 for n in dealt))
+
+
+@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
+def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str) -> None:
+    outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
+    every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
+    strides = tensor_strides(outer, every)
+    for row in rng.sample(range(len(every)), 25):
+        chosen = candidate(outer.space, every, row)
+        deal = random_deal(rng, outer, chosen)
+        found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal))
+        shape, shown = int(every.shape[row]), f"{chosen}\n{deal}"
+        assert outer.bounds.time_s[shape] <= found.step_time_s * (1 + 1e-9), shown
+        assert outer.bounds.memory_bytes[shape] <= found.peak_bytes, shown
+        assert bounds.memory_bytes[row] <= found.peak_bytes + 1, shown
+        tight = replace(outer, capacity_bytes=float(found.peak_bytes))
+        one: Variants = every.take(np.array([row]))
+        time_s = bound_variants(tight, one, FOREVER).time_s[0]
+        assert time_s <= found.step_time_s * (1 + 1e-9), shown
+        if strides[row] > 1:
+            placed = refined_bounds(tight, one, int(strides[row]), FOREVER, memory=False)
+            assert placed.time_s[0] <= found.step_time_s * (1 + 1e-9), shown
+        _stage_problem_is_below(outer, chosen, deal, shown)
+
+
+def _stage_problem_is_below(outer: Outer, chosen: Candidate, deal: Deal, shown: str) -> None:
+    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal))
+    priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
+    states = outer.book.expander.prepared(priced.strategy).states
+    problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, 1e18)
+    problem = with_paths(problem, [path_row(found.path())])
+    assert deal_value(problem, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
+    assert max(row_value(problem, row, deal) for row in problem.memory) <= found.peak_bytes, shown
+
+
+def test_bounds_are_close_where_computation_rules() -> None:
+    """Large layers, no pipeline: what is left out is latency and the end of the gradient reduction."""
+    outer = outer_for("h100-sxm:1x4", 16, "fused")
+    every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER)
+    near = [
+        bounds.time_s[row] / evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal)).step_time_s
+        for row in range(len(every))
+        if (chosen := candidate(outer.space, every, row)).mesh.pp == 1 and chosen.mesh.tp == 1
+        for deal in [even_deal(4, 1)]
+    ]  # fmt: skip
+    assert np.median(near) > 0.9, near
+
+
+def test_a_bound_below_which_nothing_lies_is_all_that_is_told_of_slow_rows() -> None:
+    outer = outer_for("h100-sxm:1x4", 8, "fused")
+    rows = np.arange(len(outer.space.shapes))
+    _, free = expand_shapes(outer, rows, FOREVER)
+    limit = float(np.median(free.time_s))
+    _, below = expand_shapes(outer, rows, limit)
+    slow = free.time_s > limit
+    assert np.all(below.time_s[slow] >= limit * (1 - 1e-3))
+    assert np.allclose(below.time_s[~slow], free.time_s[~slow], rtol=1e-3)
+
+
+def test_what_cannot_fit_has_no_time() -> None:
+    outer = outer_for("h100-sxm:1x4", 8, "fused")
+    _, bounds = expand_shapes(replace(outer, capacity_bytes=1e4), np.arange(len(outer.space.shapes)), FOREVER)
+    assert np.all(np.isinf(bounds.time_s))

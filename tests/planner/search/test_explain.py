@@ -1,0 +1,109 @@
+"""What is said where there is no strategy: the constraint, by how much, and what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.outcome import GIB, InfeasiblePlan
+from autoparallel.planner.search.plan import plan
+from autoparallel.profiles.load import load_cluster
+from tests.toy_graphs import toy_transformer
+
+GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=128, vocab=512)
+
+
+def problem_of(capacity_bytes: float, cluster: str = "h100-sxm:1x4", **constraints: object) -> Problem:
+    usual = load_cluster(cluster)
+    groups = tuple(
+        replace(g, device=replace(g.device, memory_bytes=capacity_bytes + 1e6, reserve_bytes=1e6))
+        for g in usual.groups
+    )
+    fixed = {key.replace("__", "."): value for key, value in constraints.items()}
+    return Problem(graph=GRAPH, cluster=replace(usual, groups=groups), global_batch=8, constraints=fixed)
+
+
+def smallest(**constraints: object) -> Prediction:
+    return plan(replace(problem_of(1e12, **constraints), objective=Objective.MEMORY)).prediction
+
+
+def infeasible(problem: Problem) -> InfeasiblePlan:
+    with pytest.raises(InfeasiblePlan) as caught:
+        plan(problem)
+    return caught.value
+
+
+def test_the_excess_is_what_the_smallest_strategy_lacks() -> None:
+    peak = smallest().peak_bytes
+    error = infeasible(problem_of(peak * 0.5))
+    assert 0.4 * peak <= error.excess_gib * GIB <= 0.7 * peak, str(error)
+    assert "GiB too few" in str(error)
+    assert "h100-sxm" in error.constraint
+
+
+def test_one_byte_more_than_the_smallest_fits_and_half_does_not() -> None:
+    peak = smallest().peak_bytes
+    assert plan(problem_of(peak + 1)).prediction.peak_bytes <= peak + 1
+    infeasible(problem_of(peak * 0.5))
+
+
+def test_more_devices_are_offered_with_what_they_give() -> None:
+    error = infeasible(problem_of(smallest().peak_bytes * 0.7))
+    offered = [r for r in error.relaxations if "devices instead of 4" in r.change]
+    assert offered, str(error)
+    assert all(r.peak_memory_gib * GIB <= smallest().peak_bytes * 0.7 for r in offered)
+    assert all(r.step_time_s > 0 for r in offered)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("shard__zero", 0, "shard.zero = 0"), ("recompute__mode", "none", ""),
+        ("mesh__dp_replicate", 4, "mesh.dp_replicate = 4"),
+    ],
+)  # fmt: skip
+def test_the_constraint_that_binds_is_named_with_the_value_that_would_fit(
+    key: str, value: object, other: str
+) -> None:
+    needed, free = smallest(**{key: value}).peak_bytes, smallest().peak_bytes
+    if needed < free * 1.2:
+        return  # recomputing block by block does as well as the mode
+    error = infeasible(problem_of((needed + free) / 2, **{key: value}))
+    name = key.replace("__", ".")
+    assert name in error.constraint
+    assert any(r.change.startswith(f"{name} = ") and r.change.endswith(f"instead of {value}")
+               for r in error.relaxations), str(error)  # fmt: skip
+    assert other in error.constraint
+
+
+IMPOSSIBLE: list[tuple[dict[str, object], str]] = [
+    ({"mesh.tp": 3}, "mesh.tp may be 1, 2, 4"),
+    ({"batch.micro": 3}, "batch.micro may be 1, 2, 4, 8"),
+    ({"mesh.pp": 8}, "mesh.pp may be 1, 2, 4"),
+    ({"mesh.pp": 1, "pipeline.schedule": "interleaved-1f1b"}, "mesh.pp may be"),
+    ({"mesh.dp_replicate": 4, "shard.zero": 3}, "may be"),
+]
+
+
+@pytest.mark.parametrize(("constraints", "words"), IMPOSSIBLE)
+def test_constraints_that_leave_nothing_legal_are_the_users_mistake(
+    constraints: dict[str, object], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        plan(replace(problem_of(1e12), constraints=constraints))
+
+
+def test_constraints_that_only_together_leave_nothing_are_named_together() -> None:
+    constraints: dict[str, object] = {"mesh.tp": 3, "batch.micro": 3}
+    with pytest.raises(UserError, match="together; drop some"):
+        plan(replace(problem_of(1e12), constraints=constraints))
+
+
+def test_a_batch_that_no_mesh_of_all_devices_divides_is_told_with_one_that_works() -> None:
+    usual = load_cluster("h100-sxm:1x7")
+    with pytest.raises(InfeasiblePlan, match=r"try batch\.global = 7"):
+        plan(Problem(graph=GRAPH, cluster=usual, global_batch=6))

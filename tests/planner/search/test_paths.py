@@ -1,0 +1,47 @@
+"""Critical paths: as long as the step they explain, and a lower bound on it for all other stage costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.costmodel.stage_cost import Phase, StageCost
+from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
+from autoparallel.planner.expand.schedules import build_schedule
+from autoparallel.planner.search.paths import critical_path, path_s
+
+CASES = [
+    ("none", 1, 1, 3), ("gpipe", 3, 1, 4), ("1f1b", 3, 1, 5), ("1f1b", 4, 1, 2), ("interleaved-1f1b", 2, 2, 4),
+    ("zb1p", 3, 1, 4), ("zbv", 2, 2, 4),
+]  # fmt: skip
+PHASES = ("forward", "backward", "backward_input", "backward_weight", "last_backward", "last_backward_weight",
+          "step")  # fmt: skip
+
+
+def draw_costs(data: st.DataObject, timetable: Timetable) -> list[StageCost]:
+    numbers = st.floats(0.01, 1.0)
+    stages = len(timetable.homes)
+    tied = data.draw(st.booleans())
+    return [
+        StageCost(
+            **{name: Phase(total_s=data.draw(numbers)) for name in PHASES},
+            reduce_s=data.draw(numbers), send_s=data.draw(numbers),
+            tied_s=data.draw(numbers) if tied and stage in (0, stages - 1) else 0.0,
+        )
+        for stage in range(stages)
+    ]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=st.sampled_from(CASES), overlap=st.booleans(), data=st.data())
+def test_a_path_is_as_long_as_the_step_and_never_longer_for_other_costs(
+    case: tuple[str, int, int, int], overlap: bool, data: st.DataObject
+) -> None:
+    timetable = prepare(build_schedule(*case), overlap=overlap)
+    mine, other = draw_costs(data, timetable), draw_costs(data, timetable)
+    times = pipeline_times(timetable, mine)
+    path = critical_path(timetable, mine, times)
+    assert path_s(path, mine) == pytest.approx(times.step_time_s), path
+    if any(cost.tied_s for cost in mine) == any(cost.tied_s for cost in other):
+        assert path_s(path, other) <= pipeline_times(timetable, other).step_time_s * (1 + 1e-9), path

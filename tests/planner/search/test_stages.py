@@ -1,0 +1,130 @@
+"""The stage problem: each constraint just fits and just does not, and brute force finds no better deal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.planner.search.stage_problem import (
+    Deal,
+    Form,
+    Quantity,
+    Row,
+    StageProblem,
+    deal_fits,
+    deal_value,
+)
+from autoparallel.planner.search.stages import solve_stages
+
+SECONDS, BYTES = 0, 1
+
+
+def problem_of(
+    kinds: tuple[int, ...], chunks: int, *, capacity: int = 10**9, recompute: bool = True, ends: int = 1
+) -> StageProblem:
+    """Every chunk on its own rank, weighed like a pipeline: earlier chunks keep more micro-batches."""
+    sides = (3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
+    computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=sides)
+    sending = Form(
+        kept=(12, 12), recomputed=(12, 12), fixed=(5,) * chunks, when_none=(-4,) * chunks, when_few=2
+    )
+    seconds = Quantity(forms=(computing, sending))
+    bytes_ = Quantity(
+        forms=(Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks, when_all=3, when_few=-4),)
+    )
+    return StageProblem(
+        kinds=kinds, chunks=chunks, quantities=(seconds, bytes_), capacity_bytes=capacity, recompute=recompute,
+        least=(ends, *(1,) * (chunks - 2), ends) if chunks > 1 else (1,),
+        most=(len(kinds),) * chunks,
+        paths=tuple(
+            Row(terms=(*((SECONDS, b, 1) for b in range(c)), (SECONDS, c, 4)), constant=c) for c in range(chunks)
+        ),
+        memory=tuple(Row(terms=((BYTES, c, chunks - c),), constant=2) for c in range(chunks)),
+    )  # fmt: skip
+
+
+def deals(problem: StageProblem) -> Iterator[Deal]:
+    n = len(problem.kinds)
+    for blocks in product(range(n + 1), repeat=problem.chunks):
+        if sum(blocks) == n:
+            for recomputed in product(*(range(b + 1) for b in blocks)):
+                deal = Deal(blocks=blocks, recomputed=recomputed)
+                if deal_fits(problem, deal):
+                    yield deal
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
+    chunks=st.integers(1, 3), capacity=st.integers(4, 120), recompute=st.booleans(), one_kind=st.booleans(),
+    ends=st.integers(0, 1),
+)  # fmt: skip
+def test_no_deal_is_better_than_the_solvers(
+    kinds: tuple[int, ...], chunks: int, capacity: int, recompute: bool, one_kind: bool, ends: int
+) -> None:
+    kinds = (0,) * len(kinds) if one_kind else kinds
+    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, recompute=recompute, ends=ends)
+    best = min((deal_value(problem, deal) for deal in deals(problem)), default=None)
+    answer = solve_stages(problem)
+    if best is None:
+        assert answer is None, answer
+    else:
+        assert answer is not None
+        assert (answer.value, answer.bound) == (best, best), problem
+        assert deal_fits(problem, answer.deal)
+
+
+def test_memory_that_just_fits_is_used_and_one_byte_less_is_not() -> None:
+    problem = problem_of((0, 0, 0, 0), 2, recompute=False)
+    answer = solve_stages(problem)
+    assert answer is not None
+    need = max(2 + (2 - c) * (1 + 8 * answer.deal.blocks[c]) for c in range(2))
+    assert solve_stages(replace(problem, capacity_bytes=need)) == answer
+    tighter = solve_stages(replace(problem, capacity_bytes=need - 1))
+    assert tighter is None or tighter.deal != answer.deal
+
+
+def test_less_memory_recomputes_blocks_and_too_little_is_no_answer() -> None:
+    problem = problem_of((0, 0, 0, 0), 2)
+    free, tight = solve_stages(problem), solve_stages(replace(problem, capacity_bytes=20))
+    assert free is not None
+    assert sum(free.deal.recomputed) == 0
+    assert tight is not None
+    assert sum(tight.deal.recomputed) > 0
+    assert solve_stages(replace(problem, capacity_bytes=10)) is None
+
+
+def test_what_the_user_fixes_stays() -> None:
+    problem = replace(problem_of((0, 0, 0, 0), 2), blocks=(3, 1))
+    answer = solve_stages(problem)
+    assert answer is not None
+    assert answer.deal.blocks == (3, 1)
+    fixed = solve_stages(replace(problem, recomputed=(2, 0)))
+    assert fixed is not None
+    assert fixed.deal == Deal(blocks=(3, 1), recomputed=(2, 0))
+
+
+def test_an_excluded_deal_does_not_come_back_and_all_are_found_best_first() -> None:
+    problem = problem_of((0, 1, 0, 1), 2, capacity=40)
+    expected = sorted(deal_value(problem, deal) for deal in deals(problem))
+    found: list[Deal] = []
+    values = []
+    while (answer := solve_stages(problem, excluded=found)) is not None:
+        found.append(answer.deal)
+        values.append(answer.value)
+    assert values == expected
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("slack", [0, 1])
+def test_only_deals_below_the_incumbent_are_found(slack: int) -> None:
+    problem = problem_of((0, 0, 0), 2)
+    best = solve_stages(problem)
+    assert best is not None
+    again = solve_stages(problem, below=best.value + slack)
+    assert again == (best if slack else None)

@@ -1,0 +1,92 @@
+"""Placements of captured transformers models: column-then-row comes out of the solve, never out of a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.program import Collective
+from autoparallel.planner.capture import capture
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
+from autoparallel.profiles.load import load_cluster
+
+CLUSTER = load_cluster("h100-sxm:1x8")
+LAYERS, LENGTH = 2, 16
+
+
+def captured(model: type[torch.nn.Module], config: object, name: str) -> ModelGraph:
+    with torch.device("meta"):
+        module = model(config).train()
+    ids = torch.zeros((2, LENGTH), dtype=torch.long, device="meta")
+    return capture(module, {"input_ids": ids, "labels": ids}, name=name)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelGraph:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=256, use_cache=False,
+    )  # fmt: skip
+    return captured(LlamaForCausalLM, config, "llama")
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> ModelGraph:
+    config = GPT2Config(
+        n_embd=64, n_layer=LAYERS, n_head=4, n_positions=32, vocab_size=256, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return captured(GPT2LMHeadModel, config, "gpt2")
+
+
+def strategy(tp: int, *, sequence: bool) -> Strategy:
+    return Strategy(
+        batch=Batch(global_=1, micro=1), mesh=Mesh(tp=tp), shard=Shard(sequence_parallel=sequence),
+        pipeline=Pipeline(stage_blocks=(LAYERS,)), execution=Execution(kernels="eager"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_llama_comes_out_as_column_then_row(llama: ModelGraph, sequence: bool) -> None:
+    plan = Expander(llama, CLUSTER).tensor_plan(strategy(4, sequence=sequence))
+    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    found = {n.split(".")[-2]: p for n, p in plan.blocks[1].params if "proj" in n}
+    assert found == {n: "S0" if n in columns else "S1" for n in found}, plan.rules
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gpt2_comes_out_as_column_then_row(gpt2: ModelGraph, sequence: bool) -> None:
+    """Its Conv1D holds (in, out): columns are dim 1."""
+    plan = Expander(gpt2, CLUSTER).tensor_plan(strategy(4, sequence=sequence))
+    found = {n: p for n, p in plan.blocks[1].params if n.endswith("weight") and p != "R"}
+    columns = {"attn.c_attn.weight", "mlp.c_fc.weight"}
+    if sequence:
+        assert found == {n: "S1" if n in columns else "S0" for n in found}, plan.rules
+    assert found["mlp.c_fc.weight"] == "S1"
+    assert found["mlp.c_proj.weight"] == "S0"
+    assert "attn.c_attn.weight" in found
+
+
+def test_a_sequence_parallel_llama_layer_gathers_twice_and_scatters_twice(llama: ModelGraph) -> None:
+    work = Expander(llama, CLUSTER).work(strategy(2, sequence=True), 1, "none")
+    for steps in (work.forward, (*work.backward_input, *work.backward_weight)):
+        found = Counter(s.op.value for s in steps if isinstance(s, Collective))
+        assert found == {"all_gather": 2, "reduce_scatter": 2}
+
+
+def test_pins_that_readers_share_stand_at_their_common_parent(llama: ModelGraph) -> None:
+    plan = Expander(llama, CLUSTER).tensor_plan(strategy(2, sequence=True))
+    gathers = [r.module for r in plan.blocks[1].reshards if (r.before, r.after) == ("S1", "R")]
+    assert not any(module.endswith("_proj") for module in gathers), plan.rules
+
+
+def test_rules_name_repeated_blocks_with_a_star(llama: ModelGraph) -> None:
+    plan = Expander(llama, CLUSTER).tensor_plan(strategy(2, sequence=True))
+    modules = [rule.module for rule in plan.rules]
+    assert "model.layers.*.self_attn.q_proj" in modules
+    assert len(modules) == len(set(modules))
