@@ -25,6 +25,7 @@ from autoparallel.costmodel.graph import OpKind, Saved
 FUSIBLE = frozenset(
     {
         OpKind.NORM,
+        OpKind.BATCH_NORM,
         OpKind.ELEMENTWISE,
         OpKind.REDUCTION,
         OpKind.SOFTMAX,

@@ -65,7 +65,8 @@ class OpKind(StrEnum):
     CONV = "conv"
     ATTENTION = "attention"  # scaled_dot_product_attention, whole
     EMBEDDING = "embedding"
-    NORM = "norm"  # layer, rms, batch, group norm where it is one operator
+    NORM = "norm"  # layer, rms, group norm where it is one operator
+    BATCH_NORM = "batch_norm"
     SOFTMAX = "softmax"
     CROSS_ENTROPY = "cross_entropy"  # log-softmax and nll over classes, whole
     DROPOUT = "dropout"
@@ -106,11 +107,27 @@ class Saved:
     spec: TensorSpec
 
 
+def strided(dim: int, parts: int) -> str:
+    """The placement in which each of `parts` equal parts of `dim` is sharded."""
+    return f"S{dim}" if parts == 1 else f"S{dim}/{parts}"
+
+
+def sharded_dim(placement: str) -> int:
+    """The dim that a placement "S…" shards."""
+    return int(placement[1:].partition("/")[0])
+
+
+def parts_of(placement: str) -> int:
+    """Into how many parts, each of them sharded, a placement "S…" divides its dim: 1 for a plain shard."""
+    return int(placement.partition("/")[2] or 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
     """One legal way to run an operator on a one-dimensional mesh, from DTensor's own rules.
 
-    Placements: "R" replicated, "P" partial sum, "S0", "S1" … sharded along that dim; "" for a value that is
+    Placements: "R" replicated, "P" partial sum, "S0", "S1" … sharded along that dim; "S1/3" dim 1 holds three
+    parts one after another, each of them sharded (a fused query-key-value projection); "" for a value that is
     not a tensor. The parallel degree must divide each size in `divides`.
     """
 

@@ -32,10 +32,13 @@ _TILE_SHAPES = tuple(
     for rows, columns in (t.split("x") for t in TILES)
 )
 _SPLITS = (1, 2, 4, 8)
+PER_TENSOR = (
+    "optimizer_tensors"  # what an optimizer step takes for each of `count` tensors, whatever its size
+)
 _SCORE_KERNELS = {"eager": 4, "fused": 1, "compiled": 2}  # that pass over the scores of unfused attention
 _MEMORY_KINDS = {
     OpKind.EMBEDDING: "memory.efficiency.embedding", OpKind.NORM: "memory.efficiency.norm",
-    OpKind.SOFTMAX: "memory.efficiency.softmax", OpKind.CROSS_ENTROPY: "memory.efficiency.cross_entropy",
+    OpKind.BATCH_NORM: "memory.efficiency.batch_norm", OpKind.SOFTMAX: "memory.efficiency.softmax", OpKind.CROSS_ENTROPY: "memory.efficiency.cross_entropy",
     OpKind.DROPOUT: "memory.efficiency.dropout", OpKind.ELEMENTWISE: "memory.efficiency.elementwise",
     OpKind.REDUCTION: "memory.efficiency.reduction", OpKind.COPY: "memory.efficiency.copy",
     "optimizer": "memory.efficiency.optimizer", "compress": "memory.efficiency.compress",
@@ -58,7 +61,7 @@ def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
 
 def launches(kernel: Kernel, kernels: str) -> int:
     """Launches: one each, but for unfused attention its products and the passes over its scores."""
-    if kernel.kind == OpKind.VIEW:
+    if kernel.kind in (OpKind.VIEW, PER_TENSOR):
         return 0
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
         return kernel.count * ((4 if kernel.backward else 2) + _SCORE_KERNELS[kernels])
@@ -69,6 +72,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     """Seconds of the device for all `kernel.count` launches, the host far ahead."""
     if kernel.kind == OpKind.VIEW or kernel.count == 0:
         return 0.0
+    if kernel.kind == PER_TENSOR:
+        return kernel.count * device.constants["optimizer.tensor_s"]
     start_s = device.constants["kernel.start_s"]
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
         if not kernel.attention.flash:

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from autoparallel.errors import UserError
-from autoparallel.profiles.constants import CONSTANTS
+from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET
 from autoparallel.profiles.hardware import Cluster, Device, Group, Level, Provenance, ValueKind
 from autoparallel.profiles.schema import (
     ClusterFile,
@@ -55,7 +55,7 @@ def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) ->
         if dtype not in DTYPES:
             hint = nearest(dtype, DTYPES)
             raise UserError(f"{where}: `peak_flops.{dtype}`: unknown dtype{hint}; known: {', '.join(DTYPES)}")
-    constants = _constants(inherited, where) | _constants(table.constants, where)
+    constants = _completed(_constants(inherited, where) | _constants(table.constants, where))
     missing = sorted(set(CONSTANTS) - set(constants))
     if missing:
         raise UserError(
@@ -206,6 +206,19 @@ def _bounded(levels: tuple[Level, ...], count: int) -> tuple[Level, ...]:
             continue
         kept.append(level)
     return (*kept[:-1], replace(kept[-1], size=count))
+
+
+def _completed(constants: dict[str, FigureTable]) -> dict[str, FigureTable]:
+    """With the constants that no file sets but that have a value then."""
+    found = dict(constants)
+    for key, default in UNLESS_SET.items():
+        if key in found:
+            continue
+        if not isinstance(default, str):
+            found[key] = FigureTable(value=default, kind=ValueKind.FORMULA, source="not set")
+        elif default in found:
+            found[key] = found[default].model_copy()
+    return found
 
 
 def _constants(tree: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, FigureTable]:

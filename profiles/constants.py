@@ -7,7 +7,7 @@ from __future__ import annotations
 
 KERNEL_MODES = ("eager", "fused", "compiled")
 TILES = ("256x128", "128x256", "128x128", "128x64", "64x128", "64x64")
-MEMORY_KINDS = ("elementwise", "norm", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
+MEMORY_KINDS = ("elementwise", "norm", "batch_norm", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
 PROTOCOLS = ("simple", "ll128", "ll")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -39,6 +39,7 @@ _SINGLE = {
     "attention.tile_backward": "likewise backward, keys",
     "attention.tail_forward": "share of the longest tile's time that the end of the kernel waits, forward",
     "attention.tail_backward": "likewise backward",
+    "optimizer.tensor_s": "host time per parameter tensor of an optimizer step that runs tensor by tensor, kernels = eager",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
@@ -71,4 +72,10 @@ CONSTANTS: dict[str, str] = {
     },
     **{f"collective.latency.{p}": f"hop latency of protocol {p} relative to the level's" for p in PROTOCOLS},
     **{f"collective.bandwidth.{p}": f"bandwidth of protocol {p} relative to simple" for p in PROTOCOLS},
+}
+
+# What a constant is where no file sets it: another constant's value, or a number.
+UNLESS_SET: dict[str, str | float] = {
+    "memory.efficiency.batch_norm": "memory.efficiency.norm",
+    "optimizer.tensor_s": 0.0,  # multi-tensor kernels
 }

@@ -38,13 +38,17 @@ _KINDS: dict[OpKind, frozenset[str]] = {
             "native_layer_norm_backward",
             "native_group_norm",
             "native_group_norm_backward",
+            "_fused_rms_norm",
+            "_fused_rms_norm_backward",
+        }
+    ),
+    OpKind.BATCH_NORM: frozenset(
+        {
             "native_batch_norm",
             "native_batch_norm_backward",
             "_native_batch_norm_legit",
             "_batch_norm_with_update",
             "batch_norm_backward",
-            "_fused_rms_norm",
-            "_fused_rms_norm_backward",
         }
     ),
     OpKind.SOFTMAX: frozenset(

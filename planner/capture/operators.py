@@ -15,6 +15,7 @@ from autoparallel.planner.capture.records import Call, Launch, Meta, SavedStorag
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.shardings import legal_shardings
 from autoparallel.planner.capture.split import Link
+from autoparallel.planner.capture.strided import with_strided_shardings
 from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -22,7 +23,7 @@ _PRODUCTS = {OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV}
 
 # An operator that launches several kernels is of the first of these kinds that occurs among them.
 _PRIORITY = (
-    OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.GEMM, OpKind.EMBEDDING, OpKind.NORM, OpKind.SOFTMAX, OpKind.DROPOUT,
+    OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.GEMM, OpKind.EMBEDDING, OpKind.NORM, OpKind.BATCH_NORM, OpKind.SOFTMAX, OpKind.DROPOUT,
     OpKind.REDUCTION, OpKind.ELEMENTWISE, OpKind.COPY,
 )  # fmt: skip
 
@@ -56,7 +57,7 @@ class OperatorMaker:
             for position, value in enumerate(trace.calls[index].outputs):
                 self._name(value, f"{name}.{position}" if position else name)
             result.append(self._operator(index, name))
-        return tuple(result)
+        return with_strided_shardings(result, self.link.calls, self.traces, self.fit, self.rules)
 
     def _name(self, value: int, name: str) -> None:
         self._names[value] = name
