@@ -8,7 +8,7 @@
     sum a[q, c] A[q, c] + const <= cap    for each moment of each rank that can be its memory's peak
     minimise T
 
-Everything is in integer picoseconds and bytes, rounded down: what CP-SAT proves is a true lower bound. The
+Everything is in integers, rounded down (`in_small_numbers`): what CP-SAT proves is a true lower bound. The
 caller prepares all numbers (`planner/search/inner.py`); nothing is computed here but the model.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from autoparallel.planner.search.deals import best_of, few_deals, one_chunk
+from autoparallel.planner.search.small_numbers import in_small_numbers
 from autoparallel.planner.search.stage_problem import Deal, Form, Row, StageAnswer, StageProblem, deal_value
 
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
@@ -45,14 +46,15 @@ def solve_stages(
     few = few_deals(problem)
     if few is not None:
         return best_of(problem, [deal for deal in few if deal not in excluded], below)
+    small, unit = in_small_numbers(problem, below)
     model = cp_model.CpModel()
-    builder = _Builder(model, problem)
+    builder = _Builder(model, small)
     builder.every_block_in_one_chunk()
     builder.as_fixed_by_the_user()
     builder.fits_memory()
     for deal in excluded:
         builder.differs_from(deal)
-    step = builder.no_path_longer_than_the_step(below)
+    step = builder.no_path_longer_than_the_step(None if below is None else -(-below // unit))
     model.minimize(step)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -63,7 +65,7 @@ def solve_stages(
     if status == cp_model.INFEASIBLE:
         return None
     assert status != cp_model.MODEL_INVALID, model.validate()
-    bound = max(int(solver.best_objective_bound), 0)
+    bound = max(int(solver.best_objective_bound), 0) * unit
     if status == cp_model.UNKNOWN:
         return StageAnswer(deal=None, value=bound, bound=bound)
     deal = Deal(

@@ -23,7 +23,9 @@ from autoparallel.planner.sharding.costs import BlockCosts, Cost, total
 from autoparallel.planner.sharding.problem import BlockProblem, layout
 
 MOST_TIES = 3  # of `change_cost`
-SOLVE_LIMIT_S = 20.0  # a guard: blocks of a few hundred operators take well under a second
+# CP-SAT's own deterministic time (about seconds, the same on every machine): a guard, as blocks of a few hundred
+# operators take well under one. Kind: formula.
+EFFORT = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,8 @@ def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
-    solver.parameters.max_time_in_seconds = SOLVE_LIMIT_S
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = EFFORT
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise NoTensorPlan
     return solver

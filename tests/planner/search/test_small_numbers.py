@@ -1,0 +1,58 @@
+"""Rounding a stage problem: everything stays feasible, nothing becomes dearer, and the numbers are small."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoparallel.planner.search.small_numbers import LARGEST, in_small_numbers
+from autoparallel.planner.search.stage_problem import (
+    Deal,
+    Form,
+    Quantity,
+    Row,
+    StageProblem,
+    deal_fits,
+    deal_value,
+)
+
+
+def pipeline(blocks: int, chunks: int, rate: int, saved: int, capacity: int, micro: int) -> StageProblem:
+    """Equal blocks on a chain of ranks, in picoseconds and bytes."""
+    seconds = Form(
+        kept=(rate,), recomputed=(rate + rate // 3,), fixed=(rate // 7,) * chunks, when_all=rate // 5
+    )
+    bytes_ = Form(
+        kept=(saved,), recomputed=(saved // 9,), fixed=(saved // 2,) * chunks, when_few=-(saved // 3)
+    )
+    return StageProblem(
+        kinds=(0,) * blocks, chunks=chunks, quantities=(Quantity(forms=(seconds,)), Quantity(forms=(bytes_,))),
+        paths=tuple(
+            Row(terms=(*((0, c, 1) for c in range(rank)), (0, rank, micro)), constant=rate) for rank in range(chunks)
+        ),
+        memory=tuple(Row(terms=((1, c, chunks - c),)) for c in range(chunks)),
+        capacity_bytes=capacity, recompute=True, least=(1,) * chunks, most=(blocks,) * chunks,
+    )  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    blocks=st.integers(2, 40),
+    rate=st.integers(1, 10**13),
+    saved=st.integers(0, 10**11),
+    capacity=st.integers(10**6, 10**12),
+    micro=st.integers(1, 512),
+    share=st.integers(0, 100),
+)
+def test_a_deal_still_fits_and_is_worth_no_more(
+    blocks: int, rate: int, saved: int, capacity: int, micro: int, share: int
+) -> None:
+    problem = pipeline(blocks, 2, rate, saved, capacity, micro)
+    small, unit = in_small_numbers(problem)
+    first = 1 + share * (blocks - 2) // 100
+    deal = Deal(blocks=(first, blocks - first), recomputed=(share * first // 100, 0))
+    assert deal_value(small, deal) * unit <= deal_value(problem, deal)
+    assert deal_fits(small, deal) or not deal_fits(problem, deal)
+    assert deal_value(small, deal) <= 2 * LARGEST, (small, unit)
+    # What rounding loses is below what counts: one unit per number that a row adds up.
+    assert deal_value(problem, deal) - deal_value(small, deal) * unit <= unit * 4 * (blocks + 3) * (micro + 2)
