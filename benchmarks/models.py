@@ -9,7 +9,7 @@ nemotron  rotary positions, LayerNorm, squared ReLU, no biases
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ class Shape:
     dropout: float = 0.0
     experts: int = 0
     experts_per_token: int = 0
+    loss: Literal["fp32", "half", "kept"] = "fp32"  # see `LanguageModel.loss`
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class LanguageModel(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, ...]:
         place = torch.arange(self.shape.seq_len, device=tokens.device)
         x = self.embed(tokens)
         if self.positions is not None:
@@ -130,8 +131,17 @@ class LanguageModel(nn.Module):
         x = self.dropout(x)
         for layer in self.layers:
             x = layer(x, *rotation)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return self.loss(self.head(self.norm(x)), labels.flatten())
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Cross-entropy of an fp32 copy of the logits; of the logits themselves ("half"); or of a copy that stays
+        alive, as do the logits, in the two steps of torch's own loss ("kept")."""
+        if self.shape.loss == "half":
+            return F.cross_entropy(logits.flatten(0, 1), labels)
+        scores = logits.float().flatten(0, 1)
+        if self.shape.loss == "kept":
+            return F.nll_loss(F.log_softmax(scores, dim=-1), labels), logits, scores
+        return F.cross_entropy(scores, labels)
 
 
 def build(shape: Shape, layers: int) -> tuple[nn.Module, dict[str, Tensor]]:

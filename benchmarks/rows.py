@@ -23,16 +23,12 @@ from autoparallel.planner.strategy.types import (
 )
 from autoparallel.profiles import load_device
 from autoparallel.profiles.hardware import Cluster, Group
+from benchmarks.frameworks import framework_of
 from benchmarks.models import Shape
 
 Row = Mapping[str, str]
 
 DTYPES = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}  # scaling variants of one GEMM dtype
-HALF_GRADIENTS = (
-    "nemo",
-    "megatron-bridge",
-)  # their recipes set grad_sync_dtype / grad_reduce_in_fp32 = false
-ASYNC_TP = ("nemo", "megatron-bridge")  # their recipes set tp_comm_overlap = true
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of 128 * tp
 
 
@@ -102,6 +98,7 @@ def shape_of(row: Row) -> Shape:
         rotary=row.get("positions") == "rope",
         experts=_int(row, "experts", 0),
         experts_per_token=_int(row, "experts_per_token", 0),
+        loss=framework_of(row.get("framework", "")).loss,
     )
 
 
@@ -133,10 +130,20 @@ def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (1 if 0 < i <= extra else 0) for i in range(chunks))
 
 
+def _attention(row: Row) -> str:
+    """Flash attention is of the first generation where the row names such a kernel, or its framework had no other."""
+    attention = row.get("attention") or "flash"
+    if attention != "flash":
+        return attention
+    early = row["device"] in framework_of(row.get("framework", "")).early_flash_on
+    return "flash-v1" if early or "attentionv1" in row.get("attention_kernel", "") else "flash"
+
+
 def _execution(row: Row) -> Execution:
     dtype = DTYPES.get(row["dtype"], row["dtype"])
     half = "fp16" if dtype == "fp16" else "bf16"
-    half_gradients = dtype == "fp16" or _int(row, "zero", 0) == 3 or row.get("framework") in HALF_GRADIENTS
+    framework = framework_of(row.get("framework", ""))
+    half_gradients = dtype == "fp16" or _int(row, "zero", 0) == 3 or framework.half_gradients
     kernels = row.get("kernels") or "fused"
     if row.get("fused_norm") == "False":
         kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
@@ -149,9 +156,9 @@ def _execution(row: Row) -> Execution:
         # precision.
         master_weights=not sharded_pure,
         grad_dtype=half if half_gradients else "fp32",
-        attention=row.get("attention") or "flash",
+        attention=_attention(row),
         kernels=kernels,
-        async_tp=row.get("framework") in ASYNC_TP and _flag(row, "sequence_parallel", False),
+        async_tp=framework.async_tp and _flag(row, "sequence_parallel", False),
     )
 
 
@@ -207,6 +214,7 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         pipeline=_schedule(row),
         execution=_execution(row),
         grad_sync=GradSync(overlap=_flag(row, "overlap_dp", False), bucket_mib=_bucket_mib(row, mesh)),
+        tensor=framework_of(row.get("framework", "")).tensor if mesh.tp > 1 else (),
     )
     if row.get("recompute"):
         return (replace(base, recompute=Recompute(mode=row["recompute"])),)

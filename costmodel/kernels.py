@@ -180,6 +180,8 @@ def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> 
     if d > 128:
         head_share *= constants[f"attention.large_head_{side}"]
     rate = peak_flops(device, _attention_dtype(kernel.dtype)) * constants[f"attention.{side}"] * head_share
+    if shape.first_generation:
+        rate *= constants["attention.v1"]
     tile = min(constants[f"attention.tile_{side}"], shape.query_length)
     keys = float(shape.key_length)
     seen = (keys + tile) / 2 if shape.causal else keys

@@ -63,6 +63,7 @@ class AttentionShape:
     value_size: int
     causal: bool
     flash: bool
+    first_generation: bool = False  # of flash kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ _SINGLE = {
     "attention.tail_forward": "share of the longest tile's time that the end of the kernel waits, forward",
     "attention.tail_backward": "likewise backward",
     "optimizer.tensor_s": "host time per parameter tensor of an optimizer step that runs tensor by tensor, kernels = eager",
+    "attention.v1": "speed of the first generation of flash kernels (FlashAttention 1, Triton 2022) relative to these",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",

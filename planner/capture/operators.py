@@ -340,7 +340,7 @@ def _kind(call: Call) -> OpKind:
         return OpKind.GROUPED_GEMM
     if call.name == _ATTENTION:
         return OpKind.ATTENTION
-    if call.name in {"cross_entropy_loss", "nll_loss"}:
+    if call.name in {"cross_entropy_loss", "nll_loss", "nll_loss_nd"}:
         return OpKind.CROSS_ENTROPY
     found = {kernels.kind_of(x) for x in call.forward if kernels.runs_kernel(x)}
     return next((kind for kind in _PRIORITY if kind in found), OpKind.VIEW)

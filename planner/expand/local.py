@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def flash(self) -> bool:
-        return self.execution.attention == "flash"
+        return self.execution.attention != "unfused"
 
     @property
     def regathers(self) -> bool:
@@ -187,7 +187,7 @@ class LocalBlock:
             batch=local.get("b", 1), heads=heads, kv_heads=min(local.get("g", heads), heads),
             query_length=max(local.get("s", 1) // s.cp, 1), key_length=local.get("t", local.get("s", 1)),
             head_size=local.get("d", 1), value_size=local.get("v", local.get("d", 1)),
-            causal=operator.causal, flash=s.flash,
+            causal=operator.causal, flash=s.flash, first_generation=s.execution.attention == "flash-v1",
         )  # fmt: skip
 
     def scores_elements(self, op: int) -> int:

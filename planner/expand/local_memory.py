@@ -149,6 +149,10 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
     first = _first_keepers(local, units, kept)
     live = {index.storage[v]: local.value_bytes(v, local.output_placement(v))
             for v in index.block.outputs if v in index.needs_grad}  # fmt: skip
+    if returned := _beside_the_loss(local):
+        live = {s: b for s, b in live.items() if s not in returned}
+        remaining |= {f"returned:{s}": b for s, b in returned.items() if s not in kept}
+        first |= {f"returned:{s}": -1 for s in returned}
     peak = sum(live.values()) + sum(remaining.values())
     for n in range(len(units) - 1, -1, -1):
         unit, weights = units[n], 0
@@ -162,6 +166,7 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
             placement = local.placement(_reader(local, unit, value), value)
             live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
         inside = 0 if local.setting.flash else 2 * sum(_attention_temp(local, op) for op in unit.ops)
+        inside += sum(_loss_temp(local, op) for op in unit.ops)
         if _overwrites(local, unit):
             remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         peak = max(peak, sum(live.values()) + sum(remaining.values()) + weights + inside)
@@ -174,13 +179,38 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
     return max(peak - sum(kept.values()), 0)
 
 
+def _beside_the_loss(local: LocalBlock) -> dict[str, int]:
+    """Storages that the model returns beside its loss: no gradient comes to them, but the caller holds them."""
+    index = local.index
+    outputs = {v for v in index.block.outputs if v in index.needs_grad}
+    losses = {v for v in outputs if index.specs[v].shape == ()}
+    if not losses:
+        return {}
+    return {index.storage[v]: local.value_bytes(v, local.output_placement(v)) for v in outputs - losses}
+
+
 def _overwrites(local: LocalBlock, unit: Unit) -> bool:
     """Megatron's cross-entropy writes its softmax over the logits it read, and the gradient over its softmax.
 
     Source: Megatron-LM, core/tensor_parallel/cross_entropy.py.
     """
-    kinds = {local.index.block.operators[op].kind for op in unit.ops}
-    return local.setting.execution.kernels == "fused" and OpKind.CROSS_ENTROPY in kinds
+    return local.setting.execution.kernels == "fused" and any(_own_softmax(local, op) for op in unit.ops)
+
+
+def _own_softmax(local: LocalBlock, op: int) -> Saved | None:
+    """The log-softmax that a cross-entropy makes and keeps; None for other operators."""
+    operator = local.index.block.operators[op]
+    if operator.kind is not OpKind.CROSS_ENTROPY:
+        return None
+    return next((s for s in operator.saved if s.value == "" and s.spec.shape), None)
+
+
+def _loss_temp(local: LocalBlock, op: int) -> int:
+    """torch's eager cross-entropy goes back through the log-softmax: a gradient of it beside that of the logits."""
+    softmax = _own_softmax(local, op)
+    if softmax is None or local.setting.execution.kernels != "eager":
+        return 0
+    return _saved_bytes(local, op, softmax)
 
 
 def _reader(local: LocalBlock, unit: Unit, value: str) -> int:

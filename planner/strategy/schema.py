@@ -101,7 +101,7 @@ class ExecutionSection(Section):
     master_weights: bool | None = Field(None, description="an fp32 copy beside, held by the optimizer")
     grad_dtype: StoredPrecision | None = Field(None, description="gradients: accumulated and reduced in")
     optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "adafactor"] | None = None
-    attention: Literal["flash", "unfused"] | None = None
+    attention: Literal["flash", "flash-v1", "unfused"] | None = None
     kernels: Literal["eager", "fused", "compiled"] | None = None
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     async_tp: bool | None = Field(None, description="sequence-parallel gathers beside the products")

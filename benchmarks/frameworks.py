@@ -1,0 +1,45 @@
+"""What the training frameworks of the published runs do where a row is silent, read in their own sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoparallel.planner.strategy.types import TensorRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Choices of a code base that change time or memory. Defaults: Megatron-LM and DeepSpeed as of 2021.
+
+    Those keep an fp32 master copy, accumulate bf16 gradients in fp32 and fp16 ones in fp16, and compute the
+    loss on logits that stay sharded over the vocabulary.
+    """
+
+    early_flash_on: tuple[str, ...] = ()  # devices on which its flash attention is of the first generation
+    half_gradients: bool = False  # accumulated and reduced in the parameters' dtype
+    async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
+    loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
+    tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
+
+
+GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), outputs=("replicate",)),)
+
+FRAMEWORKS = {
+    # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true.
+    "nemo": Framework(half_gradients=True, async_tp=True),
+    "megatron-bridge": Framework(half_gradients=True, async_tp=True),
+    # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining
+    # configuration until it was removed in 2024 (c26309de5); its A100 tables are of 2023. loss_fn: fused_crossentropy,
+    # whose kernel reads the half-precision logits.
+    "composer-fsdp": Framework(loss="half", early_flash_on=("a100-sxm-40gb", "a100-sxm-80gb")),
+    # Aleph-Alpha/scaling@737f855: core/nn/linear/column_parallel_linear.py gathers the logits (parallel_output is
+    # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
+    # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
+    "aleph-alpha-scaling": Framework(half_gradients=True, loss="kept", tensor=GATHERED_LOGITS),
+}
+
+
+def framework_of(name: str) -> Framework:
+    """The framework's choices, or the defaults for one that is not listed."""
+    return FRAMEWORKS.get(name, Framework())
