@@ -95,7 +95,8 @@ def _weight_saved(block: BlockWork) -> int:
 
 
 def _gather_bytes(block: BlockWork) -> int:
-    return block.gather.size_bytes if block.gather is not None else 0
+    gathers = (block.gather, block.expert_gather)
+    return sum(gather.size_bytes for gather in gathers if gather is not None)
 
 
 def _reduce_bytes(block: BlockWork) -> int:

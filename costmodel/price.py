@@ -169,7 +169,11 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
         recompute=parts(block.recompute, "recompute"),
         backward_input=parts(block.backward_input, "backward"),
         backward_weight=parts(block.backward_weight, "backward"),
-        gather_s=pricer.collective_s(block.gather, program.axes) if block.gather is not None else 0.0,
+        gather_s=sum(
+            pricer.collective_s(gather, program.axes)
+            for gather in (block.gather, block.expert_gather)
+            if gather is not None
+        ),
     )
 
 

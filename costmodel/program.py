@@ -105,8 +105,9 @@ class BlockWork:
     `saved_bytes` live from its forward to its backward; `*_temp_bytes` is the peak above what is live at
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. `gather` brings in ZeRO-3 parameters before forward and again before
-    backward; `reduce` is the block's share of gradient synchronisation, in the order in which it runs.
-    Parameter counts are this device's after tensor, expert and pipeline sharding and before ZeRO.
+    backward, `expert_gather` those of experts; `reduce` is the block's share of gradient synchronisation, in the
+    order in which it runs. Parameter counts are this device's after tensor, expert and pipeline sharding and
+    before ZeRO; `expert_*` are the part of them that is synchronised over other ranks (`mesh.ep` > 1).
     """
 
     name: str
@@ -120,12 +121,15 @@ class BlockWork:
     backward_temp_bytes: int = 0
     parameters: int = 0  # numbers, not bytes
     trainable: int = 0
-    expert_parameters: int = 0  # of `parameters`: synchronised over fewer replicas
+    trainable_tensors: int = 0
+    expert_parameters: int = 0
+    expert_trainable: int = 0
     buffer_bytes: int = 0
     weight_saved_bytes: int | None = (
         None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
     )
     gather: Collective | None = None
+    expert_gather: Collective | None = None
     reduce: tuple[Collective, ...] = ()
 
 
@@ -151,11 +155,16 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A mesh axis on the topology: its size, and the distance in devices between neighbours along it."""
+    """A mesh axis on the topology: its size, and the distance in devices between neighbours along it.
+
+    A `derived` one regroups the ranks of others: expert parallelism takes parts of tp, cp and dp_shard, which
+    are then several axes of one name.
+    """
 
     name: str
     size: int
     stride: int
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

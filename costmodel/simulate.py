@@ -79,7 +79,7 @@ def devices_of(program: Program) -> int:
     """Devices that a program runs on: the product of its mesh axes."""
     count = 1
     for axis in program.axes:
-        count *= axis.size
+        count *= 1 if axis.derived else axis.size
     return count
 
 

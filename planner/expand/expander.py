@@ -10,10 +10,11 @@ from autoparallel.costmodel.block_index import BlockIndex, index_block
 from autoparallel.costmodel.fusion import Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.price import Pricer
-from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.simulate import Prepared, prepare_simulation
-from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
+from autoparallel.planner.expand.axes import mesh_axes as mesh_axes
+from autoparallel.planner.expand.axes import nearest_stride as nearest_stride
 from autoparallel.planner.expand.chain import (
     carried_inputs,
     even_stages,
@@ -22,9 +23,10 @@ from autoparallel.planner.expand.chain import (
     stage_ranges,
 )
 from autoparallel.planner.expand.local import TENSOR_DTYPE, LocalBlock, Setting
-from autoparallel.planner.expand.localize import fused_units, localize
+from autoparallel.planner.expand.localize import barriers, fused_units, localize
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
-from autoparallel.planner.sharding.plan import TensorPlan, replicated_plan
+from autoparallel.planner.sharding.experts import unsolved_plan
+from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -40,6 +42,7 @@ class _WorkKey:
     micro: int
     tp: int
     cp: int
+    ep: int
     recompute: str
     execution: Execution
 
@@ -95,21 +98,23 @@ class Expander:
 
     def tensor_plan(self, strategy: Strategy) -> TensorPlan:
         """How each distinct block runs over the tp axis: the user's rules kept, the rest solved."""
-        if strategy.mesh.tp == 1:
-            return TensorPlan(blocks=tuple(replicated_plan(block) for block in self.graph.blocks))
         request = self._request(strategy)
         if request not in self._plans:
             indices = tuple(
                 self.index(b, dropout=strategy.execution.dropout > 0) for b in range(len(self.graph.blocks))
             )
-            self._plans[request] = solve_tensor_plan(self.graph, indices, self.cluster, request)
+            if strategy.mesh.tp == 1:
+                blocks = tuple(unsolved_plan(index, strategy.mesh.ep) for index in indices)
+                self._plans[request] = TensorPlan(blocks=blocks)
+            else:
+                self._plans[request] = solve_tensor_plan(self.graph, indices, self.cluster, request)
         return self._plans[request]
 
     def work(self, strategy: Strategy, block: int, recompute: str) -> BlockWork:
         """A block's local work for one micro-batch, before data parallelism."""
         mesh, execution = strategy.mesh, strategy.execution
         request = self._request(strategy) if mesh.tp > 1 else None
-        key = _WorkKey(block, request, strategy.batch.micro, mesh.tp, mesh.cp, recompute, execution)
+        key = _WorkKey(block, request, strategy.batch.micro, mesh.tp, mesh.cp, mesh.ep, recompute, execution)
         if key not in self._works:
             setting = self._setting(strategy, recompute)
             index = self.index(block, dropout=execution.dropout > 0)
@@ -118,7 +123,7 @@ class Expander:
                 block,
                 execution.dropout > 0,
                 execution.kernels,
-                frozenset(r.value for r in plan.reshards),
+                barriers(plan),
             )
             if shape not in self._units:
                 self._units[shape] = fused_units(index, plan, execution.kernels)
@@ -184,9 +189,12 @@ class Expander:
 
     def _request(self, strategy: Strategy) -> TensorRequest:
         axis = next(a for a in mesh_axes(strategy) if a.name == "tp")
+        tp, ep = strategy.mesh.tp, strategy.mesh.ep
+        if tp == 1:  # nothing to solve: all such strategies share one plan
+            return TensorRequest(tp=1, stride=1, sequence_parallel=False, execution=Execution(), ep=ep)
         return TensorRequest(
-            tp=strategy.mesh.tp, stride=nearest_stride(axis, self.cluster), sequence_parallel=strategy.shard.sequence_parallel,
-            execution=strategy.execution, rules=strategy.tensor,
+            tp=tp, stride=nearest_stride(axis, self.cluster), ep=ep, rules=strategy.tensor,
+            sequence_parallel=strategy.shard.sequence_parallel, execution=strategy.execution,
         )  # fmt: skip
 
     def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:
@@ -203,7 +211,7 @@ class Expander:
 
     def _synchronised(self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str]) -> BlockWork:
         work = self.work(strategy, *link)
-        gather = state.gather_of(work, strategy)
+        gather, expert_gather = state.gather_of(work, strategy), state.expert_gather_of(work, strategy)
         if dropped:
             plan = dict(self.tensor_plan(strategy).blocks[link[0]].params)
             gone = [
@@ -214,10 +222,16 @@ class Expander:
             work = replace(
                 work, parameters=work.parameters - sum(n for n, _ in gone),
                 trainable=work.trainable - sum(n for n, trainable in gone if trainable),
+                trainable_tensors=work.trainable_tensors - sum(part[1] for part in gone),
             )  # fmt: skip
-        reduce = (*self._partial_gradients(strategy, link[0]), *state.reduction_of(work.trainable, strategy))
+        reduce = (
+            *self._partial_gradients(strategy, link[0]),
+            *state.reduction_of(work.trainable, strategy, work.expert_trainable),
+        )
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
-        return replace(work, gather=gather, reduce=reduce, backward_weight=weight)
+        return replace(
+            work, gather=gather, expert_gather=expert_gather, reduce=reduce, backward_weight=weight
+        )
 
     def _partial_gradients(self, strategy: Strategy, block: int) -> tuple[Collective, ...]:
         """Once a step: the sum over tp of the gradients of replicated parameters that saw a part of the data."""
@@ -262,7 +276,7 @@ class Expander:
     def _setting(self, strategy: Strategy, recompute: str) -> Setting:
         mesh = strategy.mesh
         return Setting(
-            graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp,
+            graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep,
             recompute=recompute, execution=strategy.execution,
         )  # fmt: skip
 
@@ -288,40 +302,21 @@ class Expander:
         return tuple(found)
 
 
-def nearest_stride(axis: Axis, cluster: Cluster) -> int:
-    """The smallest distance between neighbours along an axis that places it alike: its collectives then cost the
-    same, and one tensor plan serves all such meshes."""
-    there = crossings((axis.name,), (axis,), cluster)
-    for stride in range(1, axis.stride):
-        if (
-            axis.stride % stride == 0
-            and crossings((axis.name,), (replace(axis, stride=stride),), cluster) == there
-        ):
-            return stride
-    return axis.stride
-
-
-def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
-    """The mesh axes, outermost first, with their strides: the innermost axis joins neighbouring devices."""
-    stride, found = 1, []
-    for name in reversed(strategy.mesh.order):
-        size = getattr(strategy.mesh, name)
-        found.append(Axis(name=name, size=size, stride=stride))
-        stride *= size
-    return tuple(reversed(found))
-
-
 def _stage(
     works: Sequence[BlockWork], send: Collective | None, tied: tuple[Collective, ...], gathered: int,
     strategy: Strategy,
 ) -> StageWork:  # fmt: skip
     parameters, trainable = sum(w.parameters for w in works), sum(w.trainable for w in works)
-    held, graded, stepped = state.state_bytes(parameters, trainable, strategy)
+    experts = (sum(w.expert_parameters for w in works), sum(w.expert_trainable for w in works))
+    held, graded, stepped = state.state_bytes(parameters, trainable, strategy, experts)
     return StageWork(
         blocks=tuple((work, len(list(run))) for work, run in groupby(works)),
         send=send,
-        optimizer=state.optimizer_kernel(trainable, strategy),
-        after_step=state.updated_gather(parameters, strategy),
+        optimizer=(
+            *state.optimizer_kernel(trainable, strategy, experts[1]),
+            *state.per_tensor_updates(sum(w.trainable_tensors for w in works), strategy),
+        ),
+        after_step=state.updated_gather(parameters, strategy, experts[0]),
         parameter_bytes=held,
         gradient_bytes=graded,
         optimizer_bytes=stepped,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autoparallel.costmodel.block_index import BlockIndex
-from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec
+from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec, sharded_dim
 from autoparallel.costmodel.program import AttentionShape, Collective, CollectiveOp, Kernel
 from autoparallel.planner.sharding.plan import BlockPlan
 from autoparallel.planner.strategy.types import Execution
@@ -33,6 +33,7 @@ class Setting:
     micro: int
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     recompute: str = "none"
     execution: Execution = field(default_factory=Execution)
 
@@ -44,6 +45,10 @@ class Setting:
     @property
     def flash(self) -> bool:
         return self.execution.attention != "unfused"
+
+    def parts(self, placement: str) -> int:
+        """Parts into which a placement divides a tensor: "S…" over tp, "E0" over ep."""
+        return {"S": self.tp, "E": self.ep}.get(placement[:1], 1)
 
     @property
     def regathers(self) -> bool:
@@ -67,7 +72,7 @@ class LocalBlock:
         """Local bytes of a tensor; context parallelism splits what scales with the samples."""
         s = self.setting
         scales = any(size.per_sample for size in spec.shape)
-        parts = (s.tp if placement.startswith("S") else 1) * (s.cp if scales else 1)
+        parts = s.parts(placement) * (s.cp if scales else 1)
         return -(-spec.numel(s.micro) * self.item_bytes(spec.dtype) // parts)
 
     def value_bytes(self, value: str, placement: str) -> int:
@@ -105,9 +110,15 @@ class LocalBlock:
             return parts
         placements = (*sharding.inputs, *sharding.outputs)
         for letters, placement in zip(operator.labels, placements, strict=False):
-            if placement.startswith("S") and int(placement[1:]) < len(letters):
-                parts[letters[int(placement[1:])]] = self.setting.tp
+            if placement.startswith("S") and sharded_dim(placement) < len(letters):
+                parts[letters[sharded_dim(placement)]] = self.setting.tp
         return parts
+
+    def expert_parts(self, op: int) -> int:
+        """Parts into which ep divides the experts of an operator."""
+        sharding = self.plan.shardings[op]
+        held = sharding is not None and any(p.startswith("E") for p in sharding.inputs)
+        return self.setting.ep if held else 1
 
     def split(self, op: int) -> int:
         """Parts that an operator without letters is split into: tp where its largest activation is sharded."""
@@ -160,6 +171,9 @@ class LocalBlock:
         local = {n: sizes[n].at(s.micro) // parts.get(n, 1) if n in sizes else 1 for n in spec.product}
         rows = s.cp if "m" in sizes and sizes["m"].per_sample else 1  # rows hold the sequence
         local["m"] = max(local["m"] // rows, 1)
+        if "e" in local:  # m counts the rows of all experts, which are taken to get equally many
+            local["e"] = max(local["e"] // self.expert_parts(op), 1)
+            local["m"] = -(-local["m"] // local["e"])
         b, m, n, k = (local[letter] for letter in spec.product)
         division = rows * (s.tp if any(letter in parts for letter in spec.product) else 1)
         if spec.kind is OpKind.CONV:  # the input is not read once per tap

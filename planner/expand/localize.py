@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from autoparallel.costmodel.block_index import BlockIndex
 from autoparallel.costmodel.fusion import Unit, fuse
-from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import local_memory as memory
 from autoparallel.planner.expand.local import SHORT_DTYPE, LocalBlock, Setting, inner_collectives
-from autoparallel.planner.sharding.plan import BlockPlan, Reshard, conjugates
+from autoparallel.planner.sharding.plan import BlockPlan, Exchange, Reshard, conjugates
 
 # A norm's weight gradient reads its input and the gradient once more. Kind: formula.
 WEIGHT_PASSES = 2
@@ -19,7 +19,12 @@ WEIGHT_PASSES = 2
 
 def fused_units(index: BlockIndex, plan: BlockPlan, kernels: str) -> tuple[Unit, ...]:
     """The kernels of a block under a tensor plan: nothing fuses across a change of layout."""
-    return fuse(index, kernels, barriers={r.value for r in plan.reshards})
+    return fuse(index, kernels, barriers=barriers(plan))
+
+
+def barriers(plan: BlockPlan) -> frozenset[str]:
+    """Values that are communicated between producer and consumer."""
+    return frozenset(move.value for move in _moves(plan))
 
 
 def localize(
@@ -48,7 +53,7 @@ def localize(
         recompute = _forward(local, units[: _last_keeper(units) + 1])
     total, saved = sum(full_kept.values()), sum(kept.values())
     inputs, weights = _backward(local, units)
-    parameters = [(p.numel // (setting.tp if place.startswith("S") else 1), p.trainable)
+    parameters = [(p.numel // setting.parts(place), p.trainable, place.startswith("E"))
                   for p, (_, place) in zip(index.block.parameters, plan.params, strict=True)]  # fmt: skip
     return BlockWork(
         name=index.block.name,
@@ -60,8 +65,11 @@ def localize(
         recomputed_bytes=max(total - saved, 0) if recompute else 0,
         forward_temp_bytes=_forward_temp(local, units, kept),
         backward_temp_bytes=memory.backward_temp_bytes(local, units, full_kept),
-        parameters=sum(n for n, _ in parameters),
-        trainable=sum(n for n, trainable in parameters if trainable),
+        parameters=sum(n for n, _, _ in parameters),
+        trainable=sum(n for n, trainable, _ in parameters if trainable),
+        expert_parameters=sum(n for n, _, expert in parameters if expert),
+        expert_trainable=sum(n for n, trainable, expert in parameters if trainable and expert),
+        trainable_tensors=sum(trainable for _, trainable, _ in parameters),
         buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in index.block.buffers),
         weight_saved_bytes=memory.weight_saved_bytes(local, units, kept) if not recompute else None,
     )
@@ -80,17 +88,41 @@ def _last_keeper(units: Sequence[Unit]) -> int:
 
 def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[Step]:
     steps: list[Step] = []
-    pending = list(local.plan.reshards)
+    pending = _moves(local.plan)
     for unit in units:
-        for reshard in [r for r in pending if r.position <= unit.ops[0]]:
-            steps += _collectives(local, reshard, backward=False)
-            pending.remove(reshard)
+        for move in [m for m in pending if m.position <= unit.ops[0]]:
+            steps += _communication(local, move, backward=False)
+            pending.remove(move)
         steps += _unit_forward(local, unit)
         steps += [c for op in unit.ops for c in inner_collectives(local, op)]
     if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
-        for reshard in pending:  # at the outputs of the block's last modules
-            steps += _collectives(local, reshard, backward=False)
+        for move in pending:  # at the outputs of the block's last modules
+            steps += _communication(local, move, backward=False)
     return steps
+
+
+def _moves(plan: BlockPlan) -> list[Reshard | Exchange]:
+    return sorted((*plan.reshards, *plan.exchanges), key=lambda move: move.position)
+
+
+def _communication(local: LocalBlock, move: Reshard | Exchange, *, backward: bool) -> list[Step]:
+    if isinstance(move, Exchange):
+        return _exchange(local, move, backward=backward)
+    return [*_collectives(local, move, backward=backward)]
+
+
+def _exchange(local: LocalBlock, move: Exchange, *, backward: bool) -> list[Step]:
+    """An all-to-all of rows; where a rank holds several experts, what arrives (or leaves) is put in their order."""
+    size = local.value_bytes(move.value, "S0")
+    found: list[Step] = []
+    if move.counts and not backward:
+        counts = move.experts * ITEM_BYTES["int64"]
+        found.append(Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=counts, label="ep"))
+    found.append(Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=size, label="ep"))
+    if move.experts > local.setting.ep:
+        dtype = SHORT_DTYPE[local.setting.tensor_dtype]
+        found.append(Kernel(kind=OpKind.COPY, dtype=dtype, flops=0, bytes_moved=2 * size, backward=backward))
+    return found
 
 
 def _collectives(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list[Collective]:
@@ -150,27 +182,29 @@ def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[list[Step], lis
     """Steps of the input and of the weight gradients, in the order they run."""
     inputs: list[Step] = []
     weights: list[Step] = []
-    pending = sorted(local.plan.reshards, key=lambda r: r.position)
+    pending = _moves(local.plan)
     count = len(local.index.block.operators)
     while pending and pending[-1].position >= count:
-        inputs += _collectives(local, pending.pop(), backward=True)
+        inputs += _communication(local, pending.pop(), backward=True)
     for unit in reversed(units):
         of_input, of_weight = _unit_backward(local, unit)
         inputs += of_input
         weights += of_weight
         while pending and pending[-1].position >= unit.ops[0]:
-            reshard = pending.pop()
-            inputs += _collectives(local, reshard, backward=True)
-            weights += _regather(local, reshard)
-    for reshard in reversed(pending):
-        inputs += _collectives(local, reshard, backward=True)
-        weights += _regather(local, reshard)
+            move = pending.pop()
+            inputs += _communication(local, move, backward=True)
+            weights += _regather(local, move)
+    for move in reversed(pending):
+        inputs += _communication(local, move, backward=True)
+        weights += _regather(local, move)
     return inputs, weights
 
 
-def _regather(local: LocalBlock, reshard: Reshard) -> list[Collective]:
+def _regather(local: LocalBlock, reshard: Reshard | Exchange) -> list[Collective]:
     """Megatron gathers a sequence-sharded product input once more for the weight gradients, while the input
     gradient is computed."""
+    if isinstance(reshard, Exchange):
+        return []
     gathers = reshard.before.startswith("S") and reshard.after == "R"
     if not gathers or not local.setting.regathers or not reshard.partial_gradient:
         return []

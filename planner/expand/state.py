@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autoparallel.costmodel.graph import ITEM_BYTES
+from autoparallel.costmodel.kernels import PER_TENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel
+from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.strategy.types import Execution, Strategy
 
@@ -51,24 +55,74 @@ def share(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
-    """ZeRO-3: the block's parameters, in the dtype they are computed with."""
-    if zero_level(strategy) < 3 or not work.parameters:
-        return None
-    execution = strategy.execution
-    item = min(dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
-    return Collective(
-        op=CollectiveOp.ALL_GATHER, axes=shard_axes(strategy), size_bytes=work.parameters * item, label="dp"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Where ZeRO keeps one kind of parameters: its level, the axes and number of ranks that it shards over, and
+    the axes over which the level 0 sums gradients."""
+
+    zero: int
+    axes: tuple[str, ...]
+    ranks: int
+    summed: tuple[str, ...]
+
+
+def dense_shards(strategy: Strategy) -> Shards:
+    """Parameters that all ranks of dp_shard * cp hold alike."""
+    summed = tuple(a for a in ("dp_replicate", "dp_shard", "cp") if getattr(strategy.mesh, a) > 1)
+    return Shards(
+        zero=zero_level(strategy), axes=shard_axes(strategy), ranks=shard_ranks(strategy), summed=summed
     )
 
 
-def reduction_of(trainable: int, strategy: Strategy) -> tuple[Collective, ...]:
-    """Gradient synchronisation of `trainable` parameters over every rank that saw other tokens.
+def expert_shards(strategy: Strategy) -> Shards:
+    """Experts under mesh.ep > 1: dp_shard * cp * tp / ep ranks hold the same ones."""
+    mesh = strategy.mesh
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
+    axes = (EXPERT_SHARD,) if ranks > 1 else ()
+    replicas = ("dp_replicate",) if mesh.dp_replicate > 1 else ()
+    return Shards(
+        zero=zero_level(strategy) if ranks > 1 else 0, axes=axes, ranks=ranks, summed=(*replicas, *axes)
+    )
+
+
+def _gather(parameters: int, item_bytes: int, shards: Shards) -> Collective:
+    return Collective(
+        op=CollectiveOp.ALL_GATHER, axes=shards.axes, size_bytes=parameters * item_bytes, label="dp"
+    )
+
+
+def gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
+    """ZeRO-3: the block's parameters, experts aside, in the dtype they are computed with."""
+    own, shards = work.parameters - work.expert_parameters, dense_shards(strategy)
+    return _gather(own, _computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+
+
+def expert_gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
+    """ZeRO-3: the block's experts on this rank, likewise."""
+    own, shards = work.expert_parameters, expert_shards(strategy)
+    return _gather(own, _computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+
+
+def _computed_bytes(strategy: Strategy) -> int:
+    execution = strategy.execution
+    return min(dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
+
+
+def reduction_of(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:
+    """Gradient synchronisation of `trainable` parameters, `experts` of them experts', over every rank that saw
+    other tokens.
 
     ZeRO-0 all-reduces over all of them. ZeRO-1 to 3 reduce-scatter over the sharding axes, then all-reduce the
     shard over the replicas.
     """
-    mesh, sync = strategy.mesh, strategy.grad_sync
+    return (
+        *_reduction(trainable - experts, dense_shards(strategy), strategy),
+        *(_reduction(experts, expert_shards(strategy), strategy) if experts else ()),
+    )
+
+
+def _reduction(trainable: int, shards: Shards, strategy: Strategy) -> tuple[Collective, ...]:
+    sync = strategy.grad_sync
     size = trainable * dtype_bytes(strategy.execution.grad_dtype)
     if not trainable:
         return ()
@@ -79,28 +133,26 @@ def reduction_of(trainable: int, strategy: Strategy) -> tuple[Collective, ...]:
             label="dp", item_bytes=dtype_bytes(strategy.execution.grad_dtype),
         )  # fmt: skip
 
-    if zero_level(strategy) == 0:
-        axes = tuple(a for a in ("dp_replicate", "dp_shard", "cp") if getattr(mesh, a) > 1)
-        return (collective(CollectiveOp.ALL_REDUCE, axes, size),) if axes else ()
-    found = [collective(CollectiveOp.REDUCE_SCATTER, shard_axes(strategy), size)]
-    if mesh.dp_replicate > 1:
-        shard = share(size, shard_ranks(strategy))
-        found.append(collective(CollectiveOp.ALL_REDUCE, ("dp_replicate",), shard))
+    if shards.zero == 0:
+        return (collective(CollectiveOp.ALL_REDUCE, shards.summed, size),) if shards.summed else ()
+    found = [collective(CollectiveOp.REDUCE_SCATTER, shards.axes, size)]
+    if strategy.mesh.dp_replicate > 1:
+        found.append(collective(CollectiveOp.ALL_REDUCE, ("dp_replicate",), share(size, shards.ranks)))
     return tuple(found)
 
 
-def updated_gather(parameters: int, strategy: Strategy) -> tuple[Collective, ...]:
+def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:
     """ZeRO-1/2: updated parameters return to every rank of the sharding group."""
-    if zero_level(strategy) not in (1, 2) or not parameters:
-        return ()
-    size = parameters * dtype_bytes(strategy.execution.param_dtype)
-    return (Collective(op=CollectiveOp.ALL_GATHER, axes=shard_axes(strategy), size_bytes=size, label="dp"),)
+    item = dtype_bytes(strategy.execution.param_dtype)
+    kinds = ((parameters - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
+    return tuple(_gather(count, item, shards) for count, shards in kinds if count and shards.zero in (1, 2))
 
 
-def optimizer_kernel(trainable: int, strategy: Strategy) -> tuple[Kernel, ...]:
+def optimizer_kernel(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[Kernel, ...]:
     """One fused update: reads the gradient, reads and writes state and master copy, writes the parameter."""
     execution = strategy.execution
-    count = share(trainable, shard_ranks(strategy) if zero_level(strategy) else 1)
+    kinds = ((trainable - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
+    count = sum(share(n, shards.ranks if shards.zero else 1) for n, shards in kinds)
     if not count:
         return ()
     parameter = dtype_bytes(execution.param_dtype)
@@ -114,12 +166,26 @@ def optimizer_kernel(trainable: int, strategy: Strategy) -> tuple[Kernel, ...]:
     )  # fmt: skip
 
 
-def state_bytes(parameters: int, trainable: int, strategy: Strategy) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state on one device, after ZeRO."""
-    execution, zero, ranks = strategy.execution, zero_level(strategy), shard_ranks(strategy)
-    held = share(parameters, ranks) if zero == 3 else parameters
-    graded = share(trainable, ranks) if zero >= 2 else trainable
-    stepped = share(trainable, ranks) if zero >= 1 else trainable
+def per_tensor_updates(tensors: int, strategy: Strategy) -> tuple[Kernel, ...]:
+    """What an eager optimizer takes for each of its `tensors`, whatever their size."""
+    if strategy.execution.kernels != "eager" or not tensors:
+        return ()
+    return (Kernel(kind=PER_TENSOR, dtype="fp32", flops=0, bytes_moved=0, count=tensors),)
+
+
+def state_bytes(
+    parameters: int, trainable: int, strategy: Strategy, experts: tuple[int, int] = (0, 0)
+) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state on one device, after ZeRO; `experts` are the parameters
+    and trainable ones among them that are experts'."""
+    execution = strategy.execution
+    kinds = (
+        (parameters - experts[0], trainable - experts[1], dense_shards(strategy)),
+        (*experts, expert_shards(strategy)),
+    )
+    held = sum(share(n, s.ranks) if s.zero == 3 else n for n, _, s in kinds)
+    graded = sum(share(t, s.ranks) if s.zero >= 2 else t for _, t, s in kinds)
+    stepped = sum(share(t, s.ranks) if s.zero >= 1 else t for _, t, s in kinds)
     on_device = 1.0 - strategy.offload.optimizer
     return (
         held * dtype_bytes(execution.param_dtype),

@@ -50,10 +50,10 @@ class BlockCosts:
 
 
 def price_problem(
-    problem: BlockProblem, cluster: Cluster, axis: Axis, execution: Execution, graph_dtype: str
+    problem: BlockProblem, cluster: Cluster, axis: Axis, execution: Execution, graph_dtype: str, ep: int = 1
 ) -> BlockCosts:
     """Price every choice once; equal kernels and collectives are priced once."""
-    setting = Setting(graph_dtype=graph_dtype, micro=SAMPLES, tp=axis.size, execution=execution)
+    setting = Setting(graph_dtype=graph_dtype, micro=SAMPLES, tp=axis.size, ep=ep, execution=execution)
     known: dict[Kernel | Collective, float] = {}
     seconds = partial(_seconds, known, cluster, axis, execution.kernels)
     whole = LocalBlock(index=problem.index, plan=replicated_plan(problem.index.block), setting=setting)
@@ -154,7 +154,7 @@ def _change_cost(whole: LocalBlock, value: str, change: tuple[str, str], seconds
 
 
 def _parameter_cost(p: Parameter, placement: str, setting: Setting, seconds: partial[float]) -> Cost:
-    count = p.numel // (setting.tp if placement.startswith("S") else 1)
+    count = p.numel // setting.parts(placement)
     execution = setting.execution
     per_parameter = dtype_bytes(execution.param_dtype)
     if not p.trainable:

@@ -28,16 +28,30 @@ class Reshard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Rows of a value go to the ranks of `ep` that hold their experts, or come back: an all-to-all before the
+    operator at `position`, and one of their gradients after its backward. `counts`: the ranks first tell each
+    other how many rows they send."""
+
+    value: str
+    position: int
+    experts: int
+    counts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
     """One sharding per operator of a block (None: replicated, no rule), and what follows from the choice.
 
     `layouts` lists every value in every module that it passes. `inputs` and `outputs` are the layouts at the block's own boundary (empty: replicated). `partial_params` are
-    replicated parameters whose gradient is a partial sum: all-reduced once per step.
+    replicated parameters whose gradient is a partial sum: all-reduced once per step. Placements are "R", "P",
+    "S0", "S1" … over tp, and "E0" over ep.
     """
 
     shardings: tuple[Sharding | None, ...]
     params: tuple[tuple[str, str], ...] = ()  # placement of each parameter
     reshards: tuple[Reshard, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     partial_params: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from itertools import pairwise, product
 
 from autoparallel.costmodel.block_index import BlockIndex, enclosing, output_names
 from autoparallel.costmodel.graph import Operator, Sharding, Size
+from autoparallel.planner.sharding.experts import expert_shardings, further_shardings
 
 WHOLE, PARTIAL_GRADIENT, SUM = "R", "Rp", "P"
 OUTSIDE = "^"  # the module around a repeated block
@@ -91,14 +92,19 @@ class BlockProblem:
 
 
 def build_problem(
-    index: BlockIndex, tp: int, boundary: Boundary, unpinned: frozenset[str] = frozenset()
+    index: BlockIndex, tp: int, boundary: Boundary, unpinned: frozenset[str] = frozenset(), *, ep: int = 1
 ) -> BlockProblem:
     """Prepare one block for degree `tp`. `unpinned` are modules that run more than once: one pin there would
-    serve several values."""
+    serve several values. With `ep` > 1 expert layers have one way to run (`planner.sharding.experts`)."""
     flows = _flows(index, boundary)
     places = [key for value in flows for key in flows[value].scopes]
     number = {key: n for n, key in enumerate(places)}
-    variants = tuple(_variants(index, i, tp, number) for i in range(len(index.block.operators)))
+    more, fixed_ways = (further_shardings(index), {}) if ep == 1 else ({}, expert_shardings(index))
+    ways = [
+        (fixed_ways[i],) if i in fixed_ways else legal_shardings(op, tp, more.get(i, ()))
+        for i, op in enumerate(index.block.operators)
+    ]
+    variants = tuple(_variants(index, i, number, own) for i, own in enumerate(ways))
     states = _states(index, variants, places)
     nodes = tuple(Node(value=v, scope=s, states=states[v]) for v, s in places)
     edges = tuple(
@@ -209,6 +215,9 @@ def _can_change(before: str, after: str) -> bool:
     """A pin leaves a whole gradient outside; it cannot make sums, nor undo a partial gradient outside."""
     if before in (after, PARTIAL_GRADIENT):
         return False
+    # DTensor makes a whole of a strided shard, and a strided shard of a whole: any other change takes both.
+    if "/" in before + after and WHOLE not in (before, layout(after)):
+        return False
     return after != SUM
 
 
@@ -220,26 +229,29 @@ def divides(size: Size, tp: int) -> bool:
     return size.const % tp == 0 and size.per_sample % tp == 0
 
 
-def legal_shardings(op: Operator, tp: int) -> tuple[Sharding | None, ...]:
-    """The operator's shardings that `tp` divides, whatever the micro-batch; None (replicated) if it has none."""
-    fits = tuple(s for s in op.shardings if all(divides(size, tp) for size in s.divides))
+def legal_shardings(op: Operator, tp: int, more: tuple[Sharding, ...] = ()) -> tuple[Sharding | None, ...]:
+    """The operator's shardings (and `more`) that `tp` divides, whatever the micro-batch; None (replicated) if it
+    has none."""
+    fits = tuple(s for s in (*op.shardings, *more) if all(divides(size, tp) for size in s.divides))
     return fits or (None,)
 
 
 def _variants(
-    index: BlockIndex, i: int, tp: int, number: Mapping[tuple[str, str], int]
+    index: BlockIndex, i: int, number: Mapping[tuple[str, str], int], ways: Sequence[Sharding | None]
 ) -> tuple[Variant, ...]:
     op = index.block.operators[i]
+    passes = _passes_sums(index, op, i, ways)
     found: dict[tuple[object, ...], Variant] = {}
-    for sharding in legal_shardings(op, tp):
-        for variant in _of_sharding(index, op, i, sharding, number):
+    for sharding in ways:
+        for variant in _of_sharding(index, op, sharding, number, passes=passes):
             found.setdefault((variant.states, variant.params), variant)
     return tuple(found.values())
 
 
 def _of_sharding(
-    index: BlockIndex, op: Operator, i: int, sharding: Sharding | None, number: Mapping[tuple[str, str], int]
-) -> Iterator[Variant]:
+    index: BlockIndex, op: Operator, sharding: Sharding | None, number: Mapping[tuple[str, str], int],
+    *, passes: bool,
+) -> Iterator[Variant]:  # fmt: skip
     inputs = sharding.inputs if sharding else ("R",) * len(op.inputs)
     outputs = sharding.outputs if sharding else ("R",) * len(op.outputs)
     if len(inputs) != len(op.inputs) or len(outputs) < len(op.outputs):
@@ -255,8 +267,7 @@ def _of_sharding(
         n for n, p in params.items()
         if p == "R" and splits and f"param:{n}" in index.needs_grad and f"param:{n}" not in joins
     )  # fmt: skip
-    passes = (False, True) if not splits and _passes_sums(index, op, i) else (False,)
-    for passing in passes:
+    for passing in (False, True) if not splits and passes else (False,):
         states: dict[int, str] = {}
         agrees = True
         for value, placement, is_output in (
@@ -275,7 +286,7 @@ def _of_sharding(
             )  # fmt: skip
 
 
-def _passes_sums(index: BlockIndex, op: Operator, i: int) -> bool:
+def _passes_sums(index: BlockIndex, op: Operator, i: int, ways: Sequence[Sharding | None]) -> bool:
     """Whether a partial gradient may flow back through a replicated operator: through views, and through what
     DTensor also runs on partial sums forward (casts, sums); any other wants it whole."""
     if i in index.aliases:
@@ -283,7 +294,8 @@ def _passes_sums(index: BlockIndex, op: Operator, i: int) -> bool:
     flowing = [n for n, v in enumerate(op.inputs) if v in index.needs_grad]
     return any(
         s.outputs[:1] == ("P",) and all(s.inputs[n] == "P" for n in flowing) and not _reads_parameters(op)
-        for s in op.shardings
+        for s in ways
+        if s is not None
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from autoparallel.costmodel.graph import Block, ModelGraph
+from autoparallel.costmodel.graph import Block, ModelGraph, parts_of, sharded_dim, strided
 from autoparallel.errors import UserError
 from autoparallel.planner.sharding.plan import BlockPlan, TensorPlan
 from autoparallel.planner.sharding.problem import OUTSIDE, BlockProblem, layout
@@ -16,7 +16,7 @@ from autoparallel.planner.strategy.types import TensorRule
 
 _Key = TypeVar("_Key", str, int)
 _Value = TypeVar("_Value", str, tuple[str, ...])
-_SHARD = re.compile(r"shard\((-?\d+)\)")
+_SHARD = re.compile(r"shard\((-?\d+)(?:, strided (\d+))?\)")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -173,16 +173,20 @@ def _placement(text: str, dims: int, where: str) -> str:
         return "P"
     match = _SHARD.fullmatch(text)
     if match is None:
-        raise UserError(f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)" or "partial"')
+        raise UserError(
+            f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)", "shard(DIM, strided PARTS)" or '
+            '"partial"'
+        )
     if not -dims <= int(match[1]) < dims:
         raise UserError(f'{where} = "{text}": the tensor has {dims} dims')
-    return f"S{int(match[1]) % dims}"
+    return strided(int(match[1]) % dims, int(match[2] or 1))
 
 
 def describe(placement: str) -> str:
     """A placement in the strategy file's words."""
     if placement.startswith("S"):
-        return f"shard({placement[1:]})"
+        parts = parts_of(placement)
+        return f"shard({sharded_dim(placement)}{f', strided {parts}' if parts > 1 else ''})"
     return "partial" if placement == "P" else "replicate"
 
 
@@ -318,7 +322,7 @@ def _starred(path: str) -> str:
 def _block_rules(problem: BlockProblem, plan: BlockPlan) -> Iterator[TensorRule]:
     placed: dict[str, list[tuple[str, str]]] = {}
     for name, placement in plan.params:
-        if placement != "R":
+        if placement[0] not in "RE":  # that experts are sharded over ep is said by mesh.ep
             module, _, own = name.rpartition(".")
             placed.setdefault(module, []).append((own, describe(placement)))
     pinned: dict[str, dict[str, str]] = {}

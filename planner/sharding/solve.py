@@ -17,6 +17,7 @@ from autoparallel.costmodel.graph import ModelGraph, TensorSpec
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.chain import carried_inputs, first_positions, handed_on, output_specs
 from autoparallel.planner.sharding.costs import price_problem
+from autoparallel.planner.sharding.experts import with_experts
 from autoparallel.planner.sharding.plan import BlockPlan, Reshard, TensorPlan
 from autoparallel.planner.sharding.problem import (
     OUTSIDE,
@@ -40,6 +41,7 @@ class TensorRequest:
     stride: int
     sequence_parallel: bool
     execution: Execution
+    ep: int = 1
     rules: tuple[TensorRule, ...] = ()
 
 
@@ -53,14 +55,14 @@ def solve_tensor_plan(
     axis = Axis(name="tp", size=request.tp, stride=request.stride)
     unpinned = called_again(graph)
     problems = [
-        build_problem(index, request.tp, block_boundary(graph, b, request), unpinned[b])
+        build_problem(index, request.tp, block_boundary(graph, b, request), unpinned[b], ep=request.ep)
         for b, index in enumerate(indices)
     ]
     fixed = fixed_by_rules(graph, problems, request.rules)
     priced = [
         PricedBlock(
             problem=problem,
-            costs=price_problem(problem, cluster, axis, request.execution, graph.dtype),
+            costs=price_problem(problem, cluster, axis, request.execution, graph.dtype, ep=request.ep),
             fixed_params=given.params,
             fixed_nodes={**_unsharded_sequence(graph, problem, request), **given.nodes},
             pins=given.pins,
@@ -73,7 +75,8 @@ def solve_tensor_plan(
     for group, ties in tied_groups(graph):
         answers = _solve(graph, [priced[b] for b in group], ties, [fixed[b] for b in group], request)
         for b, answer in zip(group, answers, strict=True):
-            plans[b] = block_plan(priced[b].problem, answer)
+            made = block_plan(priced[b].problem, answer)
+            plans[b] = with_experts(indices[b], made) if request.ep > 1 else made
     plan = TensorPlan(blocks=tuple(plans[b] for b in range(len(graph.blocks))))
     return replace(plan, rules=rules_of(graph, problems, plan))
 

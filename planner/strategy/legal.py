@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.expand.schedules import schedule_problem
 from autoparallel.planner.expand.state import STATES
+from autoparallel.planner.sharding.experts import expert_layers
+from autoparallel.planner.strategy.groups import group_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -18,6 +21,7 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
     found = [*_mesh(cluster, strategy), *_batch(strategy)]
     if not found:  # what follows divides by these
         found = [
+            *group_problems(cluster, strategy),
             *_tensor(graph, strategy),
             *_pipeline(graph, strategy),
             *_shard(graph, strategy),
@@ -176,18 +180,36 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
             f"shard.zero = 0 needs mesh.dp_shard = 1, not {mesh.dp_shard}; move the ranks to mesh.dp_replicate "
             "or set shard.zero to 1, 2 or 3"
         )
-    if mesh.ep > 1 and mesh.dp_shard * mesh.cp * mesh.tp % mesh.ep:
-        yield (
-            f"mesh.ep = {mesh.ep} does not divide dp_shard x cp x tp = {mesh.dp_shard * mesh.cp * mesh.tp}"
-        )
+    if mesh.ep > 1:
+        yield from _experts(graph, strategy)
     if mesh.cp > 1 and graph.tokens_per_sample % mesh.cp:
         yield f"mesh.cp = {mesh.cp} does not divide the sequence length {graph.tokens_per_sample}"
 
 
+def _experts(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
+    mesh, counts = strategy.mesh, expert_counts(graph)
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    if ranks % mesh.ep:
+        yield f"mesh.ep = {mesh.ep} does not divide dp_shard x cp x tp = {ranks}"
+    if not counts:
+        yield f"mesh.ep = {mesh.ep}: {graph.name} has no layer of experts; use mesh.ep = 1"
+    elif odd := [n for n in sorted(counts) if n % mesh.ep]:
+        good = [d for d in range(1, mesh.ep) if all(n % d == 0 for n in counts)]
+        yield f"mesh.ep = {mesh.ep} does not divide the {odd[0]} experts of {graph.name}; try mesh.ep = {good[-1]}"
+
+
+def expert_counts(graph: ModelGraph) -> frozenset[int]:
+    """Numbers of experts of the model's layers: what mesh.ep must divide; empty where it has none."""
+    return frozenset(
+        layer.experts
+        for block in graph.blocks
+        if any(op.kind is OpKind.GROUPED_GEMM for op in block.operators)
+        for layer in expert_layers(index_block(block, carried=(), dropout=True))
+    )
+
+
 def _not_yet(strategy: Strategy) -> Iterator[str]:
     execution, offload = strategy.execution, strategy.offload
-    if strategy.mesh.ep > 1:
-        yield f"mesh.ep = {strategy.mesh.ep}: expert parallelism is not planned yet; use mesh.ep = 1"
     if offload.optimizer or offload.activations:
         yield "offload: keeping state on the host is not planned yet; set both shares to 0"
     if execution.optimizer not in STATES:

@@ -1,0 +1,54 @@
+"""The mesh axes of a strategy on the topology, and the groups that expert parallelism makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+
+from autoparallel.costmodel.program import Axis
+from autoparallel.costmodel.topology import crossings
+from autoparallel.planner.strategy.types import Mesh, Strategy
+from autoparallel.profiles.hardware import Cluster
+
+EXPERTS = "ep"  # ranks that hold different experts
+EXPERT_SHARD = "expert_shard"  # ranks that hold the same experts, which ZeRO shards over
+
+
+def expert_parts(mesh: Mesh) -> dict[str, int]:
+    """How many ranks of each axis hold different experts: as much of tp as divides ep, then of cp, then of
+    dp_shard. They are the innermost ranks of the axis; those further out hold the same experts."""
+    rest, parts = mesh.ep, {}
+    for name in ("tp", "cp", "dp_shard"):
+        parts[name] = gcd(rest, getattr(mesh, name))
+        rest //= parts[name]
+    return parts
+
+
+def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
+    """The mesh axes, outermost first, with their strides: the innermost axis joins neighbouring devices. With
+    mesh.ep > 1 the derived axes `ep` and `expert_shard` follow, inner parts first."""
+    mesh = strategy.mesh
+    parts = expert_parts(mesh) if mesh.ep > 1 else {}
+    stride, found, derived = 1, list[Axis](), list[Axis]()
+    for name in reversed(mesh.order):
+        size = getattr(mesh, name)
+        found.append(Axis(name=name, size=size, stride=stride))
+        if name in parts:
+            inner = parts[name]
+            both = ((EXPERTS, inner, stride), (EXPERT_SHARD, size // inner, stride * inner))
+            derived += [Axis(name=n, size=s, stride=d, derived=True) for n, s, d in both if s > 1]
+        stride *= size
+    return (*reversed(found), *derived)
+
+
+def nearest_stride(axis: Axis, cluster: Cluster) -> int:
+    """The smallest distance between neighbours along an axis that places it alike: its collectives then cost the
+    same, and one tensor plan serves all such meshes."""
+    there = crossings((axis.name,), (axis,), cluster)
+    for stride in range(1, axis.stride):
+        if (
+            axis.stride % stride == 0
+            and crossings((axis.name,), (replace(axis, stride=stride),), cluster) == there
+        ):
+            return stride
+    return axis.stride
