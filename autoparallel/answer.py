@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
+from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.outcome import Alternative, Explored, PlanResult
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles import Cluster
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any
         "memory_gib_by_stage": [stage_memory_table(stage) for stage in prediction.memory],
         "breakdown_s": dict(prediction.breakdown_s),
     }
+
+
+def cost_table(cluster: Cluster, mesh: Mesh, prediction: Prediction) -> dict[str, Any]:
+    """`cost`, where every device group has a price: of an hour, a step and a trillion tokens."""
+    cost = cost_of(cluster, mesh, prediction)
+    return {"cost": asdict(cost)} if cost is not None else {}
 
 
 def model_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
@@ -148,9 +155,11 @@ def problem_table(
     return table | {"cluster": dict(cluster)}
 
 
-def predicted_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
-    """`[predicted]`: the prediction, what capture warned of, and the timeline."""
-    table = prediction_table(graph, prediction)
+def predicted_table(
+    graph: ModelGraph, cluster: Cluster, strategy: Strategy, prediction: Prediction
+) -> dict[str, Any]:
+    """`[predicted]`: the prediction, its price, what capture warned of, and the timeline."""
+    table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
     if prediction.spans:
@@ -228,12 +237,13 @@ def strategy_label(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
-def plan_answer(graph: ModelGraph, result: PlanResult, seconds: Mapping[str, float]) -> dict[str, Any]:
+def plan_answer(
+    graph: ModelGraph, cluster: Cluster, result: PlanResult, seconds: Mapping[str, float]
+) -> dict[str, Any]:
     """What `plan --json` prints."""
     search = search_table(result)
     return {
-        **prediction_table(graph, result.prediction),
-        "strategy": strategy_table(result.strategy),
+        **score_answer(graph, cluster, result.strategy, result.prediction),
         "search": {
             **{key: search[key] for key in ("status", "lower_bound_s", "gap", "candidates", "pruned")},
             "seconds": dict(seconds),
@@ -245,9 +255,15 @@ def plan_answer(graph: ModelGraph, result: PlanResult, seconds: Mapping[str, flo
     }
 
 
-def score_answer(graph: ModelGraph, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
+def score_answer(
+    graph: ModelGraph, cluster: Cluster, strategy: Strategy, prediction: Prediction
+) -> dict[str, Any]:
     """What `score --json` prints."""
-    return {**prediction_table(graph, prediction), "strategy": strategy_table(strategy)}
+    return {
+        **prediction_table(graph, prediction),
+        **cost_table(cluster, strategy.mesh, prediction),
+        "strategy": strategy_table(strategy),
+    }
 
 
 def outcome_table(outcome: Outcome) -> dict[str, Any]:
@@ -263,21 +279,12 @@ def outcome_table(outcome: Outcome) -> dict[str, Any]:
     tokens_per_s = prediction.tokens / prediction.step_time_s
     table |= {
         **prediction_table(outcome.graph, prediction),
+        **cost_table(outcome.cluster, outcome.result.strategy.mesh, prediction),
         "tokens_per_s": tokens_per_s,
         "label": strategy_label(outcome.result.strategy),
         "strategy": strategy_table(outcome.result.strategy),
         "search": {"status": outcome.result.status, "gap": outcome.result.gap},
     }
-    price = price_per_hour(outcome.cluster, prediction.devices)
-    if price is not None:
-        table["price_per_trillion_tokens"] = price / 3600 / tokens_per_s * 1e12
+    if "cost" in table:
+        table["price_per_trillion_tokens"] = table["cost"]["per_trillion_tokens"]
     return table
-
-
-def price_per_hour(cluster: Cluster, devices: int) -> float | None:
-    """Price of an hour of that many devices, at the average of the groups; None where a group has no price."""
-    prices = [group.price_per_device_hour for group in cluster.groups]
-    if any(price is None for price in prices):
-        return None
-    whole = sum(g.devices * (g.price_per_device_hour or 0.0) for g in cluster.groups)
-    return whole * devices / cluster.devices

@@ -37,11 +37,14 @@ ClusterOption = Annotated[
     ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", min=1, help="Tokens per sequence (default: the model's own).")
+    int | None,
+    typer.Option("--seq-len", min=1, metavar="N", help="Tokens per sequence (default: the model's own)."),
 ]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch", min=1, help="Sequences per optimizer step (default: one per device)."),
+    typer.Option(
+        "--global-batch", min=1, metavar="N", help="Sequences per optimizer step (default: one per device)."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -218,7 +221,8 @@ def run_plan(
         hash_=graph_hash(graph),
         cluster=cluster_to_dict(checked.cluster),
     )
-    predicted, found = predicted_table(graph, result.prediction), search_table(result)
+    predicted = predicted_table(graph, checked.cluster, result.strategy, result.prediction)
+    found = search_table(result)
     if output:
         write_strategy(output, result.strategy, problem, predicted, found)
     print_plan(console, checked.cluster, result.strategy, predicted, found)
@@ -230,7 +234,7 @@ def run_plan(
     if json_:
         total_s = time.monotonic() - started
         seconds = {"capture": capture_s, "search": result.seconds, "total": total_s}
-        print_json(plan_answer(graph, result, seconds))
+        print_json(plan_answer(graph, checked.cluster, result, seconds))
 
 
 def run_score(request: Request, save_graph: Path | None, time_limit_s: float | None, *, json_: bool) -> None:
@@ -242,9 +246,10 @@ def run_score(request: Request, save_graph: Path | None, time_limit_s: float | N
     console = stderr_console()
     checked, graph = captured(request, save_graph, console)
     strategy, prediction = scored(checked, graph, time_limit_s, console)
-    print_score(console, checked.cluster, strategy, predicted_table(graph, prediction))
+    predicted = predicted_table(graph, checked.cluster, strategy, prediction)
+    print_score(console, checked.cluster, strategy, predicted)
     if json_:
-        print_json(score_answer(graph, strategy, prediction))
+        print_json(score_answer(graph, checked.cluster, strategy, prediction))
 
 
 def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, console: Console) -> Any:

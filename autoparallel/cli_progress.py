@@ -17,9 +17,14 @@ from autoparallel.report.numbers import gib, seconds, significant
 QUIET_S = 2.0
 
 
+# Columns of a table that goes to a file or a pipe: rich would fold it to 80.
+UNBOUND_COLUMNS = 160
+
+
 def stderr_console() -> Console:
     """Where everything for people goes; standard output is for machines."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    width = None if sys.stderr.isatty() else UNBOUND_COLUMNS
+    return Console(file=sys.stderr, highlight=False, soft_wrap=True, width=width)
 
 
 @contextmanager

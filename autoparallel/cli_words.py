@@ -49,8 +49,12 @@ def _print_numbers(
     console: Console, cluster: Cluster, strategy: Strategy, predicted: Mapping[str, Any]
 ) -> None:
     model, step_s = predicted["model"], predicted["step_time_s"]
+    used = predicted["devices"]
+    place = (
+        cluster_words(cluster) if used == cluster.devices else f"{used:,} devices of {cluster_words(cluster)}"
+    )
     console.print(
-        f"{model['name']} ({count(model['parameters'])} parameters) on {cluster_words(cluster)}",
+        f"{model['name']} ({count(model['parameters'])} parameters) on {place}",
         style="bold",
         markup=False,
     )
@@ -68,8 +72,15 @@ def _print_numbers(
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
         ("time goes to", ", ".join(parts)),
+        *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
+
+
+def price_words(cost: Mapping[str, float]) -> str:
+    """What a plan costs to run, in the cluster file's currency."""
+    step, tokens = significant(cost["per_step"]), count(cost["per_trillion_tokens"])
+    return f"{significant(cost['per_hour'])} an hour, {step} a step, {tokens} for 10^12 tokens"
 
 
 def print_explanation(

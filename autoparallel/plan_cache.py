@@ -141,6 +141,6 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
             hash_=graph_hash(problem.graph),
             cluster=cluster_to_dict(problem.cluster),
         )
-        predicted = predicted_table(problem.graph, result.prediction)
+        predicted = predicted_table(problem.graph, problem.cluster, result.strategy, result.prediction)
         write_strategy(path, result.strategy, table, predicted, search_table(result))
     return result.strategy

@@ -42,9 +42,22 @@ class Problem:
                 f"batch.global = {fixed} contradicts the global batch of {self.global_batch}; give one of them"
             )
 
+        groups, have = self.fixed_ints("mesh.groups") or (), len(self.cluster.groups)
+        if any(not 0 <= g < have for g in groups):
+            raise UserError(
+                f"mesh.groups = {list(groups)}: {self.cluster.name} has the device groups 0 to {have - 1}"
+            )
+        pp = self.constraints.get("mesh.pp", len(groups))
+        if groups and pp != len(groups):
+            raise UserError(
+                f"mesh.groups = {list(groups)} names a device group for each of {len(groups)} pipeline ranks, but "
+                f"mesh.pp = {pp}; change one of them"
+            )
+
     def fixed_int(self, key: str) -> int | None:
-        """The integer that the constraint `key` fixes, None where it is free."""
-        value = self.constraints.get(key)
+        """The integer that the constraint `key` fixes (mesh.groups fixes mesh.pp), None where it is free."""
+        groups = self.constraints.get("mesh.groups") if key == "mesh.pp" else None
+        value = len(groups) if isinstance(groups, (list, tuple)) and groups else self.constraints.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):

@@ -6,7 +6,8 @@ Keys: accelerate 1.10 and later (`fsdp_version: 2`, `parallelism_config`).
 from __future__ import annotations
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere
+from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_order
+from autoparallel.planner.strategy.types import AXES
 
 
 def accelerate(plan: Plan) -> str:
@@ -47,7 +48,7 @@ def accelerate(plan: Plan) -> str:
         }
         text += "parallelism_config:\n"
         text += "".join(f"  parallelism_config_{axis}_size: {size}\n" for axis, size in sizes.items())
-    unsaid = unsaid_everywhere(s)
+    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES)]
     unsaid.append(
         f"batch.micro = {s.batch.micro}, gradient accumulation over {s.micro_batches} micro-batches: arguments of "
         f"your script (gradient_accumulation_steps={s.micro_batches})"

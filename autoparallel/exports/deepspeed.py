@@ -10,7 +10,8 @@ import json
 from typing import Any
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, unsaid_everywhere
+from autoparallel.exports.plan import Plan, unsaid_everywhere, unsaid_order
+from autoparallel.planner.strategy.types import AXES
 
 MIB = 1024**2
 _ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -32,7 +33,7 @@ def deepspeed(plan: Plan) -> str:
         "allgather_bucket_size": bucket,
         "contiguous_gradients": True,
     }
-    unsaid = unsaid_everywhere(s)
+    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES)]
     if s.mesh.dp_replicate > 1 and s.shard.zero:
         if s.shard.zero == 3:
             zero["mics_shard_size"] = s.mesh.dp_shard

@@ -6,8 +6,12 @@ Names: megatron/training/arguments.py.
 from __future__ import annotations
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere
+from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_order
 from autoparallel.planner.strategy.types import Strategy
+
+# Rank orders of megatron/core/parallel_state.py, "tp-cp-ep-dp-pp" and "tp-cp-ep-pp-dp", outermost first here.
+_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_ORDER_PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 
 
 def megatron(plan: Plan) -> str:
@@ -37,6 +41,8 @@ def _sizes(plan: Plan) -> list[str]:
         flags.insert(3, f"--expert-model-parallel-size {s.mesh.ep}")
     if s.shard.sequence_parallel:
         flags.append("--sequence-parallel")
+    if _pipeline_inside(s):
+        flags.append("--use-tp-pp-dp-mapping")
     return flags
 
 
@@ -105,6 +111,9 @@ def _unsaid(s: Strategy) -> list[str]:
             found.append("selective recomputation of the blocks that are not recomputed in full")
     if s.execution.optimizer == "adafactor":
         found.append('execution.optimizer = "adafactor"')
-    if s.mesh.order[-1] != "tp" and s.mesh.tp > 1:
-        found.append(f"mesh.order = {list(s.mesh.order)}: see --use-tp-pp-dp-mapping for the one other order")
-    return found
+    return [*found, *([] if _pipeline_inside(s) else unsaid_order(s, _ORDER))]
+
+
+def _pipeline_inside(s: Strategy) -> bool:
+    """Whether the plan's placement is the one that --use-tp-pp-dp-mapping stands for."""
+    return not unsaid_order(s, _ORDER_PIPELINE_INSIDE) and bool(unsaid_order(s, _ORDER))

@@ -69,4 +69,21 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
         found.append(f"grad_sync.compression = {list(strategy.grad_sync.compression)}")
     if strategy.grad_sync.algorithm != "auto":
         found.append(f'grad_sync.algorithm = "{strategy.grad_sync.algorithm}" (NCCL chooses)')
+    if strategy.mesh.groups:
+        found.append(
+            f"mesh.groups = {list(strategy.mesh.groups)}: list the hosts in this order of their groups"
+        )
     return found
+
+
+def unsaid_order(strategy: Strategy, order: tuple[str, ...], remedy: str = "") -> list[str]:
+    """A placement of the axes that a framework which places them in `order` (outermost first) cannot have."""
+    mesh = strategy.mesh
+    ours = [axis for axis in mesh.order if getattr(mesh, axis) > 1]
+    theirs = [axis for axis in order if getattr(mesh, axis) > 1]
+    if ours == theirs:
+        return []
+    return [
+        f"mesh.order: {' > '.join(ours)} (outermost first) was planned, {' > '.join(theirs)} is what runs{remedy}; "
+        f'score it with --set "mesh.order={list(order)}" for what that costs'
+    ]

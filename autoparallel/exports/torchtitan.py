@@ -5,8 +5,8 @@ Keys: torchtitan 0.2, torchtitan/config/job_config.py (`Parallelism`, `Training`
 
 from __future__ import annotations
 
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_order
+from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.planner.strategy.write import literal
 
 _SCHEDULES = {
@@ -82,7 +82,7 @@ def _parts(blocks: tuple[int, ...]) -> list[list[str]]:
 
 
 def _unsaid(s: Strategy) -> list[str]:
-    found = unsaid_everywhere(s)
+    found = [*unsaid_everywhere(s), *unsaid_order(s, AXES)]
     if s.shard.zero in (1, 2) and s.mesh.dp_shard > 1:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     if s.mesh.tp > 1 and not s.shard.sequence_parallel:

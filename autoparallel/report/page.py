@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 
-from autoparallel.answer import price_per_hour, read_timeline
+from autoparallel.answer import read_timeline
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.types import Strategy
@@ -110,7 +110,7 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "choices": choices(strategy, cluster, predicted),
         "why": why(search),
         "places": places(strategy.mesh, cluster),
-        "cost": _cost(cluster, predicted),
+        "cost": predicted.get("cost"),
         "breakdown": charts.breakdown_bar(predicted["breakdown_s"]),
         "meanings": _MEANINGS,
         "memory": charts.memory_bars(predicted["memory_gib_by_stage"], capacity),
@@ -136,15 +136,6 @@ def _settings(strategy: Strategy) -> list[tuple[str, str]]:
 
     keys = strategy_to_constraints(strategy)
     return [(key, literal(value)) for key, value in keys.items() if key != "tensor"]
-
-
-def _cost(cluster: Cluster, predicted: Mapping[str, Any]) -> dict[str, float] | None:
-    """Price of a step and of a trillion tokens where every group of the cluster has a price."""
-    per_hour = price_per_hour(cluster, predicted["devices"])
-    if per_hour is None:
-        return None
-    step = per_hour * predicted["step_time_s"] / 3600
-    return {"step": step, "trillion_tokens": step / predicted["tokens_per_step"] * 1e12}
 
 
 def warnings(

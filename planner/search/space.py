@@ -270,9 +270,9 @@ def tensor_degrees(graph: ModelGraph, degrees: Iterable[int]) -> tuple[int, ...]
 
 def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Sizes of pp, dp_replicate, dp_shard, cp, tp, ep whose product (ep aside) is a device count in use."""
-    graph, total = problem.graph, problem.cluster.devices
+    graph = problem.graph
     fixed = {key: problem.fixed_int(f"mesh.{key}") for key in MESH_KEYS}
-    parts = divisors(total)
+    parts = divisors(_usable(problem))
     choices = {key: _only(fixed[key], parts if key in OPEN_AXES else (1,)) for key in MESH_KEYS}
     choices["pp"] = tuple(p for p in choices["pp"] if p <= most_chunks(graph))
     choices["tp"] = tensor_degrees(graph, choices["tp"])
@@ -292,7 +292,7 @@ def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 def device_counts(problem: Problem) -> tuple[int, ...]:
     """How many devices a strategy may use: see the module's docstring."""
-    total = problem.cluster.devices
+    total = _usable(problem)
     sizes = [problem.fixed_int(f"mesh.{key}") for key in AXES]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
@@ -301,10 +301,21 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
     return divisors(total) if problem.objective == Objective.COST else (total,)
 
 
+def _usable(problem: Problem) -> int:
+    """Devices of the cluster; of the groups that the user names for the pipeline ranks, as many for each rank."""
+    groups = problem.fixed_ints("mesh.groups")
+    if not groups:
+        return problem.cluster.devices
+    have = problem.cluster.groups
+    return len(groups) * min(have[g].devices // groups.count(g) for g in groups)
+
+
 def _meshes(problem: Problem) -> Meshes:
     sizes = np.array(sorted(set(_mesh_sizes(problem))), dtype=np.int64).reshape(-1, len(MESH_KEYS))
     fixed = problem.fixed_words("mesh.order")
     orders = (fixed,) if fixed is not None else _orders(sizes)
+    if problem.fixed_ints("mesh.groups") and fixed is None:  # each pipeline rank has devices of one group
+        orders = tuple(order for order in orders if order[0] == "pp")
     return Meshes(sizes=sizes, orders=orders, placed=distinct_orders(sizes, orders, problem.cluster))
 
 

@@ -125,3 +125,19 @@ def test_what_a_framework_cannot_run_is_refused(pipelined: Path, tmp_path: Path)
     partial = tmp_path / "p.toml"
     partial.write_text("[mesh]\ntp = 2\n")
     refused("export", partial, "--to", "slurm", words=["p.toml", "missing", "plan"])
+
+
+def test_a_placement_that_a_framework_cannot_have_is_said(pipelined: Path) -> None:
+    plan = plan_of(read_strategy_file(pipelined))
+    inside = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+    odd = ("tp", "dp_replicate", "dp_shard", "cp", "pp")
+
+    def placed(order: tuple[str, ...], target: str) -> str:
+        mesh = replace(plan.strategy.mesh, order=order, dp_shard=2, tp=2)
+        return EXPORTS[target](replace(plan, strategy=replace(plan.strategy, mesh=mesh)))
+
+    assert "mesh.order" not in placed(("pp", "dp_replicate", "dp_shard", "cp", "tp"), "torchtitan")
+    assert "mesh.order" in placed(inside, "torchtitan")
+    assert "--use-tp-pp-dp-mapping" in placed(inside, "megatron")
+    assert "mesh.order" not in placed(inside, "megatron")
+    assert "mesh.order" in placed(odd, "megatron")
