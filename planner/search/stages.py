@@ -21,6 +21,7 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from autoparallel.planner.search.deals import best_of, few_deals, one_chunk
+from autoparallel.planner.search.layers import solve_in_layers
 from autoparallel.planner.search.small_numbers import in_small_numbers
 from autoparallel.planner.search.stage_problem import Deal, Form, Row, StageAnswer, StageProblem, deal_value
 
@@ -39,6 +40,7 @@ def solve_stages(
 ) -> StageAnswer | None:
     """The best deal with a value below `below` that is not excluded; None where there is none.
 
+    By trying all where they are few enough, else by CP-SAT.
     Deterministic: one worker, a fixed seed, and `effort` in deterministic time.
     """
     if problem.chunks == 1:
@@ -46,6 +48,14 @@ def solve_stages(
     few = few_deals(problem)
     if few is not None:
         return best_of(problem, [deal for deal in few if deal not in excluded], below)
+    small_enough, found = solve_in_layers(problem, excluded, below)
+    return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort)
+
+
+def solve_with_cp_sat(
+    problem: StageProblem, excluded: Sequence[Deal] = (), below: int | None = None, effort: float = EFFORT
+) -> StageAnswer | None:
+    """As `solve_stages`, whatever the size."""
     small, unit = in_small_numbers(problem, below)
     model = cp_model.CpModel()
     builder = _Builder(model, small)

@@ -19,7 +19,7 @@ from autoparallel.planner.search.stage_problem import (
     deal_fits,
     deal_value,
 )
-from autoparallel.planner.search.stages import solve_stages
+from autoparallel.planner.search.stages import solve_stages, solve_with_cp_sat
 
 SECONDS, BYTES = 0, 1
 
@@ -70,13 +70,14 @@ def test_no_deal_is_better_than_the_solvers(
     kinds = (0,) * len(kinds) if one_kind else kinds
     problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, recompute=recompute, ends=ends)
     best = min((deal_value(problem, deal) for deal in deals(problem)), default=None)
-    answer = solve_stages(problem)
-    if best is None:
-        assert answer is None, answer
-    else:
-        assert answer is not None
-        assert (answer.value, answer.bound) == (best, best), problem
-        assert deal_fits(problem, answer.deal)
+    for answer in (solve_stages(problem), solve_with_cp_sat(problem)):
+        if best is None:
+            assert answer is None, answer
+        else:
+            assert answer is not None
+            assert answer.deal is not None
+            assert (answer.value, answer.bound) == (best, best), problem
+            assert deal_fits(problem, answer.deal)
 
 
 def test_memory_that_just_fits_is_used_and_one_byte_less_is_not() -> None:

@@ -1,0 +1,174 @@
+"""Stage problems solved chunk by chunk: every partial deal that may still win, as rows of arrays.
+
+A *piece* (i, n, k) is n units from unit i on, of which the first k are recomputed. After chunk c a partial deal is
+the unit where it ends and what it adds to each row so far. With S[c][row, i] the least that chunks c, c + 1, … can
+add to a row when they start at unit i, a partial deal is dropped as soon as sum + S reaches the best deal known for
+a path, or exceeds the capacity for a moment of memory. What is left after the last chunk holds the best deal. All
+numbers are whole and small enough for floating point to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.planner.search.deals import quick_deal
+from autoparallel.planner.search.stage_problem import Deal, Form, StageAnswer, StageProblem, deal_value
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+# Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
+MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
+EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What a chunk may hold, by start: units `start` to `end`, the first `recomputed` of them recomputed."""
+
+    start: Ints
+    end: Ints
+    recomputed: Ints
+
+    def take(self, rows: NDArray[np.bool_]) -> Pieces:
+        return Pieces(start=self.start[rows], end=self.end[rows], recomputed=self.recomputed[rows])
+
+
+def solve_in_layers(
+    problem: StageProblem, excluded: Sequence[Deal], below: int | None
+) -> tuple[bool, StageAnswer | None]:
+    """Whether the problem was small enough, and then its best deal below `below` that is not excluded, if any."""
+    units = len(problem.kinds)
+    if (units + 1) * (units + 2) // 2 * (units if problem.recompute else 1) > MOST_PIECES:
+        return False, None
+    quick = quick_deal(problem)
+    if quick is not None and quick not in excluded:
+        found = deal_value(problem, quick)
+        below = found + 1 if below is None else min(below, found + 1)
+    pieces = _pieces(problem)
+    tables = [_added(problem, one, chunk) for chunk, one in enumerate(pieces)]
+    if max((float(np.abs(table).max(initial=0.0)) for table in tables), default=0.0) * len(tables) > EXACT:
+        return False, None
+    limits = np.array(
+        [(float("inf") if below is None else below - 1.0) - row.constant for row in problem.paths]
+        + [float(problem.capacity_bytes - row.constant) for row in problem.memory]
+    )
+    left = _least_left(tables, pieces, units)
+    if (left[0][:, 0] > limits).any():
+        return True, None
+    partial = _grow(tables, pieces, left, limits)
+    if partial is None:
+        return False, None
+    sums, chosen = partial
+    return True, _best(problem, pieces, sums, chosen, excluded)
+
+
+def _pieces(problem: StageProblem) -> list[Pieces]:
+    """The pieces that each chunk may hold when all chunks get what they must have."""
+    units = len(problem.kinds)
+    again = problem.recompute or problem.recomputed is not None
+    every = [
+        (start, start + n, k)
+        for start in range(units + 1)
+        for n in range(units - start + 1)
+        for k in range(n + 1 if again else 1)
+    ]
+    start, end, recomputed = np.array(every, dtype=np.int64).T
+    whole, size = Pieces(start=start, end=end, recomputed=recomputed), end - start
+    found, before = [], list(accumulate(problem.least, initial=0))
+    for chunk in range(problem.chunks):
+        fits = (size >= problem.least[chunk]) & (size <= problem.most[chunk]) & (start >= before[chunk])
+        fits &= end <= units - (before[-1] - before[chunk + 1])
+        if chunk == 0:
+            fits &= start == 0
+        if chunk == problem.chunks - 1:
+            fits &= end == units
+        if problem.blocks is not None:
+            fits &= size == problem.blocks[chunk]
+        if problem.recomputed is not None:
+            fits &= recomputed == problem.recomputed[chunk]
+        found.append(whole.take(fits))
+    return found
+
+
+def _added(problem: StageProblem, pieces: Pieces, chunk: int) -> Floats:
+    """What each piece adds to each row as that chunk: [row, piece]."""
+    rows = [*problem.paths, *problem.memory]
+    terms = [(r, q, factor) for r, row in enumerate(rows) for q, c, factor in row.terms if c == chunk]
+    used = sorted({q for _, q, _ in terms})
+    factors = np.zeros((len(rows), len(used)))
+    for r, q, factor in terms:
+        factors[r, used.index(q)] += factor
+    amounts = [
+        np.max([_amount(problem, form, pieces, chunk) for form in problem.quantities[q].forms], axis=0)
+        for q in used
+    ]
+    return factors @ np.array(amounts).reshape(len(used), len(pieces.start))
+
+
+def _amount(problem: StageProblem, form: Form, pieces: Pieces, chunk: int) -> Floats:
+    kept = np.array([0, *accumulate(form.kept[k] for k in problem.kinds)], dtype=np.float64)
+    again = np.array([0, *accumulate(form.recomputed[k] for k in problem.kinds)], dtype=np.float64)
+    size, turn = pieces.end - pieces.start, pieces.start + pieces.recomputed
+    amount = form.fixed[chunk] + again[turn] - again[pieces.start] + kept[pieces.end] - kept[turn]
+    amount = amount + form.when_all * ((pieces.recomputed == size) & (size > 0)) + form.when_few * (size <= 1)
+    return np.asarray(amount + (form.when_none[chunk] * (size == 0) if form.when_none else 0))
+
+
+def _least_left(tables: list[Floats], pieces: list[Pieces], units: int) -> list[Floats]:
+    """S[c][row, i]: the least that chunks from c on add to each row when they start at unit i."""
+    rows = len(tables[0])
+    after = np.full((rows, units + 1), np.inf)
+    after[:, units] = 0.0
+    found = [after]
+    for table, one in zip(reversed(tables), reversed(pieces), strict=True):
+        here = np.full((rows, units + 1), np.inf)
+        if len(one.start):
+            starts, first = np.unique(one.start, return_index=True)
+            here[:, starts] = np.minimum.reduceat(table + found[-1][:, one.end], first, axis=1)
+        found.append(here)
+    return found[::-1]
+
+
+def _grow(
+    tables: list[Floats], pieces: list[Pieces], left: list[Floats], limits: Floats
+) -> tuple[Floats, list[Ints]] | None:
+    """All deals within the limits: the sums of their rows, and by chunk their pieces. None if they are too many."""
+    sums = np.zeros((1, len(limits)))
+    at = np.zeros(1, dtype=np.int64)
+    chosen: list[Ints] = []
+    for table, one, after in zip(tables, pieces, left[1:], strict=True):
+        first = np.searchsorted(one.start, at, side="left")
+        count = np.searchsorted(one.start, at, side="right") - first
+        if int(count.sum()) * len(limits) > MOST_NUMBERS:
+            return None
+        parent = np.repeat(np.arange(len(at)), count)
+        piece = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count) + first[parent]
+        total = sums[parent] + table.T[piece]
+        kept = (total + after.T[one.end[piece]] <= limits).all(axis=1)
+        sums, at = total[kept], one.end[piece[kept]]
+        chosen = [*(row[parent[kept]] for row in chosen), piece[kept]]
+    return sums, chosen
+
+
+def _best(
+    problem: StageProblem,
+    pieces: list[Pieces],
+    sums: Floats,
+    chosen: list[Ints],
+    excluded: Sequence[Deal],
+) -> StageAnswer | None:
+    """The best of the deals that is not excluded, the first of equals."""
+    constants = np.array([row.constant for row in problem.paths])
+    values = (sums[:, : len(constants)] + constants).max(axis=1, initial=0.0)
+    for row in np.argsort(values, kind="stable"):
+        blocks = [int(one.end[p[row]] - one.start[p[row]]) for one, p in zip(pieces, chosen, strict=True)]
+        recomputed = [int(one.recomputed[p[row]]) for one, p in zip(pieces, chosen, strict=True)]
+        deal = Deal(blocks=tuple(blocks), recomputed=tuple(recomputed))
+        if deal not in excluded:
+            return StageAnswer(deal=deal, value=int(values[row]), bound=int(values[row]))
+    return None
