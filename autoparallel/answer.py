@@ -42,7 +42,14 @@ def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any
         "capacity_gib": prediction.capacity_bytes / GIB,
         "devices": prediction.devices,
         "tokens_per_step": prediction.tokens,
-        "memory_gib_by_stage": [stage_memory_table(stage) for stage in prediction.memory],
+        "memory_gib_by_stage": [
+            {**stage_memory_table(stage), "capacity": capacity / GIB}
+            for stage, capacity in zip(
+                prediction.memory,
+                prediction.capacity_by_rank_bytes or (prediction.capacity_bytes,) * len(prediction.memory),
+                strict=True,
+            )
+        ],
         "breakdown_s": dict(prediction.breakdown_s),
     }
 

@@ -39,7 +39,7 @@ def print_score(console: Console, cluster: Cluster, strategy: Strategy, predicte
     """The same numbers for a strategy that was given, and whether it fits."""
     _print_numbers(console, cluster, strategy, predicted)
     if not predicted["feasible"]:
-        over = predicted["peak_memory_gib"] - predicted["capacity_gib"]
+        over = max(stage["peak"] - stage["capacity"] for stage in predicted["memory_gib_by_stage"])
         console.print(
             f"  DOES NOT FIT: {gib(over)} too much on the fullest device", style="bold red", markup=False
         )
@@ -65,7 +65,8 @@ def _print_numbers(
         for name, value in spent
         if value > 0.005 * step_s
     ]
-    memory = f"{gib(predicted['peak_memory_gib'])} of {gib(predicted['capacity_gib'])}"
+    fullest = min(predicted["memory_gib_by_stage"], key=lambda stage: stage["capacity"] - stage["peak"])
+    memory = f"{gib(fullest['peak'])} of {gib(fullest['capacity'])}"
     for name, text in (
         ("strategy", strategy_label(strategy)),
         ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, 'sequence')}"),

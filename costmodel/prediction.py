@@ -41,13 +41,14 @@ class Prediction:
     step_time_s: float
     breakdown_s: tuple[tuple[str, float], ...]  # in the order of BREAKDOWN_KEYS, of the critical rank
     memory: tuple[StageMemory, ...]  # by pipeline rank
-    capacity_bytes: float  # device memory less its reserve
+    capacity_bytes: float  # device memory less its reserve, on the pipeline rank with the least room
     model_flops: int  # per step, whole model
     hardware_flops: int  # with recomputation
     tokens: int  # per step
     devices: int
-    peak_flops_per_s: float  # of one device in the compute dtype
+    peak_flops_per_s: float  # of one device in the compute dtype, the mean of unlike devices
     spans: tuple[Span, ...] = ()
+    capacity_by_rank_bytes: tuple[float, ...] = ()  # by pipeline rank; empty where all have `capacity_bytes`
 
     @property
     def peak_bytes(self) -> int:
@@ -55,7 +56,13 @@ class Prediction:
 
     @property
     def feasible(self) -> bool:
-        return self.peak_bytes <= self.capacity_bytes
+        return self.excess_bytes <= 0
+
+    @property
+    def excess_bytes(self) -> float:
+        """Bytes too many on the pipeline rank with the least room; negative where every rank has room."""
+        capacities = self.capacity_by_rank_bytes or (self.capacity_bytes,) * len(self.memory)
+        return max(stage.peak - capacity for stage, capacity in zip(self.memory, capacities, strict=True))
 
     @property
     def tokens_per_s_per_device(self) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.memory import LiveState, live_states, memory_by_rank
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction, Span
-from autoparallel.costmodel.price import Pricer, device_of_rank, price_program
+from autoparallel.costmodel.price import Pricer, price_program
 from autoparallel.costmodel.program import Action, ActionKind, Kernel, Program
 from autoparallel.costmodel.program_text import show_action
 from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
@@ -60,19 +60,36 @@ def simulate(
     )
     costs = price_program(program, cluster, pricer)
     times = pipeline_times(prepared.timetable, costs)
-    devices = [device_of_rank(program, cluster, rank) for rank in range(len(program.ranks))]
+    capacities = capacities_bytes(program, cluster)
+    memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
+    tightest = max(range(len(memory)), key=lambda rank: memory[rank].peak - capacities[rank])
     return Prediction(
         step_time_s=times.step_time_s,
         breakdown_s=breakdown(prepared.timetable, times, costs),
-        memory=memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro),
-        capacity_bytes=min(device.memory_bytes - device.reserve_bytes for device in devices),
+        memory=memory,
+        capacity_bytes=capacities[tightest],
+        capacity_by_rank_bytes=capacities if len(set(capacities)) > 1 else (),
         model_flops=program.model_flops,
         hardware_flops=program.model_flops + recomputed_flops(program),
         tokens=program.tokens,
         devices=devices_of(program),
-        peak_flops_per_s=min(device.peak_flops[program.dtype] for device in devices),
+        peak_flops_per_s=mean_peak_flops_per_s(program, cluster),
         spans=timeline(prepared.timetable, times, costs) if spans else (),
     )
+
+
+def capacities_bytes(program: Program, cluster: Cluster) -> tuple[float, ...]:
+    """What the devices of each pipeline rank can hold: of its device group, else the least of all groups."""
+    room = [group.device.memory_bytes - group.device.reserve_bytes for group in cluster.groups]
+    return tuple(room[g] for g in program.groups) or (min(room),) * len(program.ranks)
+
+
+def mean_peak_flops_per_s(program: Program, cluster: Cluster) -> float:
+    """Dense peak of the compute dtype of the devices in use, on average: every pipeline rank has as many."""
+    peaks = [group.device.peak_flops.get(program.dtype, 0.0) for group in cluster.groups]
+    if program.groups:
+        return sum(peaks[g] for g in program.groups) / len(program.groups)
+    return sum(p * g.devices for p, g in zip(peaks, cluster.groups, strict=True)) / cluster.devices
 
 
 def devices_of(program: Program) -> int:
