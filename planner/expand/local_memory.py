@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind, Saved
 from autoparallel.costmodel.kernels import OPERAND_BYTES
+from autoparallel.planner.expand.context import keeps_whole
 from autoparallel.planner.expand.local import LocalBlock
 
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
@@ -54,7 +55,10 @@ def _saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
     if placement == "R" and saved.value and local.setting.regathers:
         before = _before_gather(local, op, saved.value)
         placement = before if before.startswith("S") else placement
-    return round(local.spec_bytes(saved.spec, placement) * _operand_share(local, op, saved))
+    share = _operand_share(local, op, saved) * (
+        local.setting.cp if keeps_whole(local, op, saved.value) else 1
+    )
+    return round(local.spec_bytes(saved.spec, placement) * share)
 
 
 def _operand_share(local: LocalBlock, op: int, saved: Saved) -> float:

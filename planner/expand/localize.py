@@ -10,6 +10,7 @@ from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import local_memory as memory
+from autoparallel.planner.expand.context import key_collectives
 from autoparallel.planner.expand.local import SHORT_DTYPE, LocalBlock, Setting, inner_collectives
 from autoparallel.planner.sharding.plan import BlockPlan, Exchange, Reshard, conjugates
 
@@ -93,6 +94,7 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[Step]:
         for move in [m for m in pending if m.position <= unit.ops[0]]:
             steps += _communication(local, move, backward=False)
             pending.remove(move)
+        steps += [c for op in unit.ops for c in key_collectives(local, op, backward=False)]
         steps += _unit_forward(local, unit)
         steps += [c for op in unit.ops for c in inner_collectives(local, op)]
     if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
@@ -189,6 +191,7 @@ def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[list[Step], lis
     for unit in reversed(units):
         of_input, of_weight = _unit_backward(local, unit)
         inputs += of_input
+        inputs += [c for op in unit.ops for c in key_collectives(local, op, backward=True)]
         weights += of_weight
         while pending and pending[-1].position >= unit.ops[0]:
             move = pending.pop()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from autoparallel.costmodel.block_index import FLOATING, BlockIndex, output_names
-from autoparallel.costmodel.graph import Operator, OpKind, Sharding
+from autoparallel.costmodel.graph import Operator, OpKind, Sharding, Size, parts_of, sharded_dim, strided
 from autoparallel.planner.sharding.plan import BlockPlan, Exchange, replicated_plan
 
 EXPERT = "E0"  # placement of a tensor with one slice per expert: sharded over ep along its first dim
@@ -90,7 +90,10 @@ def further_shardings(index: BlockIndex) -> dict[int, tuple[Sharding, ...]]:
     for layer in expert_layers(index):
         for i in layer.operators:
             op = index.block.operators[i]
-            more = (*_looked_up(index, op), *_split_in_parts(index, op))
+            split = _split_in_parts(index, op)
+            for sharding in split:
+                found |= _made_in_parts(index, op.inputs[0], sharding.inputs[0])
+            more = (*found.get(i, ()), *_looked_up(index, op), *split)
             if more:
                 found[i] = more
     return found
@@ -122,10 +125,39 @@ def _split_in_parts(index: BlockIndex, op: Operator) -> list[Sharding]:
     whole = len(parts) == 1 and all(s[:last] == made.shape[:last] for s in parts)
     if index.block.operators[maker].kind is not OpKind.GROUPED_GEMM or not whole:
         return []
-    placed = f"S{last}"
     return [
-        Sharding(inputs=(placed,), outputs=(placed,) * len(op.outputs), divides=(next(iter(parts))[last],))
-    ]
+        Sharding(
+            inputs=(strided(last, len(op.outputs)),), outputs=(f"S{last}",) * len(op.outputs),
+            divides=(next(iter(parts))[last],),
+        )
+    ]  # fmt: skip
+
+
+def _made_in_parts(index: BlockIndex, value: str, placement: str) -> dict[int, tuple[Sharding, ...]]:
+    """What the operators that make a value in strided parts do: the product, and views of its matrices."""
+    found: dict[int, tuple[Sharding, ...]] = {}
+    parts, wanted = parts_of(placement), f"S{sharded_dim(placement)}"
+    maker = index.producer.get(value)
+    while maker is not None:
+        op = index.block.operators[maker]
+        known = [s for s in op.shardings if s.outputs[:1] == (wanted,) and "P" not in s.inputs]
+        product = op.kind is OpKind.GROUPED_GEMM
+        at = 1 if product else 0
+        known = [s for s in known if s.inputs[at].startswith("S") and not (product and s.inputs[0] != "R")]
+        if not known or not (product or op.kind is OpKind.VIEW):
+            break
+        plain = known[0]
+        source = strided(sharded_dim(plain.inputs[at]), parts)
+        inputs = tuple(source if n == at else p for n, p in enumerate(plain.inputs))
+        divides = tuple(Size(s.const // parts, s.per_sample // parts) for s in plain.divides)
+        found[maker] = (
+            Sharding(
+                inputs=inputs, outputs=(strided(sharded_dim(wanted), parts), *plain.outputs[1:]), divides=divides
+            ),
+        )  # fmt: skip
+        wanted = plain.inputs[at]
+        maker = index.producer.get(op.inputs[at])
+    return found
 
 
 # ---- expert

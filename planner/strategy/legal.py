@@ -182,8 +182,27 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         )
     if mesh.ep > 1:
         yield from _experts(graph, strategy)
-    if mesh.cp > 1 and graph.tokens_per_sample % mesh.cp:
-        yield f"mesh.cp = {mesh.cp} does not divide the sequence length {graph.tokens_per_sample}"
+    lengths = sequence_lengths(graph)
+    if mesh.cp > 1 and not lengths:
+        yield f"mesh.cp = {mesh.cp}: {graph.name} has no attention over a sequence; use mesh.cp = 1"
+    elif odd := [n for n in sorted(lengths) if n % mesh.cp]:
+        yield f"mesh.cp = {mesh.cp} does not divide the sequence length {odd[0]}"
+
+
+def sequence_lengths(graph: ModelGraph) -> frozenset[int]:
+    """Lengths that mesh.cp must divide: of a sample, and of what its attention compares; empty where a sample is
+    not a sequence."""
+    if graph.tokens_per_sample == 1:
+        return frozenset()
+    compared = {
+        size.at(1)
+        for block in graph.blocks
+        for op in block.operators
+        if op.kind is OpKind.ATTENTION
+        for letter, size in op.sizes
+        if letter in ("s", "t")
+    }
+    return frozenset({graph.tokens_per_sample, *compared}) if compared else frozenset()
 
 
 def _experts(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:

@@ -132,6 +132,13 @@ def test_tensor_parallel_experts_run_column_then_row(name: str, *, sequence: boo
         )
         if k.product
     ]
+    placed = {
+        place
+        for plan in made.tensor_plan(strategy).blocks
+        for name, place in plan.params
+        if "experts." in name
+    }
+    assert {"S1/2", "S2"} <= placed, "gate and up are sharded each, then what they are multiplied into"
     wanted = {"all_gather": 2, "reduce_scatter": 2} if sequence else {"all_reduce": 2}
     counted = Counter(op for op, _ in messages(found.forward, "tp"))
     if name == "mixtral":  # DeepSeek's attention has low-rank projections that are gathered, too
