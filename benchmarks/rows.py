@@ -53,6 +53,11 @@ class Run:
     memory_kind: str
 
 
+# A node with less network than this for each of its devices has fewer ports than devices. Kind: formula. Source:
+# of the published clusters, p3.16xlarge has one port of 25 Gbit/s, Jean Zay four of 100.
+PORT_GBPS = 100.0
+
+
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """All rows of the CSV files, in order."""
     rows: list[Row] = []
@@ -111,7 +116,9 @@ def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
     per_node = min(per_node, devices)
     *inner, outer = device.levels
     if gbps and inner:
-        outer = replace(outer, bytes_per_s=gbps * 1e9 / 8 / per_node)
+        ports = max(1, round(gbps / PORT_GBPS))
+        rate = gbps * 1e9 / 8 / per_node
+        outer = replace(outer, bytes_per_s=rate, nics=ports if ports < per_node else 0)
     group = Group(device=device, nodes=-(-devices // per_node), devices_per_node=per_node)
     return Cluster(name=f"{device.name}x{devices}", groups=(group,), levels=(*inner, outer))
 

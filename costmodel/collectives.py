@@ -9,11 +9,12 @@ best size grows with the root of the message. Constants: profiles/constants.py; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil, log2, sqrt
 
 from autoparallel.costmodel.compression import coding_s, parse_method, wire_bytes
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
-from autoparallel.costmodel.topology import Crossing, crossings
+from autoparallel.costmodel.topology import Crossing, crossings, message_bytes_per_s
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Cluster
 
@@ -42,6 +43,9 @@ def collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster)
     path = crossings(collective.axes, axes, cluster)
     if not path or not collective.size_bytes:
         return 0.0
+    if collective.op == CollectiveOp.SEND:
+        rate = message_bytes_per_s(path[-1], collective.axes, axes, cluster)
+        path = (*path[:-1], replace(path[-1], device_bytes_per_s=rate))
     factor = cluster.device.constants[_FACTORS[collective.op]]
     methods = tuple(
         collective.compression[c.index] if c.index < len(collective.compression) else "none" for c in path

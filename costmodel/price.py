@@ -129,7 +129,11 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         step=_step_phase(stage, program, device, pricer),
         reduce_s=0.0 if every else tail_s,
         reduce_after_weight_s=0.0 if every else weight_tail_s,
-        send_s=pricer.collective_s(stage.send, program.axes) if stage.send is not None else 0.0,
+        send_s=sum(
+            pricer.collective_s(message, program.axes)
+            for message in (stage.send, stage.received)
+            if message is not None
+        ),
         tied_s=sum(pricer.collective_s(collective, program.axes) for collective in stage.tied_reduce),
     )
 

@@ -151,6 +151,9 @@ class StageWork:
     optimizer_bytes: int
     buffer_bytes: int  # communication and bucket buffers
     tied_reduce: tuple[Collective, ...] = ()  # gradients of tensors tied across stages
+    received: Collective | None = (
+        None  # after a message, either way: joins the shares of tensor-parallel ranks
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

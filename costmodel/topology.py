@@ -75,6 +75,18 @@ def crossings(names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> t
     return tuple(found)
 
 
+def message_bytes_per_s(far: Crossing, names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> float:
+    """What one device may send to its neighbour along the named axes, across `far`, their outermost level.
+
+    Of a unit inside that level (a node) only those send whose neighbour is in another one: as many as the ranks
+    that are inside the axis. They share the unit's ports, each at most one port: total / max(senders, ports).
+    """
+    stride = min(axis.stride for axis in axes if axis.name in names and axis.size > 1)
+    unit = cluster.levels[far.index - 1].size if far.index else 1
+    ports = min(far.level.nics or unit, unit)
+    return far.device_bytes_per_s * unit / max(min(stride, unit), ports)
+
+
 def _aligned(axis: Axis, unit: int) -> int:
     if unit % (axis.stride * axis.size) == 0:
         return axis.size

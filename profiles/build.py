@@ -9,7 +9,7 @@ from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET
-from autoparallel.profiles.hardware import Cluster, Device, Group, Level, Provenance, ValueKind
+from autoparallel.profiles.hardware import Cluster, Device, Group, Level, Provenance, Residual, ValueKind
 from autoparallel.profiles.schema import (
     ClusterFile,
     DeviceFile,
@@ -77,7 +77,13 @@ def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) ->
         },
         cores=figures.whole("box.cores", box.cores) if box.cores else 0,
         provenance=figures.provenance,
+        residuals={name: Residual(**r.model_dump()) for name, r in table.residuals.items()},
     )
+
+
+def constant_keys(tree: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The dotted keys of a file's constants."""
+    return tuple(_constants(tree, where))
 
 
 def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> Cluster:
@@ -175,6 +181,7 @@ def _levels(tables: Sequence[LevelTable], prefix: str, figures: _Figures) -> tup
                 if over
                 else 1.0,
                 in_network_reduction=table.in_network_reduction,
+                nics=figures.whole(f"{key}.nics", table.nics) if table.nics else 0,
             )
         )
     return tuple(levels)

@@ -7,6 +7,7 @@ them, so that it stands alone and stays short.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from autoparallel.profiles.build import ANY_SIZE
@@ -59,6 +60,7 @@ def device_to_dict(device: Device) -> dict[str, Any]:
         "box": box,
         "constants": _nested(device.constants),
         "provenance": _grouped(device.provenance),
+        **({"residuals": {k: asdict(r) for k, r in device.residuals.items()}} if device.residuals else {}),
     }
 
 
@@ -71,6 +73,8 @@ def _level(level: Level) -> dict[str, Any]:
         table["oversubscription"] = level.oversubscription
     if level.in_network_reduction:
         table["in_network_reduction"] = True
+    if level.nics:
+        table["nics"] = level.nics
     return table
 
 

@@ -35,6 +35,17 @@ class Level:
     latency_s: float
     oversubscription: float = 1.0
     in_network_reduction: bool = False  # NVLink SHARP: the switch reduces
+    nics: int = 0  # ports by which the devices of a unit inside reach this level; 0: one each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """How well fitted figures say what was measured: relative errors of `samples` of one family."""
+
+    samples: int
+    mean_absolute_error: float
+    p90_absolute_error: float
+    bias: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,9 @@ class Device:
     levels: tuple[Level, ...]  # of its usual box and network; the outermost takes any number of devices
     constants: Mapping[str, float] = field(default_factory=dict, hash=False)
     provenance: Mapping[str, Provenance] = field(default_factory=dict, compare=False)
+    residuals: Mapping[str, Residual] = field(
+        default_factory=dict, compare=False
+    )  # by family of measurements
     cores: int = 0  # more devices in a node than this share its compute; 0: each has its own
 
 

@@ -94,6 +94,7 @@ class LevelTable(Strict):
     latency_s: Figure
     oversubscription: Figure | None = None
     in_network_reduction: bool = False
+    nics: Figure | None = None
 
 
 class BoxTable(Strict):
@@ -112,6 +113,15 @@ class ProvenanceTable(Strict):
     keys: list[str]
 
 
+class ResidualTable(Strict):
+    """What a fit left unexplained of one family of measurements: relative errors."""
+
+    samples: int
+    mean_absolute_error: float
+    p90_absolute_error: float
+    bias: float
+
+
 class DeviceFile(Strict):
     """A device file; constants that it lacks come from its architecture's file."""
 
@@ -124,6 +134,7 @@ class DeviceFile(Strict):
     box: BoxTable
     constants: dict[str, Any] = Field(default_factory=dict)
     provenance: list[ProvenanceTable] = Field(default_factory=list)
+    residuals: dict[str, ResidualTable] = Field(default_factory=dict)
 
 
 class ArchitectureFile(Strict):

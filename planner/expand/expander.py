@@ -176,14 +176,12 @@ class Expander:
             key = (links, dropped, crossing, last)
             if key not in made:
                 works = [self._synchronised(strategy, *link) for link in zip(links, dropped, strict=True)]
-                send = None if last else self._send(strategy, positions[-1])
-                made[key] = _stage(
-                    works,
-                    send,
+                send, received = (None, None) if last else self._send(strategy, positions[-1])
+                tied, gathered = (
                     self._tied(strategy, positions, crossing),
                     self._gathered(strategy, positions),
-                    strategy,
                 )
+                made[key] = replace(_stage(works, send, tied, gathered, strategy), received=received)
             found.append(made[key])
         return tuple(found)
 
@@ -244,7 +242,8 @@ class Expander:
         size = count * state.dtype_bytes(strategy.execution.grad_dtype)
         return (Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp"),)
 
-    def _send(self, strategy: Strategy, position: int) -> Collective:
+    def _send(self, strategy: Strategy, position: int) -> tuple[Collective, Collective | None]:
+        """The message after a link, and what joins its shares where it is received."""
         mesh, link = strategy.mesh, self.graph.chain[position]
         index = self.index(link.block, dropout=strategy.execution.dropout > 0)
         setting = self._setting(strategy, "none")
@@ -252,7 +251,11 @@ class Expander:
         local = LocalBlock(index=index, plan=plan, setting=setting)
         sharded = "S1" if strategy.shard.sequence_parallel and mesh.tp > 1 else "R"
         size = sum(local.spec_bytes(spec, sharded) for spec in link.sends)
-        return Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size, label="pp")
+        gather = None
+        if scatters_messages(strategy):
+            gather = Collective(op=CollectiveOp.ALL_GATHER, axes=("tp",), size_bytes=size, label="pp")
+            size = state.share(size, mesh.tp)
+        return Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size, label="pp"), gather
 
     def _gathered(self, strategy: Strategy, positions: range) -> int:
         """Megatron keeps one buffer for its sequence-parallel gathers, as large as the largest of them."""
@@ -300,6 +303,16 @@ class Expander:
                 )
             )  # fmt: skip
         return tuple(found)
+
+
+def scatters_messages(strategy: Strategy) -> bool:
+    """Whether tensor-parallel ranks, which have the same activation, each send a share of it, which the receivers
+    gather: Megatron and DeepSpeed do, this runtime does not. Under sequence parallelism they have shares anyway.
+
+    Source: Narayanan et al. 2021, section 4.1 (scatter/gather); deepspeed.runtime.pipe.engine, PartitionedTensor.
+    """
+    fused = strategy.execution.kernels == "fused"
+    return fused and strategy.mesh.tp > 1 and not strategy.shard.sequence_parallel
 
 
 def _stage(

@@ -12,7 +12,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner.expand import state
-from autoparallel.planner.expand.expander import mesh_axes
+from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
@@ -210,7 +210,8 @@ def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
     graph = problem.graph
     starts = graph.repeated_positions
     ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[starts[-1]].sends}
-    shards = strategy.mesh.tp if strategy.shard.sequence_parallel else 1
+    shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
+    shards = strategy.mesh.tp if shared else 1
     dtype = TENSOR_DTYPE[strategy.execution.dtype]
     sizes = [
         sum(

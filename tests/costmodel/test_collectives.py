@@ -196,3 +196,17 @@ def test_compressing_a_level_that_the_group_does_not_cross_changes_nothing() -> 
     cluster = CLUSTERS["h100-sxm:4x8"]
     plain = cost(CollectiveOp.ALL_REDUCE, 1 << 24, cluster, line(8))
     assert cost(CollectiveOp.ALL_REDUCE, 1 << 24, cluster, line(8), compression=("none", "int8")) == plain
+
+
+@pytest.mark.parametrize(
+    ("nics", "stride", "senders"), [(0, 4, 8), (1, 4, 4), (1, 8, 8), (4, 1, 4), (1, 1, 1)]
+)
+def test_devices_that_send_between_nodes_share_its_ports(nics: int, stride: int, senders: int) -> None:
+    """Eight devices a node; a rank of the axis is `stride` devices, so that many send at once to the next node."""
+    cluster = load_cluster("a100-sxm-80gb:2x8")
+    inner, outer = cluster.levels
+    cluster = replace(cluster, levels=(inner, replace(outer, nics=nics)))
+    alone = replace(cluster, levels=(inner, replace(outer, bytes_per_s=8 * outer.bytes_per_s / senders)))
+    axes = (Axis(name="pp", size=16 // stride, stride=stride),)
+    message = Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=2**26)
+    assert collective_s(message, axes, cluster) == pytest.approx(collective_s(message, axes, alone))

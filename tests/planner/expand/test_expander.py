@@ -159,11 +159,17 @@ def test_tied_parameters_count_once_on_one_rank_and_are_summed_across_two() -> N
 
 
 def test_messages_between_stages_are_one_hidden_state_and_shrink_under_sequence_parallelism() -> None:
-    whole = program(plan(pp=2, tp=2)).stages[0].send
-    sharded = program(replace(plan(pp=2, tp=2), shard=Shard(sequence_parallel=True))).stages[0].send
-    assert whole is not None
-    assert sharded is not None
-    assert whole.size_bytes == 32 * 64 * 2 == 2 * sharded.size_bytes
+    strategy = plan(pp=2, tp=2)
+    eager = replace(strategy, execution=Execution(kernels="eager"))
+    sequence = replace(strategy, shard=Shard(sequence_parallel=True))
+    size = 32 * 64 * 2
+    found = [(s.stages[0].send, s.stages[0].received) for s in map(program, (eager, sequence, strategy))]
+    sent = [send.size_bytes for send, _ in found if send is not None]
+    joined = [gather and (gather.op.value, gather.axes, gather.size_bytes) for _, gather in found]
+    assert sent == [size, size // 2, size // 2]
+    assert joined == [None, None, ("all_gather", ("tp",), size)], (
+        "Megatron sends shares of what all ranks have"
+    )
 
 
 def test_recomputation_may_differ_by_stage() -> None:
