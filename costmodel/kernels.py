@@ -35,10 +35,12 @@ _SPLITS = (1, 2, 4, 8)
 PER_TENSOR = (
     "optimizer_tensors"  # what an optimizer step takes for each of `count` tensors, whatever its size
 )
+HOST_COPY = "host"  # a copy between the device's memory and its host's
 _SCORE_KERNELS = {"eager": 4, "fused": 1, "compiled": 2}  # that pass over the scores of unfused attention
 _MEMORY_KINDS = {
     OpKind.EMBEDDING: "memory.efficiency.embedding", OpKind.NORM: "memory.efficiency.norm",
-    OpKind.BATCH_NORM: "memory.efficiency.batch_norm", OpKind.SOFTMAX: "memory.efficiency.softmax", OpKind.CROSS_ENTROPY: "memory.efficiency.cross_entropy",
+    OpKind.BATCH_NORM: "memory.efficiency.batch_norm", OpKind.POOL: "memory.efficiency.pool",
+    OpKind.SOFTMAX: "memory.efficiency.softmax", OpKind.CROSS_ENTROPY: "memory.efficiency.cross_entropy",
     OpKind.DROPOUT: "memory.efficiency.dropout", OpKind.ELEMENTWISE: "memory.efficiency.elementwise",
     OpKind.REDUCTION: "memory.efficiency.reduction", OpKind.COPY: "memory.efficiency.copy",
     "optimizer": "memory.efficiency.optimizer", "compress": "memory.efficiency.compress",
@@ -75,6 +77,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     if kernel.kind == PER_TENSOR:
         return kernel.count * device.constants["optimizer.tensor_s"]
     start_s = device.constants["kernel.start_s"]
+    if kernel.kind == HOST_COPY:
+        return kernel.count * (start_s + kernel.bytes_moved / device.constants["host.bytes_per_s"])
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
         if not kernel.attention.flash:
             return kernel.count * unfused_attention_s(kernel, kernel.attention, device, kernels)
@@ -145,12 +149,14 @@ def tiled_s(
     tiles = batch * ceil(m/tm) * ceil(n/tn) * split; waves = tiles/units, rounded up by `gemm.wave_share` of
     the missing part of the last wave, since a part-filled wave runs at higher clocks and bandwidth. Where
     tiles are too few, k is split. A tile of size (tm, tn) takes 2 tm tn (k/split + fill) / (rate * tile
-    efficiency).
+    efficiency). One unit (a processor's core) has no waves, and its kernels for the rest of a tile lose nothing.
     """
     units = constants["gemm.units"]
     unit_flops_per_s = flops_per_s / units
     share = constants["gemm.wave_share"]
     fill = constants["gemm.fill_k_bytes"] / operand_bytes
+    if units == 1:
+        return 2 * batch * m * n * (k + fill) / flops_per_s
     best = float("inf")
     for rows, columns, key in _TILE_SHAPES:
         tile_rate = unit_flops_per_s * constants[key]

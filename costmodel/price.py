@@ -158,9 +158,9 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
                 launches_s += call_s if seconds else 0.0
-                if step.beside:
-                    beside_s, hidden = beside_s + seconds, where
-                    continue
+            if step.beside:
+                beside_s, hidden = beside_s + seconds, where if where != key else "other"
+                continue
             total[where] = total.get(where, 0.0) + seconds
         if (exposed_s := beside_s - total.get(key, 0.0)) > 0.0:
             total[hidden] = total.get(hidden, 0.0) + exposed_s

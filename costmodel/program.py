@@ -70,7 +70,7 @@ class AttentionShape:
 class Kernel:
     """One kernel on one device, with local sizes; `count` launches of it."""
 
-    kind: OpKind | str  # or "optimizer", "compress"
+    kind: OpKind | str  # or "optimizer", "compress", "host": a copy to or from the host's memory
     dtype: str  # what the arithmetic runs in: the execution dtype for GEMMs
     flops: int
     bytes_moved: int
@@ -78,6 +78,9 @@ class Kernel:
     attention: AttentionShape | None = None
     backward: bool = False
     count: int = 1
+    beside: bool = (
+        False  # on a stream of its own: only what the kernels of its pass do not hide is waited for
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 KERNEL_MODES = ("eager", "fused", "compiled")
 TILES = ("256x128", "128x256", "128x128", "128x64", "64x128", "64x64")
-MEMORY_KINDS = ("elementwise", "norm", "batch_norm", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
+MEMORY_KINDS = ("elementwise", "norm", "batch_norm", "pool", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
 PROTOCOLS = ("simple", "ll128", "ll")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -42,6 +42,7 @@ _SINGLE = {
     "optimizer.tensor_s": "host time per parameter tensor of an optimizer step that runs tensor by tensor, kernels = eager",
     "attention.v1": "speed of the first generation of flash kernels (FlashAttention 1, Triton 2022) relative to these",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
+    "host.bytes_per_s": "link between a device and its host's memory, each way: what offloading uses",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
     "collective.nvls_efficiency": "bus bandwidth of in-switch reduction, as a share of the level's",
@@ -78,5 +79,6 @@ CONSTANTS: dict[str, str] = {
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {
     "memory.efficiency.batch_norm": "memory.efficiency.norm",
+    "memory.efficiency.pool": "memory.efficiency.reduction",
     "optimizer.tensor_s": 0.0,  # multi-tensor kernels
 }

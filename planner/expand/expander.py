@@ -24,6 +24,7 @@ from autoparallel.planner.expand.chain import (
 )
 from autoparallel.planner.expand.local import TENSOR_DTYPE, LocalBlock, Setting
 from autoparallel.planner.expand.localize import barriers, fused_units, localize
+from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.plan import TensorPlan
@@ -44,6 +45,7 @@ class _WorkKey:
     cp: int
     ep: int
     recompute: str
+    offloaded: float
     execution: Execution
 
 
@@ -114,7 +116,10 @@ class Expander:
         """A block's local work for one micro-batch, before data parallelism."""
         mesh, execution = strategy.mesh, strategy.execution
         request = self._request(strategy) if mesh.tp > 1 else None
-        key = _WorkKey(block, request, strategy.batch.micro, mesh.tp, mesh.cp, mesh.ep, recompute, execution)
+        repeated = any(self.graph.chain[i].block == block for i in self.graph.repeated_positions)
+        offloaded = strategy.offload.activations if repeated else 0.0
+        micro = strategy.batch.micro
+        key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, mesh.ep, recompute, offloaded, execution)
         if key not in self._works:
             setting = self._setting(strategy, recompute)
             index = self.index(block, dropout=execution.dropout > 0)
@@ -127,7 +132,8 @@ class Expander:
             )
             if shape not in self._units:
                 self._units[shape] = fused_units(index, plan, execution.kernels)
-            self._works[key] = localize(index, plan, setting, self._units[shape])
+            made = localize(index, plan, setting, self._units[shape])
+            self._works[key] = with_offloaded(made, offloaded)
         return self._works[key]
 
     def schedule(self, strategy: Strategy) -> Schedule:

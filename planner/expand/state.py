@@ -9,6 +9,7 @@ from autoparallel.costmodel.kernels import PER_TENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel
 from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.local import TENSOR_DTYPE
+from autoparallel.planner.expand.offload import host_copy
 from autoparallel.planner.strategy.types import Execution, Strategy
 
 FP32_BYTES = 4
@@ -149,7 +150,8 @@ def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tup
 
 
 def optimizer_kernel(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[Kernel, ...]:
-    """One fused update: reads the gradient, reads and writes state and master copy, writes the parameter."""
+    """One fused update: reads the gradient, reads and writes state and master copy, writes the parameter. State
+    on the host comes to the device and goes back, piece by piece, both ways at once."""
     execution = strategy.execution
     kinds = ((trainable - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
     count = sum(share(n, shards.ranks if shards.zero else 1) for n, shards in kinds)
@@ -158,12 +160,12 @@ def optimizer_kernel(trainable: int, strategy: Strategy, experts: int = 0) -> tu
     parameter = dtype_bytes(execution.param_dtype)
     moved = dtype_bytes(execution.grad_dtype) + 2 * optimizer_bytes_per_parameter(execution)
     moved += parameter if keeps_master(execution) else 2 * parameter
-    return (
-        Kernel(
-            kind="optimizer", dtype="fp32", flops=count * UPDATE_FLOPS[execution.optimizer],
-            bytes_moved=count * moved,
-        ),
+    update = Kernel(
+        kind="optimizer", dtype="fp32", flops=count * UPDATE_FLOPS[execution.optimizer],
+        bytes_moved=count * moved,
     )  # fmt: skip
+    away = round(count * optimizer_bytes_per_parameter(execution) * strategy.offload.optimizer)
+    return (update, host_copy(away, beside=False)) if away else (update,)
 
 
 def per_tensor_updates(tensors: int, strategy: Strategy) -> tuple[Kernel, ...]:

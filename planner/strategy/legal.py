@@ -229,8 +229,9 @@ def expert_counts(graph: ModelGraph) -> frozenset[int]:
 
 def _not_yet(strategy: Strategy) -> Iterator[str]:
     execution, offload = strategy.execution, strategy.offload
-    if offload.optimizer or offload.activations:
-        yield "offload: keeping state on the host is not planned yet; set both shares to 0"
+    for name in ("optimizer", "activations"):
+        if not 0.0 <= getattr(offload, name) <= 1.0:
+            yield f"offload.{name} = {getattr(offload, name)}: a share, from 0 to 1"
     if execution.optimizer not in STATES:
         yield f'execution.optimizer = "{execution.optimizer}": one of {", ".join(STATES)}'
     if strategy.grad_sync.algorithm == "parameter-server":

@@ -68,7 +68,7 @@ def test_a_legal_strategy_has_no_problems(strategy: Strategy) -> None:
         ),
         ({"mesh": Mesh(ep=2)}, ["mesh.ep = 2"]),
         ({"mesh": Mesh(cp=3)}, ["mesh.cp = 3", "32"]),
-        ({"offload": Offload(optimizer=0.5)}, ["offload"]),
+        ({"offload": Offload(optimizer=1.5)}, ["offload.optimizer"]),
         ({"execution": Execution(optimizer="lion")}, ["execution.optimizer", "lion", "adamw"]),
         ({"grad_sync": GradSync(algorithm="parameter-server")}, ["grad_sync.algorithm"]),
     ],
