@@ -13,14 +13,16 @@ micro-batch. `parameters()` hands out the shards, so that any torch optimizer ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.runtime.compression import Bf16ReduceScatter
 from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.torch_private import parts_of
 
 
 def shard_data(
@@ -33,26 +35,57 @@ def shard_data(
     dtype: torch.dtype,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
-) -> None:
-    """Shard the parameters over dp_shard, in place; nothing to do where that axis has size 1."""
+) -> set[nn.Parameter]:
+    """Shard the parameters over dp_shard, in place; nothing to do where that axis has size 1.
+
+    Returns those of which every rank keeps a copy (see `unshardable`): their gradients are left to the caller.
+    """
     if mesh.sizes.dp_shard == 1:
-        return
+        return set()
     axis = mesh.axis("dp_shard")
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != param_dtype else None,
         reduce_dtype=grad_dtype if grad_dtype != dtype else None,
     )
-    ignored = {p for p in module.parameters() if p.dim() == 0}  # FSDP2 has no shard of a scalar
+    ignored = unshardable(module.parameters(), axis.size())
     for block in unshared_blocks(module, blocks):
         if any(p not in ignored for p in block.parameters()):
             fully_shard(
-                block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored
-            )
-    fully_shard(module, mesh=axis, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
+                block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored,
+                shard_placement_fn=_placed,
+            )  # fmt: skip
+    fully_shard(
+        module, mesh=axis, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored,
+        shard_placement_fn=_placed,
+    )  # fmt: skip
     if compression == "bf16":
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[arg-type]  # by its shape
+    return ignored
+
+
+def unshardable(parameters: Iterable[nn.Parameter], ranks: int) -> set[nn.Parameter]:
+    """Parameters that FSDP2 cannot shard over `ranks`: scalars, and what tensor parallelism holds in parts along
+    dim 0 and that has no other dim to shard (the bias of a fused projection). Each rank keeps its own copy."""
+
+    def held_in_parts(p: nn.Parameter) -> bool:
+        return in_parts_along(p) == 0 and (p.dim() == 1 or p.shape[1] % ranks != 0)
+
+    return {p for p in parameters if p.dim() == 0 or held_in_parts(p)}
+
+
+def in_parts_along(parameter: Tensor) -> int | None:
+    """The dim along which tensor parallelism holds a piece of each of several parts, None if it does not."""
+    if not isinstance(parameter, DTensor):
+        return None
+    found = [parts[0] for parts in map(parts_of, parameter.placements) if parts is not None]
+    return found[0] if found else None
+
+
+def _placed(parameter: nn.Parameter) -> Shard | None:
+    """DTensor cannot say that a piece of each part is cut again along the same dim: another is taken."""
+    return Shard(1) if in_parts_along(parameter) == 0 else None
 
 
 def unshared_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:

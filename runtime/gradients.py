@@ -8,7 +8,7 @@ parameters (norms under sequence parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.compression import Reducer, Reduction
 from autoparallel.runtime.tensor_tools import local
-from autoparallel.runtime.torch_private import after_backward
+from autoparallel.runtime.torch_private import after_backward, dtensor_like
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,20 +62,21 @@ class GradientSync:
         grad_dtype: torch.dtype,
         bucket_bytes: float,
         overlap: bool,
-        unsharded_group: dist.ProcessGroup | None = None,
+        copied: Container[nn.Parameter] = (),
+        copied_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self._reducer, self._group, self._overlap = reducer, group, overlap
-        # Scalars, which FSDP2 leaves alone: their mean over dp_shard is taken here.
-        self._unsharded_group = unsharded_group
-        self._unsharded = [p for p in self._parameters if unsharded_group is not None and p.dim() == 0]
+        # What FSDP2 leaves alone (scalars): its mean over dp_shard is taken here.
+        self._copied_group = copied_group
+        self._copied = [p for p in self._parameters if p in copied]
         self._arrivals = 0  # expected of each parameter; 0 outside of a step
         self._scheduled = False
         self._next = 0  # buckets start in order, the same on every rank
         accumulate = reducer is not None or any(p.dtype != grad_dtype for p in self._parameters)
         self._buckets = _buckets(self._parameters, grad_dtype, bucket_bytes) if accumulate else []
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        if accumulate or self._unsharded or any(isinstance(p, DTensor) for p in self._parameters):
+        if accumulate or self._copied or any(isinstance(p, DTensor) for p in self._parameters):
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
 
@@ -102,11 +103,11 @@ class GradientSync:
         self._arrivals = self._next = 0
         for parameter in self._parameters:
             _reduce_partial(parameter)
-        for parameter in self._unsharded:
+        for parameter in self._copied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local(parameter.grad), group=self._unsharded_group)
-            local(parameter.grad).div_(dist.get_world_size(self._unsharded_group))
+            dist.all_reduce(local(parameter.grad), group=self._copied_group)
+            local(parameter.grad).div_(dist.get_world_size(self._copied_group))
 
     def _fill(self, bucket: _Bucket) -> None:
         """Put what `.grad` holds into the buffer and, where dtypes agree, `.grad` onto the buffer."""
@@ -199,10 +200,7 @@ def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
     """A gradient for `parameter` whose local part is `part`."""
     if not isinstance(parameter, DTensor):
         return part
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    return dtensor_like(part, parameter)
 
 
 def _reduce_partial(parameter: nn.Parameter) -> None:

@@ -116,9 +116,9 @@ def lower_module(
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
         module.to(dtypes.param)
     if mesh.sizes.tp > 1:
-        shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"))
+        shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
     recompute_blocks(module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full)
-    shard_data(
+    copied = shard_data(
         module,
         blocks,
         mesh,
@@ -128,6 +128,7 @@ def lower_module(
         param_dtype=dtypes.param,
         grad_dtype=dtypes.grad,
     )
+    copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
     if on_meta(module):
         materialise(module, mesh.device, seed=seed, origin=origin if origin is not None else module)
     else:
@@ -141,7 +142,8 @@ def lower_module(
         grad_dtype=dtypes.grad,
         bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
         overlap=strategy.grad_sync.overlap,
-        unsharded_group=mesh.group("dp_shard") if sharded else None,
+        copied={module.get_parameter(name) for name in copied_names},
+        copied_group=mesh.group("dp_shard") if sharded else None,
     )
     return Lowered(module, zero=zero, sharded=sharded, sync=sync)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.torch_private import dtensor_like, parts_of
 
 _SEED_BITS = 62
 
@@ -108,21 +109,26 @@ def share_of(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     part = whole
-    for mesh_dim, dim in _cuts(parameter):
+    for mesh_dim, dim, parts in _cuts(parameter):
         size = parameter.device_mesh.size(mesh_dim)
         rank = parameter.device_mesh.get_local_rank(mesh_dim)
+        if parts > 1:
+            part = part.unflatten(dim, (parts, -1)).chunk(size, dim + 1)[rank].flatten(dim, dim + 1)
+            continue
         chunks = part.chunk(size, dim)
         part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
-    return DTensor.from_local(
-        part.contiguous().clone(), parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    return dtensor_like(part.contiguous().clone(), parameter)
 
 
-def _cuts(parameter: DTensor) -> Iterator[tuple[int, int]]:
-    """(mesh dim, tensor dim) in the order in which the tensor was cut: tp (last in the mesh) before dp_shard."""
+def _cuts(parameter: DTensor) -> Iterator[tuple[int, int, int]]:
+    """(mesh dim, tensor dim, parts of it) in the order in which the tensor was cut: tp (last in the mesh) before
+    dp_shard."""
+    names = parameter.device_mesh.mesh_dim_names or ()
     for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
         placement = parameter.placements[mesh_dim]
         if not placement.is_replicate():
-            # Shard, or its strided form where dp_shard cuts what tp has cut along the same dim.
-            yield mesh_dim, placement.dim  # type: ignore[attr-defined]
+            # Shard, or its strided form: of tp where it shards each part of a dim, of dp_shard where that cuts
+            # what tp has cut along the same dim.
+            _, parts = parts_of(placement) or (0, 1)
+            by_parts = bool(names) and names[mesh_dim] == "tp"
+            yield mesh_dim, placement.dim, parts if by_parts else 1  # type: ignore[attr-defined]

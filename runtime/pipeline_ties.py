@@ -18,6 +18,7 @@ from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.pipeline_groups import pipeline_group
 from autoparallel.runtime.tensor_tools import local, own_parameters
+from autoparallel.runtime.torch_private import dtensor_like
 
 
 def separate_ties(stages: Sequence[StageModule]) -> None:
@@ -65,12 +66,7 @@ class _Copies:
         """Inverse of `comparable`: a tensor laid out like `parameter`."""
         if not isinstance(parameter, DTensor):
             return value
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if not self.same_layout:
-            return share_of(value, parameter)
-        return DTensor.from_local(
-            value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
+        return dtensor_like(value, parameter) if self.same_layout else share_of(value, parameter)
 
     @torch.no_grad()
     def equalise(self) -> None:

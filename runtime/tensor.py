@@ -23,10 +23,12 @@ from torch.utils._pytree import tree_map_only
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
+from autoparallel.runtime.fused_parts import cut_parts_apart
 from autoparallel.runtime.islands import run_replicated_locally
 from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
+from autoparallel.runtime.torch_private import distribute_in_parts, parts_of, shard_in_parts
 
-_SHARD = re.compile(r"shard\((-?\d+)\)")
+_SHARD = re.compile(r"shard\((-?\d+)(?:, strided (\d+))?\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +42,26 @@ class ModuleRule:
 
 
 def parse_layout(text: str, where: str) -> Placement:
-    """`replicate`, `shard(dim)` or `partial` as a DTensor placement."""
+    """`replicate`, `shard(dim)`, `shard(dim, strided parts)` or `partial` as a DTensor placement."""
     if text == "replicate":
         return Replicate()
     if text == "partial":
         return Partial()
     if match := _SHARD.fullmatch(text):
-        return Shard(int(match[1]))
-    raise UserError(f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)" or "partial"')
+        return shard_in_parts(int(match[1]), int(match[2])) if match[2] else Shard(int(match[1]))
+    raise UserError(
+        f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)", "shard(DIM, strided PARTS)" or '
+        '"partial"'
+    )
+
+
+def _from_start(placement: Placement, dims: int) -> Placement:
+    """The placement with its dim counted from the first."""
+    if isinstance(placement, Shard):
+        return Shard(placement.dim % dims)
+    if (parts := parts_of(placement)) is not None:
+        return shard_in_parts(parts[0] % dims, parts[1])
+    return placement
 
 
 def resolve_rules(module: nn.Module, rules: Sequence[TensorRule], tp: int) -> tuple[ModuleRule, ...]:
@@ -81,7 +95,7 @@ def _resolve(rule: TensorRule, path: str, module: nn.Module, tp: int) -> ModuleR
             raise UserError(f"{where}: no parameter {name}; it has {list(module._parameters)}")
         if isinstance(placement, Partial):
             raise UserError(f"{where}: parameter {name} cannot be partial")
-        if isinstance(placement, Shard):
+        if not placement.is_replicate():
             _check_shard(where, name, parameter, placement, tp)
     inputs = {name: parse_layout(text, where) for name, text in rule.inputs}
     accepted = inspect.signature(module.forward).parameters
@@ -93,18 +107,22 @@ def _resolve(rule: TensorRule, path: str, module: nn.Module, tp: int) -> ModuleR
     return ModuleRule(path=path, params=params, inputs=inputs, outputs=outputs)
 
 
-def _check_shard(where: str, name: str, parameter: Tensor, placement: Shard, tp: int) -> None:
-    if not -parameter.dim() <= placement.dim < parameter.dim():
-        raise UserError(f"{where}: parameter {name} has {parameter.dim()} dims, no dim {placement.dim}")
-    size = parameter.shape[placement.dim]
-    if size % tp:
+def _check_shard(where: str, name: str, parameter: Tensor, placement: Placement, tp: int) -> None:
+    dim, parts = parts_of(placement) or (placement.dim, 1)  # type: ignore[attr-defined]
+    if not -parameter.dim() <= dim < parameter.dim():
+        raise UserError(f"{where}: parameter {name} has {parameter.dim()} dims, no dim {dim}")
+    size = parameter.shape[dim]
+    if size % (tp * parts):
+        held = f"{parts} parts of dim {dim}" if parts > 1 else f"dim {dim}"
         raise UserError(
-            f"{where}: mesh.tp = {tp} does not divide dim {placement.dim} of {name}, which has size {size}; "
+            f"{where}: mesh.tp = {tp} does not divide {held} of {name}, which has size {size}; "
             "choose a tp that divides it, or replicate the parameter"
         )
 
 
-def shard_tensors(module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMesh) -> None:
+def shard_tensors(
+    module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMesh, blocks: Sequence[str] = ()
+) -> None:
     """Make every parameter a DTensor on the one-dimensional `mesh` and pin the layouts the rules ask for.
 
     In place; parameter names and ties stay. Each rank keeps its own part of the values it has: all ranks must
@@ -125,6 +143,16 @@ def shard_tensors(module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMe
             run_replicated_locally(owner)
     for rule in resolved:
         _pin_outputs(module.get_submodule(rule.path), rule, mesh)
+    for path in _around_fused(
+        [rule for rule in resolved if any(map(parts_of, rule.params.values()))], blocks
+    ):
+        cut_parts_apart(module.get_submodule(path))
+
+
+def _around_fused(rules: Sequence[ModuleRule], blocks: Sequence[str]) -> list[str]:
+    """Where code may cut what a fused projection returns: the repeated blocks around it, else the root."""
+    inside = {rule.path: [b for b in blocks if f"{rule.path}.".startswith(f"{b}.")] for rule in rules}
+    return list(dict.fromkeys(path for found in inside.values() for path in (found or [""])))
 
 
 def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh: DeviceMesh) -> None:
@@ -135,8 +163,7 @@ def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh:
             parameter = owner._parameters.get(name)
             if parameter is None:
                 continue
-            if isinstance(placement, Shard):
-                placement = Shard(placement.dim % parameter.dim())
+            placement = _from_start(placement, parameter.dim())
             before = wanted.setdefault(parameter, (placement, f"{rule.path}.{name}"))
             if before[0] != placement:
                 raise UserError(
@@ -148,7 +175,10 @@ def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh:
         if parameter not in made:
             placement = wanted.get(parameter, (Replicate(), ""))[0]
             # No communication: all ranks hold the same values already (or meta tensors).
-            tensor = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            if (parts := parts_of(placement)) is not None:
+                tensor = distribute_in_parts(parameter.data, mesh, *parts)
+            else:
+                tensor = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
             made[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         owner._parameters[name] = made[parameter]
 
@@ -200,7 +230,6 @@ def lay_out(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
             if placement.is_replicate():
                 return tensor
             tensor = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-        wanted = Shard(placement.dim % tensor.dim()) if isinstance(placement, Shard) else placement
-        return tensor.redistribute(mesh, [wanted])
+        return tensor.redistribute(mesh, [_from_start(placement, tensor.dim())])
 
     return tree_map_only(Tensor, one, value)

@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 TORCH_VERSIONS = ("2.13",)  # what the names below were seen to work with; a test compares
@@ -48,3 +52,33 @@ def size_hint(size: torch.SymInt) -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once when the backward pass that is running ends (only from within one)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def shard_in_parts(dim: int, parts: int) -> Placement:
+    """The placement in which `dim` is `parts` equal parts one after another, each of them sharded."""
+    return _StridedShard(dim, split_factor=parts)
+
+
+def distribute_in_parts(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) -> DTensor:
+    """This rank's piece of each of `parts` parts of `dim`; every rank has the whole `tensor`, or a meta tensor.
+
+    By way of a view: torch marks strided shards that come from views, and only these, as what they are here
+    (others stand for an order of mesh axes), and moves data to bring the two kinds together.
+    """
+    apart = tensor.unflatten(dim, (parts, -1))
+    held = distribute_tensor(apart, mesh, [Shard(dim + 1)], src_data_rank=None)
+    whole = held.flatten(dim, dim + 1)
+    assert isinstance(whole, DTensor)
+    return whole
+
+
+def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
+    """The DTensor laid out just like `like` of which this rank holds `part`."""
+    return DTensor(part, like._spec, requires_grad=False)
+
+
+def parts_of(placement: Placement) -> tuple[int, int] | None:
+    """(dim, parts) of a placement made by `shard_in_parts`, None for any other."""
+    if isinstance(placement, _StridedShard):
+        return placement.dim, int(placement.split_factor)
+    return None

@@ -16,6 +16,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import _expand_single_dim
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autoparallel.costmodel.graph import sharded_dim, strided
 from autoparallel.planner.capture.records import Launch, Meta
 
 Row = tuple[str, ...]
@@ -33,19 +34,29 @@ class Rules:
         self._tables: dict[object, dict[Row, Row]] = {}
         self.missing: set[str] = set()  # operators on floats that have no rule
 
-    def table(self, launch: Launch) -> dict[Row, Row]:
-        """Legal placements of one launch. Empty where there is no rule: replicated only."""
+    def table(self, launch: Launch, parts: int = 1) -> dict[Row, Row]:
+        """Legal placements of one launch, every sharded dim in `parts` parts. Empty where there is no rule:
+        replicated only."""
         func, args, kwargs = launch.signature
         leaves, spec = tree_flatten((args, kwargs))
-        key = (func, spec, tuple(_leaf_key(leaf) for leaf in leaves))
+        key = (func, spec, parts, tuple(_leaf_key(leaf) for leaf in leaves))
         if key not in self._tables:
             outputs = [_meta_of(m) for m in launch.outputs]
             out = outputs[0] if len(outputs) == 1 else tuple(outputs)
-            self._tables[key] = self._make(func, leaves, spec, out)
+            self._tables[key] = self._make(func, leaves, spec, out, parts)
             floats = any(m.dtype.startswith(("float", "bfloat")) for m in launch.outputs)
             if floats and launch.inputs and not self._has_rule(func):
                 self.missing.add(str(func))
         return self._tables[key]
+
+    def knows_parts(self) -> bool:
+        """Whether this torch keeps the parts of a strided shard apart in a view (torch 2.11 does not yet)."""
+        key = "parts"
+        if key not in self._tables:
+            before, after = torch.empty((2, 6), device="meta"), torch.empty((2, 3, 2), device="meta")
+            leaves, spec = tree_flatten(((before, [2, 3, 2]), {}))
+            self._tables[key] = self._make(torch.ops.aten.view.default, leaves, spec, _tensor_meta(after), 3)
+        return self._tables[key].get(("S1/3",)) == ("S2",)
 
     def _has_rule(self, func: Any) -> bool:
         tables = self._propagator
@@ -84,7 +95,7 @@ class Rules:
             self._tables[cached] = self._make(operator, leaves, spec, out)
         return self._tables[cached]
 
-    def _make(self, func: Any, leaves: list[Any], spec: Any, out: Any) -> dict[Row, Row]:
+    def _make(self, func: Any, leaves: list[Any], spec: Any, out: Any, parts: int = 1) -> dict[Row, Row]:
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if not positions:
             return {}
@@ -95,32 +106,33 @@ class Rules:
             # lists only those that leave its tensor as it is.
             first = next((i for i in positions if leaves[i].dim()), positions[0])
             dims = range(leaves[first].dim() if func._schema.is_mutable else min(leaves[first].dim(), 1))
-            layouts: list[Any] = [Shard(d) for d in dims] or [Replicate()]
+            layouts: list[Any] = [_shard(d, parts) for d in dims] or [Replicate()]
             for layout in layouts:
                 placed = {i: layout if i == first else Replicate() for i in positions}
-                self._collect(rows, func, leaves, spec, placed, out)
+                self._collect(rows, func, leaves, spec, placed, out, parts)
             return rows
         if not self._has_rule(func):
             return {}
         if func not in tables.op_to_rules:
-            self._collect(rows, func, leaves, spec, dict.fromkeys(positions, Replicate()), out)
-            if len(rows) > 1:
+            self._collect(rows, func, leaves, spec, dict.fromkeys(positions, Replicate()), out, parts)
+            if len(rows) > 1 and parts == 1:
                 return rows  # this rule lists all it knows, whatever its inputs are
         options: list[list[Any]] = [
             [
                 Replicate(),
                 Partial("sum"),
-                *(Shard(d) for d in range(leaves[i].dim()) if leaves[i].shape[d] > 1),
+                *(_shard(d, parts) for d in range(leaves[i].dim()) if leaves[i].shape[d] > 1),
             ]
             for i in positions
         ]
         for pick in itertools.islice(itertools.product(*options), _TRIES):
-            self._collect(rows, func, leaves, spec, dict(zip(positions, pick, strict=True)), out)
+            self._collect(rows, func, leaves, spec, dict(zip(positions, pick, strict=True)), out, parts)
         return rows
 
     def _collect(
-        self, rows: dict[Row, Row], func: Any, leaves: list[Any], spec: Any, placed: dict[int, Any], out: Any
-    ) -> None:
+        self, rows: dict[Row, Row], func: Any, leaves: list[Any], spec: Any, placed: dict[int, Any], out: Any,
+        parts: int,
+    ) -> None:  # fmt: skip
         """Add the rows that the rule of `func` gives for inputs laid out as `placed`."""
         specs = [
             DTensorSpec(self._mesh, (placed[i],), _tensor_meta(leaf)) if i in placed else leaf
@@ -132,7 +144,7 @@ class Rules:
             if func in self._propagator.op_to_rules:
                 result: Any = self._propagator.op_to_rules[func](schema)
                 if result.output_spec is not None and result.redistribute_schema is None:
-                    _add(rows, [placed[i] for i in placed], result.output_spec, out)
+                    _add(rows, [placed[i] for i in placed], result.output_spec, out, parts)
                 return
             strategy = self._strategy(func, schema, out)
         except Exception:  # a rule that cannot take these placements is not a rule for them
@@ -146,7 +158,7 @@ class Rules:
                     if needed
                     else [choice.output_specs.placements[0]] * len(placed)
                 )
-                _add(rows, wanted, choice.output_specs, out)
+                _add(rows, wanted, choice.output_specs, out, parts)
 
     def _strategy(self, func: Any, schema: OpSchema, out: Any) -> Any:
         wrapped = self._propagator._wrap_with_op_strategy(schema)
@@ -157,11 +169,11 @@ class Rules:
         return self._propagator.op_strategy_funcs[func](wrapped)
 
 
-def _add(rows: dict[Row, Row], inputs: list[Any], output_specs: Any, out: Any) -> None:
+def _add(rows: dict[Row, Row], inputs: list[Any], output_specs: Any, out: Any, parts: int) -> None:
     count = len(out) if isinstance(out, tuple) and not isinstance(out, TensorMeta) else 1
     outputs = list(output_specs) if isinstance(output_specs, tuple | list) else [output_specs] * count
-    names = [_name(p) for p in inputs]
-    results = [_name(s.placements[0]) if s is not None else "R" for s in outputs]
+    names = [_name(p, parts) for p in inputs]
+    results = [_name(s.placements[0], parts) if s is not None else "R" for s in outputs]
     metas = out if isinstance(out, tuple) and not isinstance(out, TensorMeta) else (out,)
     if "" in results or not all(map(_fits, results, metas)):
         return
@@ -171,10 +183,14 @@ def _add(rows: dict[Row, Row], inputs: list[Any], output_specs: Any, out: Any) -
         rows.setdefault(row, tuple(results))
 
 
-def _name(placement: Any) -> str:
-    """ "R", "P", "S0"…; "" for placements that a strategy file cannot say (strided shards, averages)."""
+def _shard(dim: int, parts: int) -> Any:
+    return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+
+
+def _name(placement: Any, parts: int) -> str:
+    """ "R", "P", "S0", "S1/3" in `parts` parts; "" for placements that a strategy file cannot say."""
     if isinstance(placement, _StridedShard):
-        return ""
+        return strided(placement.dim, parts) if placement.split_factor == parts > 1 else ""
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
     if isinstance(placement, Partial):
@@ -184,7 +200,7 @@ def _name(placement: Any) -> str:
 
 def _fits(name: str, meta: TensorMeta | None) -> bool:
     """Whether a tensor has the dim that the placement shards (rules for scalar results may list one)."""
-    return meta is None or not name.startswith("S") or int(name[1:]) < len(meta.shape)
+    return meta is None or not name.startswith("S") or sharded_dim(name) < len(meta.shape)
 
 
 def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:

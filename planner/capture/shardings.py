@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from autoparallel.costmodel.graph import Sharding, Size
+from autoparallel.costmodel.graph import Sharding, Size, parts_of, sharded_dim
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.records import Call, Launch, Meta, Trace
 from autoparallel.planner.capture.rules import Row, Rules
@@ -53,8 +53,28 @@ def legal_shardings(
     return tuple(found)
 
 
-# A sharded dim on the way: (index into the call's launches, or -1 for the call itself; tensor; dim)
-_Touched = tuple[tuple[int, int, int], ...]
+def sharding_of(
+    rules: Rules, traces: Sequence[Trace], calls: Sequence[Call], fit: Fit, placements: Sequence[str]
+) -> Sharding | None:
+    """The sharding in which a call takes its inputs in `placements`; None where it would redistribute them."""
+    trace, call = traces[0], calls[0]
+    inputs = [trace.values[v].meta for v in call.inputs]
+    environment: _Environment = {}
+    if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
+        return None
+    touched = list(_touched(placements, 0))
+    if not _walk(rules, call.forward, environment, touched):
+        return None
+    results = tuple(environment.get(trace.values[v].meta, "R") for v in call.outputs)
+    touched += _touched(results, len(inputs))
+    divides = _divides(tuple(touched), traces, calls, fit)
+    if divides is None:
+        return None
+    return Sharding(inputs=tuple(placements), outputs=results, divides=divides)
+
+
+# A sharded dim on the way: (index into the call's launches, or -1 for the call itself; tensor; dim; parts)
+_Touched = tuple[tuple[int, int, int, int], ...]
 _Pass = tuple[tuple[str, ...], tuple[str, ...], _Touched]
 
 
@@ -62,7 +82,6 @@ def _compose(
     rules: Rules, trace: Trace, call: Call, inputs: Sequence[Meta], outputs: Sequence[Meta]
 ) -> list[_Pass]:
     fixed = [trace.values[v].origin in {"param", "buffer"} for v in call.inputs]
-    tables = [rules.table(launch) for launch in call.forward]
     result = []
     # addmm's bias may join a sum of parts: DTensor turns the replicated bias into one without communication.
     adds = any("addmm" in str(launch.signature[0]) for launch in call.forward)
@@ -72,7 +91,7 @@ def _compose(
         if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
             continue  # one tensor passed twice cannot be laid out in two ways
         touched = list(_touched(placements, 0))
-        if not _walk(call.forward, tables, environment, touched):
+        if not _walk(rules, call.forward, environment, touched):
             continue
         results = tuple(environment.get(m, "R") for m in outputs)
         touched += _touched(results, len(inputs))
@@ -81,31 +100,34 @@ def _compose(
 
 
 def _walk(
+    rules: Rules,
     launches: Sequence[Launch],
-    tables: Sequence[dict[Row, Row]],
     environment: _Environment,
-    touched: list[tuple[int, int, int]],
+    touched: list[tuple[int, int, int, int]],
 ) -> bool:
     """Carry the placements through the launches; False where a rule would redistribute."""
-    for index, (launch, table) in enumerate(zip(launches, tables, strict=True)):
+    for index, launch in enumerate(launches):
         row = tuple(environment.get(m, "R") for m in launch.inputs)
         if all(p == "R" for p in row):
             results: Row | None = ("R",) * len(launch.outputs)
         else:
-            results = table.get(row)
+            parts = max(parts_of(p) for p in row)
+            results = rules.table(launch, parts).get(row)
         if results is None or len(results) != len(launch.outputs):
             return False
         for meta, placement in zip(launch.outputs, results, strict=True):
             environment[meta] = placement
         for tensor, (meta, placement) in enumerate(zip(launch.outputs, results, strict=True)):
-            if placement.startswith("S") and len(meta.shape) > int(placement[1:]):
-                touched.append((index, tensor, int(placement[1:])))
+            if placement.startswith("S") and len(meta.shape) > sharded_dim(placement):
+                touched.append((index, tensor, sharded_dim(placement), parts_of(placement)))
     return True
 
 
 def _touched(placements: Sequence[str], offset: int) -> _Touched:
     """Sharded dims of the call's own tensors, which are counted from `offset`."""
-    return tuple((-1, offset + i, int(p[1:])) for i, p in enumerate(placements) if p.startswith("S"))
+    return tuple(
+        (-1, offset + i, sharded_dim(p), parts_of(p)) for i, p in enumerate(placements) if p.startswith("S")
+    )
 
 
 def _candidates(inputs: Sequence[Meta], fixed: Sequence[bool]) -> Iterable[tuple[str, ...]]:
@@ -129,8 +151,11 @@ def _divides(
 ) -> tuple[Size, ...] | None:
     """The sizes that the degree must divide, without those that follow from others; None if one of them is 1."""
     sizes = set()
-    for launch, tensor, dim in touched:
-        sizes.add(fit.size([_shape(t, c, launch, tensor)[dim] for t, c in zip(traces, calls, strict=True)]))
+    for launch, tensor, dim, parts in touched:
+        size = fit.size([_shape(t, c, launch, tensor)[dim] for t, c in zip(traces, calls, strict=True)])
+        if size.const % parts or size.per_sample % parts:
+            return None
+        sizes.add(Size(size.const // parts, size.per_sample // parts))
     if Size(1) in sizes:
         return None
     return tuple(sorted(s for s in sizes if not any(_follows(s, other) for other in sizes - {s})))
@@ -168,4 +193,4 @@ def _vocabulary(call: Call, inputs: Sequence[Meta]) -> list[_Pass]:
     """Cross-entropy over logits sharded by class: torch.distributed.tensor.parallel.loss_parallel runs it."""
     if call.name != "cross_entropy_loss" or len(inputs[0].shape) != 2 or len(inputs) != 2:
         return []
-    return [(("S1", "R"), ("R",), ((-1, 0, 1),))]
+    return [(("S1", "R"), ("R",), ((-1, 0, 1, 1),))]

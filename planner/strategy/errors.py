@@ -90,7 +90,7 @@ def _one_of(found: object, options: list[str]) -> str:
 
 def _pattern_help(location: tuple[int | str, ...]) -> str:
     if location[0] == "tensor":
-        return "replicate, partial or shard(DIM)"
+        return "replicate, partial, shard(DIM) or shard(DIM, strided PARTS)"
     return "none, fp16, bf16, fp8, int8, int4, int2, sign, topk:RATIO or powersgd:RANK"
 
 

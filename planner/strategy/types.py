@@ -103,7 +103,8 @@ class GradSync:
 class TensorRule:
     """One `[[tensor]]` entry: placements of a module's parameters, and layouts pinned at its boundary.
 
-    Layouts are "replicate", "shard(dim)" or "partial".
+    Layouts are "replicate", "shard(dim)", "shard(dim, strided parts)" (the dim is that many equal parts one
+    after another, each of them sharded: a fused query-key-value projection) or "partial".
     """
 
     module: str  # `*` stands for the index of a repeated block

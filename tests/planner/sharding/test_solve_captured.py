@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.costmodel.program import Collective
 from autoparallel.planner.capture import capture
 from autoparallel.planner.expand.expander import Expander
@@ -61,15 +61,31 @@ def test_llama_comes_out_as_column_then_row(llama: ModelGraph, sequence: bool) -
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_gpt2_comes_out_as_column_then_row(gpt2: ModelGraph, sequence: bool) -> None:
-    """Its Conv1D holds (in, out): columns are dim 1."""
+    """Its Conv1D holds (in, out): columns are dim 1, and those of query, key and value are sharded each."""
     plan = Expander(gpt2, CLUSTER).tensor_plan(strategy(4, sequence=sequence))
     found = {n: p for n, p in plan.blocks[1].params if n.endswith("weight") and p != "R"}
-    columns = {"attn.c_attn.weight", "mlp.c_fc.weight"}
-    if sequence:
-        assert found == {n: "S1" if n in columns else "S0" for n in found}, plan.rules
-    assert found["mlp.c_fc.weight"] == "S1"
-    assert found["mlp.c_proj.weight"] == "S0"
-    assert "attn.c_attn.weight" in found
+    assert found == {
+        "attn.c_attn.weight": "S1/3", "attn.c_proj.weight": "S0",
+        "mlp.c_fc.weight": "S1", "mlp.c_proj.weight": "S0",
+    }, plan.rules  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_gpt2_layer_communicates_twice_each_way(gpt2: ModelGraph, sequence: bool) -> None:
+    work = Expander(gpt2, CLUSTER).work(strategy(2, sequence=sequence), 1, "none")
+    for steps in (work.forward, (*work.backward_input, *work.backward_weight)):
+        found = Counter(s.op.value for s in steps if isinstance(s, Collective))
+        assert found == ({"all_gather": 2, "reduce_scatter": 2} if sequence else {"all_reduce": 2})
+
+
+def test_attention_heads_are_sharded(gpt2: ModelGraph) -> None:
+    plan = Expander(gpt2, CLUSTER).tensor_plan(strategy(4, sequence=False)).blocks[1]
+    chosen = {
+        op.kind: sharding for op, sharding in zip(gpt2.blocks[1].operators, plan.shardings, strict=True)
+    }
+    attention = chosen[OpKind.ATTENTION]
+    assert attention is not None
+    assert attention.inputs == ("S1", "S1", "S1")
 
 
 def test_a_sequence_parallel_llama_layer_gathers_twice_and_scatters_twice(llama: ModelGraph) -> None:

@@ -1,0 +1,151 @@
+"""Fused projections under tensor parallelism: heads sharded part by part, layouts as the user knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.planner.strategy.types import TensorRule
+from autoparallel.runtime.start import parallelize
+from autoparallel.runtime.tensor_tools import local
+from tests.runtime.compare import TOLERANCE, compare, strategy_of
+from tests.runtime.harness import Processes
+from tests.runtime.models import EXAMPLES, Example, rule
+from tests.runtime.shared import no_program
+
+pytestmark = pytest.mark.distributed
+
+WIDTH, HEADS = 16, 4
+
+
+class FusedAttention(nn.Module):
+    """Query, key and value by one `Linear`, told apart by a view (as in timm) or by `chunk`."""
+
+    def __init__(self, *, by_view: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.by_view = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), by_view
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        if self.by_view:
+            parts = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            parts = tuple(
+                p.view(batch, length, HEADS, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, dim=-1)
+            )
+        y = F.scaled_dot_product_attention(*parts)
+        return x + self.proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+def fused(batch: int, *, by_view: bool = False) -> Example:
+    return Example(
+        module=nn.Sequential(*(FusedAttention(by_view=by_view) for _ in range(2))),
+        blocks=("0", "1"),
+        inputs=(torch.randn(batch, 6, WIDTH),),
+        targets=torch.randn(batch, 6, WIDTH),
+        loss_fn=F.mse_loss,
+        rules=lambda _: fused_rules(),
+    )
+
+
+def fused_rules() -> list[TensorRule]:
+    parts = {"weight": "shard(0, strided 3)", "bias": "shard(0, strided 3)"}
+    return [
+        rule("*.qkv", params=parts, inputs={"input": "replicate"}),
+        rule("*.proj", "replicate", params={"weight": "shard(1)"}),
+    ]
+
+
+EXAMPLES["fused"] = fused
+EXAMPLES["fused_by_view"] = lambda batch: fused(batch, by_view=True)
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (2, {"tp": 2, "micro_batches": 2}),
+    "full recomputation": (2, {"tp": 2, "recompute": "full"}),
+    "zero 3": (4, {"tp": 2, "dp_shard": 2, "zero": 3, "recompute": "selective"}),
+    "zero 1": (4, {"tp": 2, "dp_shard": 2, "zero": 1, "micro_batches": 2}),
+}
+
+
+def _compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
+    """`compare`, where this file's models are known."""
+    return compare(rank, world_size, name, options, "float64")
+
+
+@pytest.mark.parametrize(("ranks", "options"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("name", ["fused", "fused_by_view"])
+def test_fused_projections_give_the_gradients_of_one(
+    gloo: Processes, name: str, ranks: int, options: dict[str, Any]
+) -> None:
+    found = gloo.run(ranks, _compare, name=name, options=options)[0]
+    assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
+
+
+def _saved_and_held(rank: int, world_size: int, shards: int) -> tuple[bool, int, bool]:
+    torch.manual_seed(3)
+    example = fused(2)
+    before = {n: t.clone() for n, t in example.module.state_dict().items()}
+    strategy = strategy_of(example, tp=2, dp_shard=shards, zero=3)
+    model = parallelize(example.module, None, strategy, blocks=example.blocks, program=no_program)
+    full = model.full_state_dict()
+    same = all(torch.equal(full[n], before[n]) for n in full)
+    doubled = {n: 2 * t for n, t in before.items()}
+    model.load_state_dict(doubled)
+    again = model.full_state_dict()
+    loaded = all(torch.equal(again[n], doubled[n]) for n in again)
+    return same, local(model.get_parameter("0.qkv.weight")).numel(), loaded
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_state_of_a_fused_projection_has_the_original_layout(gloo: Processes, shards: int) -> None:
+    for same, held, loaded in gloo.run(2 * shards, _saved_and_held, shards=shards):
+        assert same
+        assert loaded
+        assert held == 3 * WIDTH * WIDTH // (2 * shards), "a rank holds its share only"
+
+
+def _initialised(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    found = []
+    for sizes in ({"tp": 2, "dp_shard": 2}, {"dp_replicate": 4}):
+        torch.manual_seed(5)
+        with torch.device("meta"):
+            example = fused(2)
+        strategy = strategy_of(example, zero=3, **sizes)
+        model = parallelize(example.module, None, strategy, blocks=example.blocks, program=no_program)
+        found.append(model.full_state_dict())
+    return found
+
+
+def test_parts_made_from_meta_tensors_hold_what_any_other_strategy_holds(gloo: Processes) -> None:
+    sharded, whole = gloo.run(4, _initialised)[0]
+    assert sharded.keys() == whole.keys()
+    assert all(torch.equal(sharded[name], whole[name]) for name in whole)
+
+
+def _heads_stay_apart(rank: int, world_size: int) -> list[str]:
+    example = fused(2)
+    model = parallelize(
+        example.module, None, strategy_of(example, tp=2), blocks=example.blocks, program=no_program
+    )
+    seen: list[str] = []
+    before = F.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.extend(str(a.placements) for a in args)
+        return before(*args, **kwargs)
+
+    F.scaled_dot_product_attention = spy
+    try:
+        model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
+    finally:
+        F.scaled_dot_product_attention = before
+    return seen
+
+
+def test_attention_sees_this_rank_s_heads(gloo: Processes) -> None:
+    for seen in gloo.run(2, _heads_stay_apart):
+        assert set(seen) == {"(Shard(dim=1),)"}, seen
