@@ -67,6 +67,7 @@ class OpKind(StrEnum):
     EMBEDDING = "embedding"
     NORM = "norm"  # layer, rms, group norm where it is one operator
     BATCH_NORM = "batch_norm"
+    POOL = "pool"
     SOFTMAX = "softmax"
     CROSS_ENTROPY = "cross_entropy"  # log-softmax and nll over classes, whole
     DROPOUT = "dropout"
