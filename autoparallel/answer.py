@@ -10,7 +10,7 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.outcome import Alternative, Explored, PlanResult
+from autoparallel.planner.search.outcome import Alternative, ConstraintCost, Explored, PlanResult
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles import Cluster
 
@@ -186,6 +186,7 @@ def search_table(result: PlanResult) -> dict[str, Any]:
             {**alternative_table(other), "label": strategy_label(other.strategy)}
             for other in result.alternatives
         ],
+        **({"constraints": [constraint_table(c) for c in result.constraints]} if result.constraints else {}),
         "explored": [
             [point.step_time_s, point.peak_memory_gib, point.feasible, point.label]
             for point in thin(result.explored)
@@ -200,8 +201,24 @@ def alternative_table(other: Alternative) -> dict[str, Any]:
         "step_time_s": other.step_time_s,
         "peak_memory_gib": other.peak_memory_gib,
         "feasible": other.feasible,
+        "proved": other.proved,
         "reason": other.reason,
     }
+
+
+def constraint_table(cost: ConstraintCost) -> dict[str, Any]:
+    """What a constraint costs, and what the plan without it would have."""
+    table = {
+        "key": cost.key,
+        "value": cost.value,
+        "instead": cost.instead,
+        "cost": cost.cost,
+        "at_most": cost.at_most,
+        "proved": cost.proved,
+        "step_time_s": cost.step_time_s,
+        "label": strategy_label(cost.strategy),
+    }
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def thin(explored: Sequence[Explored]) -> list[Explored]:
@@ -259,6 +276,7 @@ def plan_answer(
             {**alternative_table(other), "strategy": strategy_table(other.strategy)}
             for other in result.alternatives
         ],
+        **({"constraints": search["constraints"]} if "constraints" in search else {}),
     }
 
 

@@ -73,7 +73,10 @@ JsonFlag = Annotated[
 SaveGraph = Annotated[
     Path | None, typer.Option("--save-graph", metavar="GRAPH.json", help="Keep the captured model graph.")
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Say what was rejected, and why.")]
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="Say why: what was rejected, and what each constraint costs."),
+]
 
 
 @exits
@@ -174,7 +177,14 @@ def captured(request: Request, save_graph: Path | None, console: Console) -> tup
     return checked, graph
 
 
-def search(checked: Checked, graph: ModelGraph, time_limit_s: float | None, console: Console) -> PlanResult:
+def search(
+    checked: Checked,
+    graph: ModelGraph,
+    time_limit_s: float | None,
+    console: Console,
+    *,
+    explain: bool = False,
+) -> PlanResult:
     """Plan with the progress shown."""
     from autoparallel.cli_progress import progress_text, working
     from autoparallel.inputs import make_problem
@@ -186,6 +196,7 @@ def search(checked: Checked, graph: ModelGraph, time_limit_s: float | None, cons
             problem,
             time_limit_s=time_limit_s,
             progress=lambda progress: say(progress_text(progress, problem.objective)),
+            explain=explain,
         )
 
 
@@ -213,7 +224,7 @@ def run_plan(
         check_writable(output)
     checked, graph = captured(request, save_graph, console)
     capture_s = time.monotonic() - started
-    result = search(checked, graph, time_limit_s, console)
+    result = search(checked, graph, time_limit_s, console, explain=explain)
     problem = problem_table(
         make_problem(checked, graph),
         model=request.model,

@@ -11,7 +11,7 @@ from autoparallel.answer import strategy_label
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
-from autoparallel.report.words import choices, cluster_words, why
+from autoparallel.report.words import choices, cluster_words, constraint_words, why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,12 +98,15 @@ def print_explanation(
     console.print()
     for line in why(search):
         console.print(f"  {line}", markup=False)
+    for cost in search.get("constraints", ()):
+        console.print(f"  {constraint_words(cost)}", markup=False)
     table = Table(title="rejected", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("strategy", "step time", "peak memory", "why not"):
+    for name in ("why not", "strategy", "step time", "peak memory", "because it is"):
         table.add_column(name, overflow="fold")
     for other in search["alternatives"]:
         peak = gib(other["peak_memory_gib"])
-        table.add_row(other["label"], seconds(other["step_time_s"]), peak, other["reason"])
+        kind = other["kind"].replace("; ", ",\n")
+        table.add_row(kind, other["label"], seconds(other["step_time_s"]), peak, other["reason"])
     if search["alternatives"]:
         console.print()
         console.print(table)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
+from autoparallel.planner.money import rate_per_s
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -54,6 +55,11 @@ class Problem:
                 f"mesh.pp = {pp}; change one of them"
             )
 
+    def rate_per_s(self, devices: int) -> float:
+        """Price of one second of that many devices, of the groups that `mesh.groups` names if it does; their
+        number where not every group has a price, so that the cost of a step is then its device-seconds."""
+        return rate_per_s(self.cluster, devices, self.fixed_ints("mesh.groups") or ())
+
     def fixed_int(self, key: str) -> int | None:
         """The integer that the constraint `key` fixes (mesh.groups fixes mesh.pp), None where it is free."""
         groups = self.constraints.get("mesh.groups") if key == "mesh.pp" else None
@@ -92,21 +98,13 @@ class Problem:
         return value
 
 
-def price_per_device_s(cluster: Cluster) -> float:
-    """Price of one device for one second: the dearest group's; 1 where no group has a price, so that the
-    cost of a step is then its device-seconds."""
-    prices = [g.price_per_device_hour for g in cluster.groups if g.price_per_device_hour is not None]
-    return max(prices) / 3600 if prices else 1.0
-
-
 def objective_value(problem: Problem, prediction: Prediction) -> tuple[float, float]:
     """What `plan` minimises, lexicographically: (seconds, 0), (price of a step, 0) or (bytes, seconds)."""
     match problem.objective:
         case Objective.TIME:
             return (prediction.step_time_s, 0.0)
         case Objective.COST:
-            rate = price_per_device_s(problem.cluster)
-            return (prediction.step_time_s * prediction.devices * rate, 0.0)
+            return (prediction.step_time_s * problem.rate_per_s(prediction.devices), 0.0)
         case Objective.MEMORY:
             return (float(prediction.peak_bytes), prediction.step_time_s)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.problem import objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal
@@ -16,13 +17,16 @@ from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.outcome import GIB, Alternative
 from autoparallel.planner.search.outer import Outer, expand_shapes
+from autoparallel.planner.search.reasons import reason
 from autoparallel.planner.search.space import MODES, Bools, Ints, Shapes, Variants
 from autoparallel.planner.search.stage_problem import Deal
 from autoparallel.planner.strategy.types import Strategy
 
-SHAPES_TRIED = 8  # the most promising shapes of a kind, bounded again with all their variants
-SIMULATED = 2  # deals simulated per kind
-SOLVED = 6  # stage problems solved per kind
+# Work (`Frontier.work`) that is spent on each kind: enough to see its best strategy or one near it, and little
+# enough that a dozen kinds take well under a second. Kind: formula.
+WORK = 50.0
+EXPLAINED_WORK = 500.0  # where the user asks for an explanation
+SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 EFFORT = 0.05  # of each stage problem: what is shown beside the answer need not be proved
 
 
@@ -38,23 +42,35 @@ class Kind:
 def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
     """The kinds that the chosen strategy is not of."""
     mesh, zero = chosen.mesh, chosen.shard.zero
-    alone = mesh.pp == 1 and mesh.tp == 1
+    alone = mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
+    replicas, sharded = (lambda s: _alone(s) & (s.dp_shard == 1)), (lambda s: _alone(s) & (s.dp_shard > 1))
     found = [
-        (not (alone and zero == 0), _kind("data parallelism alone", lambda s: (s.pp == 1) & (s.tp == 1), zero=(0,))),
-        (not (alone and zero in (1, 2)), _kind("ZeRO-1/2 alone", lambda s: (s.pp == 1) & (s.tp == 1), zero=(1, 2))),
-        (not (alone and zero == 3), _kind("ZeRO-3 alone", lambda s: (s.pp == 1) & (s.tp == 1), zero=(3,))),
+        (not (alone and zero == 0), _kind("data parallelism alone", replicas)),
+        (not (alone and zero in (1, 2)), _kind("ZeRO-1/2 alone", sharded, zero=(1, 2))),
+        (not (alone and zero == 3), _kind("ZeRO-3 alone", sharded, zero=(3,))),
         (mesh.tp > 1, _kind("no tensor parallelism", lambda s: s.tp == 1)),
         (True, _kind("more tensor parallelism", lambda s: s.tp > mesh.tp)),
         (mesh.tp > 2, _kind("less tensor parallelism", lambda s: (s.tp < mesh.tp) & (s.tp > 1))),
         (mesh.pp > 1, _kind("no pipeline", lambda s: s.pp == 1)),
         (True, _kind("more pipeline stages", lambda s: s.pp > mesh.pp)),
         (mesh.pp > 2, _kind("fewer pipeline stages", lambda s: (s.pp < mesh.pp) & (s.pp > 1))),
+        (mesh.cp > 1, _kind("no context parallelism", lambda s: s.cp == 1)),
+        (mesh.cp == 1, _kind("context parallelism", lambda s: s.cp > 1)),
+        (mesh.ep > 1, _kind("no expert parallelism", lambda s: s.ep == 1)),
+        (mesh.ep == 1, _kind("expert parallelism", lambda s: s.ep > 1)),
         (chosen.recompute.mode != "full", _kind("full recomputation", lambda s: s.recompute == 2)),
         (chosen.recompute.mode == "full", _kind("recomputation block by block", lambda s: s.recompute != 2)),
         (True, _kind("larger micro-batches", lambda s: s.micro > chosen.batch.micro)),
         (chosen.batch.micro > 1, _kind("smaller micro-batches", lambda s: s.micro < chosen.batch.micro)),
+        (True, _kind("more devices", lambda s: s.devices > mesh.devices)),
+        (True, _kind("fewer devices", lambda s: s.devices < mesh.devices)),
     ]  # fmt: skip
     return tuple(kind for differs, kind in found if differs)
+
+
+def _alone(shapes: Shapes) -> Bools:
+    """Neither pipeline nor tensor, context or expert parallelism."""
+    return np.asarray((shapes.pp == 1) & (shapes.tp == 1) & (shapes.cp == 1) & (shapes.ep == 1))
 
 
 def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...] = ()) -> Kind:
@@ -63,42 +79,72 @@ def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...]
     return Kind(name=name, shapes=shapes, variants=lambda v, _: np.isin(v.zero, zero))
 
 
-def alternatives(outer: Outer, best: Evaluation, seen: Sequence[Evaluation]) -> tuple[Alternative, ...]:
-    """The best strategy found of each other kind, fastest first; those that do not fit last.
+def alternatives(
+    outer: Outer, best: Evaluation, seen: Sequence[Evaluation], *, work: float = WORK
+) -> tuple[Alternative, ...]:
+    """The best strategy found of each other kind, best first; those that do not fit last.
 
-    `seen` are the strategies that the search simulated, best bounds first: where they have some of a kind, the
-    kind is not searched again.
+    `seen` are the strategies that the search simulated: the best of a kind among them is where the kind's own
+    search begins, which ends with its proof or after `work`. Kinds with the same best strategy are one.
     """
-    reference = score(
-        outer.problem.graph, outer.problem.cluster, best.strategy, outer.book.expander, spans=False
-    )
-    found = [_best_of(outer, kind, reference, seen) for kind in kinds_besides(best.strategy)]
+    cluster = outer.problem.cluster
+    reference = score(outer.problem.graph, cluster, best.strategy, outer.book.expander, spans=False)
+    found = []
+    with suppress(KeyboardInterrupt):  # the plan is there; what is missing is said of fewer kinds
+        for kind in kinds_besides(best.strategy):
+            found.append(_best_of(outer, kind, best, reference, seen, work))
     kept: dict[Strategy, Alternative] = {}
     for one in found:
-        if one is not None and one.strategy != best.strategy:
-            kept.setdefault(one.strategy, one)
-    return tuple(sorted(kept.values(), key=lambda a: (not a.feasible, a.step_time_s, a.kind)))
+        if one is None or one.strategy == best.strategy:
+            continue
+        twin = kept.get(one.strategy)
+        kept[one.strategy] = one if twin is None else replace(twin, kind=f"{twin.kind}; {one.kind}")
+
+    def rank(one: Alternative) -> tuple[bool, tuple[float, float], str]:
+        return (not one.feasible, one.value, one.kind)
+
+    return tuple(sorted(kept.values(), key=rank))
 
 
 def _best_of(
-    outer: Outer, kind: Kind, reference: Prediction, seen: Sequence[Evaluation]
+    outer: Outer, kind: Kind, best: Evaluation, reference: Prediction, seen: Sequence[Evaluation], work: float
 ) -> Alternative | None:
-    known = [e for e in seen if e.peak_bytes <= outer.capacity_bytes and _belongs(kind, e.strategy)]
-    if known:
-        fastest = min(known, key=lambda e: e.step_time_s)
-        return _alternative(outer, kind.name, fastest.strategy, reference)
     rows = np.flatnonzero(kind.shapes(outer.space.shapes))
     if not len(rows):
         return None
-    fits = outer.bounds.memory_bytes[rows] <= outer.capacity_bytes
-    if fits.any():
-        order = rows[fits][np.argsort(outer.bounds.time_s[rows[fits]], kind="stable")][:SHAPES_TRIED]
-        strategy = _fastest(outer, kind, order)
-        if strategy is not None:
-            return _alternative(outer, kind.name, strategy, reference)
-    order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:1]
+
+    known = [e for e in seen if e is not best and outer.excess_bytes(e) <= 0 and _belongs(kind, e.strategy)]
+    shapes, chosen = outer.space.shapes, best.strategy
+    near = (shapes.micro[rows] == chosen.batch.micro) & (
+        shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
+    )
+    for part in (rows[near], rows):  # what differs in this alone is bounded best, and quickly searched
+        found, proved = _searched(outer, kind, part, known, work)
+        known = [found] if found is not None else known
+    if found is not None:
+        return _alternative(outer, kind.name, found.strategy, reference, proved=proved)
+    order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:SMALLEST]
     least = smallest(outer, order, kind.variants)
-    return _alternative(outer, kind.name, least, reference) if least is not None else None
+    return _alternative(outer, kind.name, least, reference, proved=False) if least is not None else None
+
+
+def _searched(
+    outer: Outer, kind: Kind, rows: Ints, known: Sequence[Evaluation], work: float
+) -> tuple[Evaluation | None, bool]:
+    """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
+
+    def check(frontier: Frontier) -> None:
+        if frontier.work >= work:
+            raise Stopped
+
+    frontier = Frontier(outer=outer, check=check, only=kind.variants, effort=EFFORT, dives=not known)
+    for one in known:
+        frontier.consider(one)
+    proved = False
+    with suppress(Stopped):
+        frontier.run(rows)
+        proved = not frontier.may_win(frontier.bound())
+    return frontier.incumbent, proved
 
 
 def _belongs(kind: Kind, strategy: Strategy) -> bool:
@@ -116,24 +162,6 @@ def _belongs(kind: Kind, strategy: Strategy) -> bool:
         shape=zero * 0, zero=zero, schedule=zero, virtual_stages=zero, order=zero, compression=zero
     )
     return bool(kind.shapes(shapes)[0] and (kind.variants is None or kind.variants(one, shapes)[0]))
-
-
-def _fastest(outer: Outer, kind: Kind, rows: Ints) -> Strategy | None:
-    """Simulate a few of the kind's most promising variants; the fastest that fits."""
-
-    def check(frontier: Frontier) -> None:
-        if len(frontier.seen) >= SIMULATED or frontier.solved >= SOLVED:
-            raise Stopped
-
-    frontier = Frontier(outer=outer, check=check, only=_simple(kind), effort=EFFORT)
-    with suppress(Stopped):
-        frontier.run(rows)
-    return frontier.incumbent.strategy if frontier.incumbent is not None else None
-
-
-def _simple(kind: Kind) -> Callable[[Variants, Shapes], Bools]:
-    """The kind's variants with one chunk per rank: what they show, and quickly."""
-    return lambda v, s: (v.virtual_stages == 1) & (True if kind.variants is None else kind.variants(v, s))
 
 
 def smallest(
@@ -161,34 +189,14 @@ def _all_recomputed(outer: Outer, chosen: Candidate) -> Deal:
     return Deal(blocks=deal.blocks, recomputed=deal.blocks)
 
 
-def _alternative(outer: Outer, name: str, strategy: Strategy, reference: Prediction) -> Alternative:
+def _alternative(
+    outer: Outer, name: str, strategy: Strategy, reference: Prediction, *, proved: bool
+) -> Alternative:
     problem = outer.problem
     prediction = score(problem.graph, problem.cluster, strategy, outer.book.expander, spans=False)
     return Alternative(
         kind=name, strategy=strategy, step_time_s=prediction.step_time_s,
-        peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible,
-        reason=reason(prediction, reference),
+        peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible, proved=proved,
+        reason=reason(prediction, reference, problem.objective),
+        value=objective_value(problem, prediction),
     )  # fmt: skip
-
-
-def reason(prediction: Prediction, reference: Prediction) -> str:
-    """Why a strategy lost, in words."""
-    if not prediction.feasible:
-        return f"does not fit: {prediction.peak_bytes / GIB:.1f} GiB of {prediction.capacity_bytes / GIB:.1f} GiB"
-    ratio = prediction.step_time_s / reference.step_time_s - 1.0
-    if ratio <= 0:
-        return "as fast, but worse in what was asked for"
-    theirs, ours = dict(prediction.breakdown_s), dict(reference.breakdown_s)
-    worst = max(theirs, key=lambda key: theirs[key] - ours[key])
-    words = {
-        "bubble": "pipeline bubble", "dp_comm": "gradient communication", "tp_comm": "tensor-parallel communication",
-        "pp_comm": "communication between stages", "recompute": "recomputation", "forward": "computation",
-        "backward": "computation", "optimizer": "the optimizer", "ep_comm": "expert communication",
-        "cp_comm": "context-parallel communication", "other": "other work",
-    }  # fmt: skip
-    return f"{ratio:.1%} slower, most of it {words[worst]}: {_seconds(theirs[worst])} instead of {_seconds(ours[worst])}"
-
-
-def _seconds(value: float) -> str:
-    """Three digits; what is left of subtracting equal times is nothing."""
-    return f"{value:.3g} s" if value > 1e-9 else "0 s"

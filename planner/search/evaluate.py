@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoparallel.costmodel.memory import memory_by_rank
 from autoparallel.costmodel.price import price_program
-from autoparallel.costmodel.simulate import Prepared
+from autoparallel.costmodel.simulate import Prepared, capacities_bytes
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import PipelineTimes, pipeline_times
 from autoparallel.planner.expand.expander import Expander
@@ -21,6 +21,7 @@ class Evaluation:
     strategy: Strategy
     step_time_s: float
     peak_bytes: int
+    excess_bytes: float  # too many on the pipeline rank with the least room
     prepared: Prepared
     costs: tuple[StageCost, ...]
     times: PipelineTimes
@@ -37,7 +38,9 @@ def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
     costs = price_program(program, expander.cluster, expander.pricer)
     times = pipeline_times(prepared.timetable, costs)
     memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
+    capacities = capacities_bytes(program, expander.cluster)
     return Evaluation(
         strategy=strategy, step_time_s=times.step_time_s, peak_bytes=max(m.peak for m in memory),
+        excess_bytes=max(m.peak - c for m, c in zip(memory, capacities, strict=True)),
         prepared=prepared, costs=costs, times=times,
     )  # fmt: skip

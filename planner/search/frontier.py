@@ -10,7 +10,7 @@ from math import ceil, inf
 import numpy as np
 
 from autoparallel.errors import UserError
-from autoparallel.planner.problem import Objective, price_per_device_s
+from autoparallel.planner.problem import Objective
 from autoparallel.planner.search.bounds import Bounds
 from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.deals import quick_deal
@@ -130,7 +130,7 @@ class Frontier:
         """The objective, from seconds and bytes (or from bounds on them)."""
         match self.outer.problem.objective:
             case Objective.COST:
-                return (time_s * devices * price_per_device_s(self.outer.problem.cluster), 0.0)
+                return (time_s * self.outer.problem.rate_per_s(devices), 0.0)
             case Objective.MEMORY:
                 return (memory_bytes, time_s)
             case _:
@@ -162,8 +162,7 @@ class Frontier:
             case Objective.MEMORY:
                 return inf
             case Objective.COST:
-                rate = devices * price_per_device_s(self.outer.problem.cluster)
-                return self.value[0] * (1 - TOLERANCE) / rate
+                return self.value[0] * (1 - TOLERANCE) / self.outer.problem.rate_per_s(devices)
             case _:
                 return self.value[0] * (1 - TOLERANCE)
 
@@ -293,7 +292,7 @@ class Frontier:
             if problem is None or deal is None:
                 continue
             simulated = self._evaluate(chosen, deal)
-            excess = simulated.peak_bytes - int(self.outer.capacity_bytes)
+            excess = self.outer.excess_bytes(simulated)
             if excess > 0:  # the rows bound memory from below: leave that much room, once
                 deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - excess))
                 if deal is not None:
@@ -354,10 +353,14 @@ class Frontier:
         self.work += PER_SIMULATION + PER_ACTION * _actions(chosen)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
         self.seen.append(found)
-        value = self.value_of(found.step_time_s, found.peak_bytes, chosen.mesh.devices)
-        if found.peak_bytes <= self.outer.capacity_bytes and value < self.value:
-            self.incumbent, self.value = found, value
+        self.consider(found)
         return found
+
+    def consider(self, found: Evaluation) -> None:
+        """Take a simulated strategy as the incumbent if it fits and is better."""
+        value = self.value_of(found.step_time_s, found.peak_bytes, found.strategy.mesh.devices)
+        if self.outer.excess_bytes(found) <= 0 and value < self.value:
+            self.incumbent, self.value = found, value
 
 
 def _actions(chosen: Candidate) -> int:

@@ -33,6 +33,26 @@ class Alternative:
     peak_memory_gib: float
     feasible: bool
     reason: str
+    proved: bool = False  # no strategy of its kind is better; else the best that was found
+    value: tuple[float, float] = (0.0, 0.0)  # of the objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintCost:
+    """What a constraint of the user costs: the best plan without it, after a bounded search.
+
+    `cost` is the share by which the plan with it is worse in the objective than the best found without it, 0 where
+    none better was found; it is no more than `at_most`, and the same where it is `proved`.
+    """
+
+    key: str  # "mesh.tp", or "all of them"
+    value: object
+    instead: object  # what the plan without it has
+    cost: float
+    at_most: float
+    proved: bool
+    step_time_s: float
+    strategy: Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +85,7 @@ class PlanResult:
     seconds: float
     alternatives: tuple[Alternative, ...] = ()
     explored: tuple[Explored, ...] = ()
+    constraints: tuple[ConstraintCost, ...] = ()  # where it was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import ceil
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds import Bounds, Rows, shape_bounds, variant_bounds
 from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.forms import Chain, units_of
 from autoparallel.planner.search.inner import UNEVEN_CHUNKS_BLOCKS
 from autoparallel.planner.search.prices import PriceBook
@@ -32,6 +34,10 @@ class Outer:
     bounds: Bounds
     counts: Ints  # variants of each shape
     capacity_bytes: float
+
+    def excess_bytes(self, found: Evaluation) -> int:
+        """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
+        return ceil(min(found.excess_bytes, found.peak_bytes - self.capacity_bytes))
 
 
 def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None:

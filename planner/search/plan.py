@@ -18,13 +18,16 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search.alternatives import alternatives
+from autoparallel.planner.search.alternatives import EXPLAINED_WORK, WORK, alternatives
 from autoparallel.planner.search.check import check_plan
+from autoparallel.planner.search.constraints import constraint_costs
+from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.explain import explain_empty, explain_infeasible
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier, Stopped
 from autoparallel.planner.search.outcome import (
     GIB,
     Alternative,
+    ConstraintCost,
     Explored,
     InfeasiblePlan,
     PlanResult,
@@ -37,6 +40,7 @@ from autoparallel.planner.strategy.types import Strategy
 
 __all__ = [
     "Alternative",
+    "ConstraintCost",
     "Explored",
     "InfeasiblePlan",
     "PlanResult",
@@ -50,6 +54,7 @@ __all__ = [
 # machine (`Frontier.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
 MOST_WORK = 6000.0
 REPORT_EVERY_S = 0.1
+WORK_WHEN_STOPPED = 10.0  # on the alternatives, where the user's time is over
 
 
 def plan(
@@ -57,10 +62,12 @@ def plan(
     *,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
+    explain: bool = False,
 ) -> PlanResult:
     """The best strategy of the problem's space, and how far that is proved.
 
-    A time limit or an interrupt returns the best so far with its gap. Raises `InfeasiblePlan` where nothing
+    A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
+    without each constraint, and longer for the best of each kind that was not chosen. Raises `InfeasiblePlan` where nothing
     fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
     legal strategy at all.
     """
@@ -83,7 +90,9 @@ def plan(
         if frontier.errors and not frontier.seen:
             raise frontier.errors[0]
         raise explain_infeasible(outer)
-    return _result(outer, frontier, started_s)
+    work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
+    result = _result(outer, frontier, started_s, work=work, explain=explain and not stopped)
+    return replace(result, seconds=time.monotonic() - started_s)
 
 
 class _Watch:
@@ -124,7 +133,7 @@ def _progress(frontier: Frontier, elapsed_s: float) -> Progress:
     )
 
 
-def _result(outer: Outer, frontier: Frontier, started_s: float) -> PlanResult:
+def _result(outer: Outer, frontier: Frontier, started_s: float, *, work: float, explain: bool) -> PlanResult:
     assert frontier.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
     strategy = with_rules(expander, frontier.incumbent.strategy)
@@ -143,15 +152,27 @@ def _result(outer: Outer, frontier: Frontier, started_s: float) -> PlanResult:
         candidates=candidates,
         pruned=max(candidates - frontier.solved, 0),
         seconds=time.monotonic() - started_s,
-        alternatives=alternatives(outer, frontier.incumbent, frontier.seen),
+        alternatives=alternatives(outer, frontier.incumbent, frontier.seen, work=work),
+        constraints=_constraints(outer, frontier.incumbent) if explain else (),
         explored=tuple(
             Explored(
                 step_time_s=e.step_time_s, peak_memory_gib=e.peak_bytes / GIB,
-                feasible=e.peak_bytes <= outer.capacity_bytes, label=_label(e.strategy),
+                feasible=outer.excess_bytes(e) <= 0, label=_label(e.strategy),
             )
             for e in frontier.seen
         ),
     )  # fmt: skip
+
+
+def _constraints(outer: Outer, best: Evaluation) -> tuple[ConstraintCost, ...]:
+    """What the constraints cost; an interrupt keeps those that are known."""
+    found = []
+    try:
+        for cost in constraint_costs(outer, best):
+            found.append(replace(cost, strategy=with_rules(outer.book.expander, cost.strategy)))
+    except KeyboardInterrupt:
+        pass
+    return tuple(found)
 
 
 def _lower_bound_s(problem: Problem, prediction: Prediction, gap: float) -> float:

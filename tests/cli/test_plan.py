@@ -112,7 +112,8 @@ def test_the_same_inputs_give_the_same_bytes(
     graph: Path, planned: tuple[Path, Answer], tmp_path: Path
 ) -> None:
     path = tmp_path / "again.toml"
-    assert run("plan", graph, "--cluster", CLUSTER, "--global-batch", "16", "-o", path).status == 0
+    options = ("--cluster", CLUSTER, "--global-batch", "16", "--explain")
+    assert run("plan", graph, *options, "-o", path).status == 0
     assert path.read_bytes() == planned[0].read_bytes()
 
 

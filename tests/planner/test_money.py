@@ -23,21 +23,23 @@ def prediction_of(*, step_time_s: float, tokens: int = 1) -> Prediction:
     )  # fmt: skip
 
 
+def hourly(cluster: Cluster, mesh: Mesh) -> float:
+    return rate_per_s(cluster, mesh.devices, mesh.groups) * 3600
+
+
 def test_the_whole_cluster_costs_the_sum_of_its_groups() -> None:
     cluster = priced_cluster(3.6, 1.8)
-    assert rate_per_s(cluster, Mesh(pp=2, dp_shard=16)) * 3600 == pytest.approx(16 * 3.6 + 16 * 1.8)
+    assert hourly(cluster, Mesh(pp=2, dp_shard=16)) == pytest.approx(16 * 3.6 + 16 * 1.8)
 
 
 def test_named_groups_cost_what_their_devices_cost() -> None:
     cluster = priced_cluster(3.6, 1.8)
-    assert rate_per_s(cluster, Mesh(pp=2, dp_shard=4, groups=(1, 1))) * 3600 == pytest.approx(8 * 1.8)
-    assert rate_per_s(cluster, Mesh(pp=2, dp_shard=4, groups=(0, 1))) * 3600 == pytest.approx(
-        4 * 3.6 + 4 * 1.8
-    )
+    assert hourly(cluster, Mesh(pp=2, dp_shard=4, groups=(1, 1))) == pytest.approx(8 * 1.8)
+    assert hourly(cluster, Mesh(pp=2, dp_shard=4, groups=(0, 1))) == pytest.approx(4 * 3.6 + 4 * 1.8)
 
 
 def test_a_part_of_the_cluster_that_is_not_named_may_be_the_dearest() -> None:
-    assert rate_per_s(priced_cluster(3.6, 1.8), Mesh(dp_shard=8)) * 3600 == pytest.approx(8 * 3.6)
+    assert hourly(priced_cluster(3.6, 1.8), Mesh(dp_shard=8)) == pytest.approx(8 * 3.6)
 
 
 def test_without_a_price_there_is_no_cost() -> None:

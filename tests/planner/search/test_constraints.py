@@ -1,0 +1,58 @@
+"""What each constraint costs is what planning without it gains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.constraints import ALL, chosen_by_user
+from autoparallel.planner.search.plan import plan
+from autoparallel.profiles.load import load_cluster
+from tests.toy_graphs import toy_transformer
+
+GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=128, vocab=512)
+FREE = Problem(graph=GRAPH, cluster=load_cluster("h100-sxm:1x4"), global_batch=8)
+
+
+def with_(problem: Problem, **constraints: object) -> Problem:
+    fixed = {key.replace("__", "."): value for key, value in constraints.items()}
+    return replace(problem, constraints={**problem.constraints, **fixed})
+
+
+@pytest.mark.parametrize("objective", [Objective.TIME, Objective.MEMORY])
+@pytest.mark.parametrize(("key", "value"), [("mesh__tp", 4), ("recompute__mode", "full"), ("mesh__pp", 2)])
+def test_a_constraint_costs_what_the_plan_without_it_gains(
+    objective: Objective, key: str, value: object
+) -> None:
+    problem = replace(FREE, objective=objective)
+    free, held = plan(problem).prediction, plan(with_(problem, **{key: value}), explain=True)
+    (cost,) = held.constraints
+    assert cost.key == key.replace("__", ".")
+    assert cost.value == value
+    if objective is Objective.TIME:
+        gain = held.prediction.step_time_s / free.step_time_s - 1
+    else:
+        gain = held.prediction.peak_bytes / free.peak_bytes - 1
+    if cost.proved:
+        assert cost.cost == pytest.approx(gain, abs=1e-5)
+    assert cost.cost <= gain + 1e-5 <= cost.at_most + 2e-5
+    if cost.cost > 0:
+        assert cost.instead != value or cost.instead is None
+
+
+def test_together_they_cost_no_less_than_any_alone() -> None:
+    found = plan(with_(FREE, mesh__tp=2, batch__micro=1, recompute__mode="full"), explain=True).constraints
+    assert [c.key for c in found] == ["mesh.tp", "batch.micro", "recompute.mode", ALL]
+    assert found[-1].cost >= max(c.cost for c in found[:-1])
+    assert found[-1].value is None
+
+
+def test_inputs_are_not_constraints_on_what_is_chosen() -> None:
+    assert chosen_by_user({"batch.global": 8, "execution.dtype": "bf16", "mesh.tp": 2}) == ("mesh.tp",)
+    assert plan(with_(FREE, batch__global=8), explain=True).constraints == ()
+
+
+def test_the_plan_is_the_same_with_an_explanation() -> None:
+    assert plan(FREE, explain=True).strategy == plan(FREE).strategy
