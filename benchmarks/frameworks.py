@@ -18,6 +18,7 @@ class Framework:
 
     early_flash_on: tuple[str, ...] = ()  # devices on which its flash attention is of the first generation
     half_gradients: bool = False  # accumulated and reduced in the parameters' dtype
+    sequence_parallel: bool = False  # with every tensor parallelism
     async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
@@ -26,9 +27,10 @@ class Framework:
 GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), outputs=("replicate",)),)
 
 FRAMEWORKS = {
-    # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true.
-    "nemo": Framework(half_gradients=True, async_tp=True),
-    "megatron-bridge": Framework(half_gradients=True, async_tp=True),
+    # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
+    # wherever tensor_model_parallel_size > 1.
+    "nemo": Framework(sequence_parallel=True, half_gradients=True, async_tp=True),
+    "megatron-bridge": Framework(sequence_parallel=True, half_gradients=True, async_tp=True),
     # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining
     # configuration until it was removed in 2024 (c26309de5); its A100 tables are of 2023. loss_fn: fused_crossentropy,
     # whose kernel reads the half-precision logits.

@@ -137,6 +137,10 @@ def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (1 if 0 < i <= extra else 0) for i in range(chunks))
 
 
+def _sequence_parallel(row: Row) -> bool:
+    return _flag(row, "sequence_parallel", framework_of(row.get("framework", "")).sequence_parallel)
+
+
 def _attention(row: Row) -> str:
     """Flash attention is of the first generation where the row names such a kernel, or its framework had no other."""
     attention = row.get("attention") or "flash"
@@ -165,7 +169,7 @@ def _execution(row: Row) -> Execution:
         grad_dtype=half if half_gradients else "fp32",
         attention=_attention(row),
         kernels=kernels,
-        async_tp=framework.async_tp and _flag(row, "sequence_parallel", False),
+        async_tp=framework.async_tp and _sequence_parallel(row),
     )
 
 
@@ -216,7 +220,7 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         mesh=mesh,
         shard=Shard(
             zero=_int(row, "zero", 0),
-            sequence_parallel=mesh.tp > 1 and _flag(row, "sequence_parallel", False),
+            sequence_parallel=mesh.tp > 1 and _sequence_parallel(row),
         ),
         pipeline=_schedule(row),
         execution=_execution(row),
