@@ -21,7 +21,7 @@ from autoparallel.planner.search.deals import even_deal
 from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
 from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
-from autoparallel.planner.search.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.prices import LinkPrice, PriceBook, least_message_bytes
 from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.strategy.legal import least_blocks
 from autoparallel.planner.strategy.types import Strategy
@@ -204,25 +204,13 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
 
 
 def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
-    """The shortest message between neighbouring stages, of all places where the chain may be cut."""
+    """The shortest message between neighbouring stages."""
     if strategy.mesh.pp == 1:
         return 0.0
-    graph = problem.graph
-    starts = graph.repeated_positions
-    ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[starts[-1]].sends}
     shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
     shards = strategy.mesh.tp if shared else 1
-    dtype = TENSOR_DTYPE[strategy.execution.dtype]
-    sizes = [
-        sum(
-            spec.numel(strategy.batch.micro)
-            * ITEM_BYTES[dtype if spec.dtype == graph.dtype else spec.dtype]
-            // (shards * strategy.mesh.cp)
-            for spec in sends
-        )
-        for sends in ends
-    ]
-    return book.send_s(mesh_axes(strategy), min(sizes, default=0))
+    size = least_message_bytes(problem, strategy.batch.micro, shards * strategy.mesh.cp)
+    return book.send_s(mesh_axes(strategy), size)
 
 
 def _bytes(priced: Priced) -> tuple[Quantity, ...]:

@@ -107,7 +107,7 @@ def _added(problem: StageProblem, pieces: Pieces, chunk: int) -> Floats:
         np.max([_amount(problem, form, pieces, chunk) for form in problem.quantities[q].forms], axis=0)
         for q in used
     ]
-    return factors @ np.array(amounts).reshape(len(used), len(pieces.start))
+    return np.asarray(factors @ np.array(amounts).reshape(len(used), len(pieces.start)))
 
 
 def _amount(problem: StageProblem, form: Form, pieces: Pieces, chunk: int) -> Floats:

@@ -11,15 +11,16 @@ from autoparallel.costmodel.program import Axis, BlockWork
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes, nearest_stride
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds import Bounds, Rows, shape_bounds, variant_bounds
+from autoparallel.planner.search.bounds import Bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.forms import Chain, units_of
 from autoparallel.planner.search.inner import UNEVEN_CHUNKS_BLOCKS
-from autoparallel.planner.search.prices import PriceBook
+from autoparallel.planner.search.prices import PriceBook, least_message_bytes
+from autoparallel.planner.search.ranks import Rows
 from autoparallel.planner.search.space import MESH_KEYS, Ints, Space, Variants, build_space, variants
-from autoparallel.planner.search.tables import Units, placed_row, take_units, unit_table
+from autoparallel.planner.search.tables import Floats, Units, placed_row, take_units, unit_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +76,47 @@ def expand_shapes(
 
 def tensor_strides(outer: Outer, found: Variants) -> Ints:
     """Distance between neighbours along tp, as `planner.expand.nearest_stride` has it; 1 without tp."""
-    shapes = outer.space.shapes.take(found.shape)
-    keys, inverse = np.unique(np.stack([shapes.mesh, found.order], axis=1), axis=0, return_inverse=True)
-    strides = []
-    for mesh, order in keys.tolist():
+    columns, inverse = _axis_columns(outer, found, "tp")
+    strides = [
+        nearest_stride(Axis(name="tp", size=size, stride=stride), outer.problem.cluster) if size > 1 else 1
+        for size, stride in columns
+    ]
+    return np.array(strides, dtype=np.int64)[inverse]
+
+
+def _axis_columns(outer: Outer, found: Variants, name: str) -> tuple[list[tuple[int, int]], Ints]:
+    """Size and stride of an axis in the distinct placed meshes of some variants, and which of them each has."""
+    keys = outer.space.shapes.mesh[found.shape] * len(outer.space.meshes.orders) + found.order
+    distinct, inverse = np.unique(keys, return_inverse=True)
+    columns = []
+    for key in distinct.tolist():
+        mesh, order = divmod(key, len(outer.space.meshes.orders))
         sizes = dict(zip(MESH_KEYS, outer.space.meshes.sizes[mesh].tolist(), strict=True))
         names = outer.space.meshes.orders[order]
-        inside = names[names.index("tp") + 1 :]
-        axis = Axis(name="tp", size=sizes["tp"], stride=int(np.prod([sizes[n] for n in inside] or [1])))
-        strides.append(nearest_stride(axis, outer.problem.cluster) if axis.size > 1 else 1)
-    return np.array(strides, dtype=np.int64)[inverse.reshape(-1)]
+        inside = names[names.index(name) + 1 :]
+        columns.append((sizes[name], int(np.prod([sizes[n] for n in inside] or [1]))))
+    return columns, inverse.reshape(-1)
+
+
+def _sends_s(outer: Outer, found: Variants) -> Floats:
+    """Seconds of the shortest message between neighbouring stages."""
+    shapes = outer.space.shapes.take(found.shape)
+    columns, inverse = _axis_columns(outer, found, "pp")
+    axes = np.array(columns, dtype=np.int64).reshape(-1, 2)[inverse]
+    # Never fewer than `scatters_messages` has it.
+    shared = (shapes.sequence_parallel > 0) | (outer.problem.execution.kernels == "fused")
+    parts = shapes.cp * np.where(shared, shapes.tp, 1)
+    keys = np.stack([axes[:, 0], axes[:, 1], shapes.micro, parts], axis=1)
+    distinct, which = np.unique(keys, axis=0, return_inverse=True)
+    seconds = [
+        outer.book.send_s(
+            (Axis(name="pp", size=pp, stride=stride),), least_message_bytes(outer.problem, micro, share)
+        )
+        if pp > 1
+        else 0.0
+        for pp, stride, micro, share in distinct.tolist()
+    ]
+    return np.array(seconds, dtype=np.float64)[which.reshape(-1)]
 
 
 def refined_bounds(outer: Outer, found: Variants, stride: int, below_s: float, *, memory: bool) -> Bounds:
@@ -108,6 +140,7 @@ def bound_variants(
     del distinct
     wires = [_wire_s(outer, candidate(outer.space, found, int(i)), int(found.shape[i])) for i in first]
     columns = np.array(wires, dtype=np.float64).reshape(-1, 3)[inverse.reshape(-1)]
+    least, most = _blocks_per_chunk(outer, shapes.pp, found.virtual_stages)
     rows = Rows(
         shapes=shapes,
         units=take_units(outer.units, found.shape) if units is None else units,
@@ -117,21 +150,26 @@ def bound_variants(
         reduce_s=columns[:, 0],
         gather_s=columns[:, 1],
         step_s=columns[:, 2],
+        send_s=_sends_s(outer, found),
         repeated=outer.space.repeated,
-        least_per_chunk=_least_per_chunk(outer, shapes.pp, found.virtual_stages),
+        least_per_chunk=least,
+        most_per_chunk=most,
         slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
         slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0),
     )
     return variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
 
 
-def _least_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> Ints:
-    """As `planner.inner.chunk_sizes` deals the chunks that are not at an end of the model."""
+def _blocks_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> tuple[Ints, Ints]:
+    """As `planner.search.inner.chunk_sizes` deals: the fewest blocks of a chunk that is not at an end of the model,
+    and the most of any."""
     repeated, blocks = outer.space.repeated, outer.problem.fixed_ints("pipeline.stage_blocks")
     if blocks is not None:
-        return np.full_like(pp, min((*blocks[1:-1], 1)))
-    even = np.maximum(repeated // (pp * virtual_stages), 1)
-    return np.where((virtual_stages > 1) & (repeated > UNEVEN_CHUNKS_BLOCKS), even, 1)
+        return np.full_like(pp, min((*blocks[1:-1], 1))), np.full_like(pp, max(blocks))
+    even = repeated // (pp * virtual_stages)
+    uneven = (virtual_stages == 1) | (repeated <= UNEVEN_CHUNKS_BLOCKS)
+    least = np.where(uneven, 1, np.maximum(even, 1))
+    return least, np.where(uneven, repeated, even + 1)
 
 
 def _wire_s(outer: Outer, chosen: Candidate, shape: int) -> tuple[float, float, float]:

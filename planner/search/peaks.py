@@ -50,7 +50,7 @@ def backward_peak(chain: PricedChain) -> Quantity:
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
     on_units = _shifted(saved, _each(chain, kept + coming, reducing - tail_saved), units=every)
     on_units = replace(on_units, when_all=more, when_few=-coming)
-    ends = kept - tail_saved
+    ends = 0 if chain.tail else kept  # a last chunk may hold the tail alone
     held, before = 0, 0
     for number in range(len(chain.tail) - 1, -1, -1):
         link = chain.tail[number]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.price import Pricer, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
+from autoparallel.planner.expand.local import TENSOR_DTYPE
+from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 
@@ -145,6 +148,23 @@ class PriceBook:
             size = max((c.size_bytes for c in full), default=1)
             self._rates[key] = sum(self.pricer.collective_s(c, axes) for c in full) / size
         return self._rates[key]
+
+
+def least_message_bytes(problem: Problem, micro: int, parts: int) -> int:
+    """The smallest message between neighbouring stages, of all places where the chain may be cut, on one of the
+    `parts` devices that share a micro-batch."""
+    graph = problem.graph
+    starts = graph.repeated_positions
+    ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[p].sends for p in starts[-1:]}
+    dtype = TENSOR_DTYPE[problem.execution.dtype]
+    sizes = [
+        sum(
+            spec.numel(micro) * ITEM_BYTES[dtype if spec.dtype == graph.dtype else spec.dtype] // parts
+            for spec in sends
+        )
+        for sends in ends
+    ]
+    return min(sizes, default=0)
 
 
 def _bare_program(strategy: Strategy, axes: tuple[Axis, ...]) -> Program:

@@ -50,6 +50,7 @@ class Units:
     tail_parameters: Floats
     head_trainable: Floats
     tail_trainable: Floats
+    all_trainable: Floats
     buffer_bytes: Floats  # of the whole model
 
 
@@ -159,6 +160,8 @@ def _row(
         _sum(tail, "parameters"),
         _sum(head, "trainable"),
         _sum(tail, "trainable"),
+        _sum([*head, *tail], "trainable")
+        + sum(n * _sum(u, "trainable") for n, u in zip(counts, units, strict=True)),
         float(min((link.buffer_bytes for link in every), default=0)),
     )
 

@@ -1,0 +1,279 @@
+"""One pipeline rank in the bounds: how many units it can hold in a given time and memory, for many variants at once.
+
+With n units on rank r, k of them recomputed, m micro-batches, and seconds f, b of a unit's forward and backward:
+
+    work      fill[r] + m (f + b) n + m rec k + reduction and optimizer of n             <= T
+    drained   fill[r] + m (f + b) n + m rec k + drain[r]                                 <= T
+    round     F + B + (m - 1) b n + (m - warm-up[r]) f n + m rec k                       <= T    (one chunk)
+    memory    state n + saved M(n) - freed R(k) + peak                                   <= capacity
+
+fill and drain are one micro-batch through the stages before r and the messages between them; M(n) is the least that
+n units of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most that k
+of them do. Every term is one that no deal of blocks to stages goes below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoparallel.costmodel.graph import ITEM_BYTES
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.local import TENSOR_DTYPE
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.space import OPEN_SCHEDULES, SCHEDULES, Bools, Ints, Shapes
+from autoparallel.planner.search.tables import Floats, Units, take_units
+
+EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
+ROUNDS = 4  # of looking whether one block less is enough
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Variants with all that their bounds are made of."""
+
+    shapes: Shapes
+    units: Units
+    zero: Ints
+    schedule: Ints
+    chunks: Ints  # per rank
+    reduce_s: Floats  # per trainable parameter
+    gather_s: Floats  # of a unit's parameters, ZeRO-3
+    step_s: Floats  # optimizer and gather of updated parameters, per trainable parameter
+    send_s: Floats  # the shortest message between neighbouring stages
+    repeated: int
+    least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
+    most_per_chunk: Ints  # and of any chunk
+    slow: float  # 1 + compute_slowdown
+    slow_comm: float
+
+    @property
+    def plain(self) -> Bools:
+        """Variants whose backward is whole, and whose ranks end with their first stage."""
+        return np.asarray(self.schedule < len(OPEN_SCHEDULES))
+
+    @property
+    def v_shaped(self) -> Bools:
+        """Variants whose first rank holds both ends of the model."""
+        return np.isin(self.schedule, [SCHEDULES.index(name) for name in ("zbv", "dualpipev")])
+
+    def take(self, index: Ints) -> Rows:
+        columns = ("zero", "schedule", "chunks", "reduce_s", "gather_s", "step_s", "send_s")
+        return Rows(
+            shapes=self.shapes.take(index), units=take_units(self.units, index),
+            **{name: getattr(self, name)[index] for name in columns},
+            repeated=self.repeated, least_per_chunk=self.least_per_chunk[index],
+            most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
+        )  # fmt: skip
+
+    def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
+        """Seconds of both on two streams at least: `planner.search.forms.PricedChain.beside`."""
+        gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
+        more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
+        return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)
+
+    def before(self, rank: int) -> Ints:
+        """Units in the stages that a rank's first input passes: the others cannot hold all the rest."""
+        others = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
+        return np.maximum(np.maximum(rank * self.least_per_chunk - 1, self.repeated - others), 0)
+
+    def first_chunk(self, rank: int) -> Ints:
+        """Units of the rank's first stage at least."""
+        return np.maximum(self.least_per_chunk - (rank == 0), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Bytes of state per parameter and per trainable parameter."""
+
+    parameter: Floats
+    trainable: Floats
+
+
+def state_rates(problem: Problem, zero: Ints, ranks: Ints) -> Rates:
+    """Bytes per parameter (held, cast) and per trainable one (gradient, optimizer) under ZeRO over `ranks`."""
+    execution = problem.execution
+    held = state.dtype_bytes(execution.param_dtype)
+    offloaded = problem.constraints.get("offload.optimizer", 0.0)
+    kept = 1.0 - (float(offloaded) if isinstance(offloaded, (int, float)) else 0.0)
+    stepped = state.optimizer_bytes_per_parameter(execution) * kept
+    graded = state.dtype_bytes(execution.grad_dtype)
+    return Rates(
+        parameter=held / np.where(zero == 3, ranks, 1),
+        trainable=graded / np.where(zero >= 2, ranks, 1) + stepped / np.where(zero >= 1, ranks, 1),
+    )
+
+
+class RankBounds:
+    """Coefficients of one pipeline rank: time and bytes are linear in its blocks n and recomputed blocks k."""
+
+    def __init__(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
+        self.first, self.last = rank == 0, np.where(rows.v_shaped, rank == 0, rank == pp - 1)
+        self.ends = (self.first + self.last.astype(np.int64)) * (pp > 1)
+        self.least = np.maximum((rows.chunks if rows.repeated else 0) - self.ends, 0)
+        self.most = np.minimum(rows.chunks * rows.most_per_chunk, rows.repeated)
+        self._time(rows, rank, pp)
+        self._memory(problem, rows, rank, pp)
+
+    def _time(self, rows: Rows, rank: int, pp: int) -> None:
+        u, m, plain = rows.units, rows.shapes.micro_batches, rows.plain
+        first, last = self.first, self.last
+        f = rows.beside(u.unit_forward_s, rows.gather_s)
+        gathered_s = rows.beside(u.unit_backward_s, rows.gather_s)
+        ended_s = rows.beside(u.unit_backward_s, rows.gather_s + rows.reduce_s * u.unit_trainable)
+        b = np.where(rows.zero >= 2, ended_s, gathered_s)
+        single = plain & (rows.chunks == 1)
+        own_s = m * (u.head_s * first + u.tail_s * last)
+        before, sends_s = rows.before(rank), rank * rows.send_s
+        step_s = np.where(plain, rows.step_s, 0.0)
+        ends = u.head_trainable * first + u.tail_trainable * last
+        # Of several chunks only the reduction of the first, which is the last to end, is surely not hidden.
+        final_s = np.where(single, ended_s, b)
+        exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
+        self.per_block_s = m * f + np.where(plain, (m - 1) * b + final_s, m * gathered_s)
+        self.per_block_s += step_s * u.unit_trainable
+        self.base_s = own_s + np.where(plain, before * f + sends_s + exposed_s, 0.0) + step_s * ends
+        self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
+        self.drained_base_s = own_s + np.where(
+            plain, (0.0 if first else u.head_s) + before * (f + b) + 2 * sends_s, 0.0
+        )
+        gpipe = rows.schedule == SCHEDULES.index("gpipe")
+        warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
+        whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
+        self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
+        self.round_base_s = np.where(single, whole_s, 0.0)
+        self.recompute_s = m * u.recompute_s
+
+    def _memory(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
+        shapes, u = rows.shapes, rows.units
+        ranks = shapes.dp_shard * shapes.cp
+        rates = state_rates(problem, np.where(ranks > 1, rows.zero, 0), ranks)
+        state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
+        flight = in_flight(rows, rank, pp)
+        spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
+        # An end chunk may have one block less.
+        spread = np.maximum(spread - (flight.most - flight.least) * self.ends, 0)
+        freed = u.saved - u.least_saved
+        self.per_block_bytes = state_bytes + flight.least * u.saved
+        self.freed_bytes = flight.most * freed
+        self.per_block_all_bytes = state_bytes + flight.least * u.least_saved
+        whole, part = rows.most_per_chunk * flight.whole, rows.most_per_chunk
+        self.freeing = (
+            (flight.most * freed, whole),
+            (flight.part * freed, part),
+            (flight.least * freed, None),
+        )
+        base = self._base_bytes(problem, rows, pp) + self._end_bytes(rows, rates, flight)
+        self.base_bytes, self.base_all_bytes = base + spread * u.saved, base + spread * u.least_saved
+
+    def _base_bytes(self, problem: Problem, rows: Rows, pp: int) -> Floats:
+        """The peak of one action above what is held."""
+        u, execution = rows.units, problem.execution
+        sharded = rows.shapes.dp_shard * rows.shapes.cp > 1
+        item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
+        gathered = np.where((rows.zero == 3) & sharded, item * u.unit_parameters, 0.0)
+        whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
+        reduced = np.where((rows.zero >= 2) & sharded, whole, 0.0)
+        several = pp == 1 and rows.repeated > 2  # the next unit's parameters, the last one's gradients
+        peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered * (1 + several)
+        if several:
+            peak = np.maximum(peak, u.backward_peak + 2 * (reduced + gathered) - u.saved)
+        if pp == 1 and rows.repeated:
+            return np.maximum(peak, u.tail_peak)
+        # An end stage may hold glue alone: then no unit's peak stands on top.
+        return np.where(self.last, u.tail_peak, 0.0 if self.first else peak)
+
+    def _end_bytes(self, rows: Rows, rates: Rates, flight: InFlight) -> Floats:
+        """State of the ends of the model, and what they keep of micro-batches in flight."""
+        u = rows.units
+        head = u.head_parameters * rates.parameter + u.head_trainable * rates.trainable
+        tail = u.tail_parameters * rates.parameter + u.tail_trainable * rates.trainable
+        again = flight.least - 1
+        return np.where(self.first, head + again * u.head_saved, 0.0) + np.where(
+            self.last, tail + again * u.tail_saved, 0.0
+        )
+
+    def most_blocks(self, time_s: Floats, capacity_bytes: float | Floats) -> Floats:
+        """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do."""
+        room_s, room = time_s - self.base_s, capacity_bytes - self.base_bytes
+        with np.errstate(divide="ignore", invalid="ignore"):
+            n = np.minimum(
+                room_s / self.per_block_s, (time_s - self.drained_base_s) / self.drained_per_block_s
+            )
+            again_s = (time_s - self.round_base_s) / self.round_per_block_s
+            n = np.where(self.round_per_block_s > 0, np.minimum(n, again_s), n)
+            # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
+            again = np.where(self.freed_bytes > 0, self.recompute_s / self.freed_bytes, 0.0)
+            with_recompute = (room_s + again * room) / (self.per_block_s + again * self.per_block_bytes)
+            kept = room / self.per_block_bytes
+            recomputed = (capacity_bytes - self.base_all_bytes) / self.per_block_all_bytes
+        limit = np.minimum(np.maximum(with_recompute, kept), recomputed)
+        limit = np.where(self.freed_bytes > 0, limit, kept)
+        n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
+        n = np.where((room_s < 0) | (capacity_bytes < self.base_all_bytes), -1.0, n)
+        n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, self.most))
+        return self._whole_blocks(n, time_s, room)
+
+    def _whole_blocks(self, n: Floats, time_s: Floats, room: Floats | float) -> Floats:
+        """Fewer, where that many do not fit once the recomputed ones are counted as whole blocks."""
+        limit_s = time_s * (1 + EPSILON)
+        for _ in range(ROUNDS):
+            with np.errstate(invalid="ignore"):
+                again = self._recomputed(n * self.per_block_bytes - room)
+                late_s = self.recompute_s * again
+                late = (self.base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
+                late |= self.drained_base_s + n * self.drained_per_block_s + late_s > limit_s
+                late |= self.round_base_s + n * self.round_per_block_s + late_s > limit_s
+                late &= n > 0
+            if not late.any():
+                break
+            n = n - late
+        return n
+
+    def _recomputed(self, lacking_bytes: Floats) -> Floats:
+        """The fewest blocks whose recomputation frees so many bytes, those of the fullest chunks first."""
+        found = np.zeros(len(lacking_bytes))
+        left = lacking_bytes * (1 - EPSILON)
+        for freed, most in self.freeing:
+            with np.errstate(divide="ignore"):
+                need = np.where(left > 0, np.ceil(left / freed - EPSILON), 0.0)
+            need = np.where(freed > 0, need, 0.0 if most is not None else np.where(left > 0, np.inf, 0.0))
+            here = need if most is None else np.minimum(need, most)
+            found = found + here
+            left = left - np.where(np.isfinite(here), here, 0.0) * freed
+            if most is None:
+                break
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """Micro-batches that a rank holds when its warm-up ends: of its fewest-held chunk, of the one that fewer
+    rounds have reached, of its most-held ones and how many these are, and the sum over its chunks."""
+
+    least: Ints
+    part: Ints
+    most: Ints
+    whole: Ints
+    all: Ints
+
+
+def in_flight(rows: Rows, rank: int, pp: int) -> InFlight:
+    """1F1B and its interleaved form take turns in rounds; GPipe holds all; other schedules hold one at least and
+    all at most."""
+    m, v = rows.shapes.micro_batches, rows.chunks
+    word = {name: rows.schedule == SCHEDULES.index(name) for name in OPEN_SCHEDULES}
+    plain = np.where(word["gpipe"], m, np.where(word["1f1b"], np.minimum(pp - rank, m), 1))
+    round_ = m // np.maximum(1, m // pp)
+    held = np.minimum((v - 1) * round_ + 2 * (pp - 1 - rank) + 1, v * m)
+    turns, rest = held // (v * round_), held % (v * round_)
+    looped = word["interleaved-1f1b"]
+    other = np.where(word["gpipe"] | word["1f1b"] | word["none"], plain, m)
+    return InFlight(
+        least=np.where(looped, turns * round_ + np.maximum(rest - (v - 1) * round_, 0), plain),
+        part=np.where(looped, turns * round_ + np.where(rest < round_, 0, rest % round_), other),
+        most=np.where(looped, turns * round_ + np.minimum(rest, round_), other),
+        whole=np.where(looped, np.maximum(rest // round_, 1), v),
+        all=np.where(looped, held, plain * v),
+    )
