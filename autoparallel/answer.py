@@ -13,6 +13,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.outcome import Alternative, ConstraintCost, Explored, PlanResult
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles import Cluster
+from autoparallel.report.numbers import times
 
 if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
@@ -252,7 +253,7 @@ def strategy_label(strategy: Strategy) -> str:
         words.append(strategy.pipeline.schedule + (f" × {chunks}" if chunks > 1 else ""))
     words.append(f"micro {strategy.batch.micro}")
     mode, full = strategy.recompute.mode, sum(strategy.recompute.per_stage)
-    again = [*([mode] if mode != "none" else []), *([f"{full} blocks"] if full else [])]
+    again = [*([mode] if mode != "none" else []), *([times(full, "block")] if full else [])]
     if again:
         words.append(f"recompute {' + '.join(again)}")
     lossy = [c for c in strategy.grad_sync.compression if c != "none"]

@@ -145,6 +145,23 @@ def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
     return Cluster(name=spec, groups=(group,), levels=levels, provenance=provenance)
 
 
+def grown(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
+    """A cluster of one node as `nodes` nodes of `per_node` of its devices: its own levels, then those of the
+    device's usual network."""
+    (group,) = cluster.groups
+    count = nodes * per_node
+    inside = tuple(
+        replace(level, size=per_node) if level is cluster.levels[-1] else level for level in cluster.levels
+    )
+    usual = [
+        replace(level, size=max(level.size // group.device.devices_per_node, 1) * per_node)
+        for level in group.device.levels
+        if level.size > group.device.devices_per_node
+    ]
+    bigger = replace(group, nodes=nodes, devices_per_node=per_node)
+    return replace(cluster, groups=(bigger,), levels=_bounded((*inside, *usual), count))
+
+
 def _shared(device: Device, per_node: int) -> Device:
     """A node's devices that outnumber its cores share its compute and memory bandwidth evenly."""
     if not device.cores or per_node <= device.cores:

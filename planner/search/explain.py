@@ -12,17 +12,20 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.alternatives import smallest
+from autoparallel.planner.search.constraints import chosen_by_user
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.outcome import GIB, InfeasiblePlan, Relaxation
 from autoparallel.planner.search.outer import Outer, build_outer, outer_of
 from autoparallel.planner.search.space import MODES, SCHEDULES, Space, build_space, divisors
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.build import grown
 
 SIMULATED = 4  # deals simulated for each relaxation: enough to show that one fits
 MOST_TIMES_DEVICES = 64
 VALUES_SHOWN = 8
 UNLIMITED_BYTES = float(2**60)
+OFFLOADS = (("offload.optimizer",), ("offload.optimizer", "offload.activations"))
 SHAPES_TRIED = 64  # of those with the least bound on memory
 
 
@@ -65,7 +68,7 @@ def explain_infeasible(outer: Outer) -> InfeasiblePlan:
         f"{outer.capacity_bytes / GIB:.4g} GiB are there ({device.memory_bytes / GIB:.4g} GiB less "
         f"{device.reserve_bytes / GIB:.3g} GiB reserve), {excess:.3g} GiB too few",
         excess_gib=excess,
-        relaxations=tuple(_relaxations(outer)),
+        relaxations=tuple({r.change: r for r in _relaxations(outer)}.values()),
     )
 
 
@@ -103,18 +106,32 @@ def _some(outer: Outer) -> Evaluation | None:
 
 def _relaxations(outer: Outer) -> Iterator[Relaxation]:
     problem = outer.problem
-    tried: list[tuple[str, ...]] = [(key,) for key in problem.constraints]
+    fixed = chosen_by_user(problem.constraints)
+    tried: list[tuple[str, ...]] = [(key,) for key in fixed]
     if len(tried) > 1:
-        tried.append(tuple(problem.constraints))
+        tried.append(fixed)
     for keys in tried:
         found = _try(_without(problem, keys), outer.book.expander)
         if found is not None:
             changes = [_change(key, problem.constraints[key], found.strategy) for key in keys]
             yield _relaxation("; ".join(filter(None, changes)) or f"{keys[0]} left free", found)
+    yield from _on_the_host(problem, outer.book.expander)
     found_devices = list(_more_devices(problem, ""))
     if not found_devices and problem.constraints:
         found_devices = list(_more_devices(replace(problem, constraints={}), " and no constraint"))
     yield from found_devices
+
+
+def _on_the_host(problem: Problem, expander: Expander) -> Iterator[Relaxation]:
+    """The optimizer state, then the activations too, kept on the host."""
+    for keys in OFFLOADS:
+        if any(key in problem.constraints for key in keys):
+            continue
+        kept = replace(problem, constraints={**problem.constraints, **dict.fromkeys(keys, 1.0)})
+        found = _try(kept, expander)
+        if found is not None:
+            yield _relaxation(" and ".join(f"{key} = 1" for key in keys) + " (on the host)", found)
+            return
 
 
 def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
@@ -136,8 +153,14 @@ def _try(problem: Problem, expander: Expander | None) -> Evaluation | None:
 
 
 def _with_devices(problem: Problem, times: int) -> Problem:
-    """The problem on a cluster with more nodes."""
+    """The problem on a cluster with more nodes, or with a fuller node where one holds few of its box's devices."""
     cluster = problem.cluster
+    group = cluster.groups[0]
+    if len(cluster.groups) == 1 and group.nodes == 1:
+        usual = max(group.device.devices_per_node, group.devices_per_node)
+        per_node = min(group.devices_per_node * times, usual)
+        nodes = -(-group.devices_per_node * times // per_node)
+        return replace(problem, cluster=grown(cluster, nodes, per_node))
     groups = tuple(replace(g, nodes=g.nodes * times) for g in cluster.groups)
     *inner, last = cluster.levels
     levels = (*inner, replace(last, size=max(last.size, cluster.devices * times)))

@@ -6,6 +6,7 @@ import pytest
 
 from autoparallel.errors import UserError
 from autoparallel.profiles import cluster_from_dict, cluster_to_dict, load_cluster, load_device
+from autoparallel.profiles.build import grown
 
 DEVICE = """
 schema = 1
@@ -169,3 +170,13 @@ def test_a_mistake_in_a_device_file_names_the_key(
     with pytest.raises(UserError) as error:
         load_device(path)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (1, 8), (4, 8)])
+def test_a_grown_node_is_what_its_box_and_network_are(nodes: int, per_node: int) -> None:
+    found, usual = (
+        grown(load_cluster("h100-sxm:1x2"), nodes, per_node),
+        load_cluster(f"h100-sxm:{nodes}x{per_node}"),
+    )
+    assert found.groups == usual.groups
+    assert found.levels == usual.levels

@@ -107,3 +107,14 @@ def test_a_batch_that_no_mesh_of_all_devices_divides_is_told_with_one_that_works
     usual = load_cluster("h100-sxm:1x7")
     with pytest.raises(InfeasiblePlan, match=r"try batch\.global = 7"):
         plan(Problem(graph=GRAPH, cluster=usual, global_batch=6))
+
+
+def test_state_on_the_host_is_offered_where_it_fits() -> None:
+    needed = smallest(shard__zero=0, mesh__tp=1, mesh__pp=1).peak_bytes
+    on_host = smallest(shard__zero=0, mesh__tp=1, mesh__pp=1, offload__optimizer=1.0).peak_bytes
+    assert on_host < needed
+    error = infeasible(problem_of((needed + on_host) / 2, shard__zero=0, mesh__tp=1, mesh__pp=1))
+    (offered,) = [r for r in error.relaxations if r.change.startswith("offload.optimizer = 1")]
+    assert offered.peak_memory_gib * GIB <= (needed + on_host) / 2
+    changes = [r.change for r in error.relaxations]
+    assert len(set(changes)) == len(changes)
