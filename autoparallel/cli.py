@@ -8,6 +8,7 @@ import typer
 
 from autoparallel.cli_errors import INTERRUPTED
 from autoparallel.cli_plan import plan, score
+from autoparallel.cli_profile import profile
 from autoparallel.cli_show import export, profiles, report
 from autoparallel.cli_whatif import whatif
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-for command in (plan, score, whatif, report, export, profiles):
+for command in (plan, score, whatif, report, export, profile, profiles):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

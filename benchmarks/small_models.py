@@ -71,8 +71,8 @@ def resnet(samples: int) -> tuple[nn.Module, Inputs]:
 
 
 def mlp(samples: int) -> tuple[nn.Module, Inputs]:
-    """784 features, 4 layers of 1,024, 10 classes."""
-    model, _ = _example("mlp")(features=784, width=1024, depth=4, classes=10)
+    """784 features, 4 layers of 512, 10 classes."""
+    model, _ = _example("mlp")(features=784, width=512, depth=4, classes=10)
     return model, {"x": torch.randn(samples, 784), "labels": torch.arange(samples) % 10}
 
 
@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[Callable[[int], tuple[nn.Module, Inputs]], int]] = {
     "BERT": (bert, 4),
     "ViT": (vit, 8),
     "ResNet": (resnet, 32),
-    "MLP": (mlp, 64),
+    "MLP": (mlp, 128),
 }
 
 

@@ -26,6 +26,7 @@ FUSIBLE = frozenset(
     {
         OpKind.NORM,
         OpKind.BATCH_NORM,
+        OpKind.POOL,
         OpKind.ELEMENTWISE,
         OpKind.REDUCTION,
         OpKind.SOFTMAX,

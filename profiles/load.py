@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from autoparallel.errors import UserError
-from autoparallel.profiles.build import build_cluster, build_device, cluster_of
+from autoparallel.profiles.build import build_cluster, build_device, cluster_of, constant_keys
 from autoparallel.profiles.hardware import Cluster, Device
 from autoparallel.profiles.schema import SCHEMA, ArchitectureFile, ClusterFile, DeviceFile, nearest
 
@@ -36,8 +36,18 @@ def load_device(name_or_path: str, *, dirs: Sequence[Path] = ()) -> Device:
     return parse_device(read_toml(path), str(path), dirs=dirs)
 
 
+def own_constants(name_or_path: str, *, dirs: Sequence[Path] = ()) -> tuple[str, tuple[str, ...]]:
+    """The architecture that a device file names, and the constants that it sets itself, by dotted key."""
+    path = _resolve(name_or_path, _files("devices", dirs, "memory"), "device")
+    table = check(DeviceFile, read_toml(path), str(path))
+    return table.architecture, constant_keys(table.constants, str(path))
+
+
 def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
-    """A cluster from a file, from a shipped file's name, or from `DEVICE:NODESxPER_NODE`."""
+    """A cluster from a file, from a shipped file's name, or from `DEVICE:NODESxPER_NODE`.
+
+    A device's own file stands for one box of it.
+    """
     match = _SPEC.fullmatch(spec)
     if match and not Path(spec).exists():
         device = load_device(match["device"], dirs=dirs)
@@ -46,7 +56,11 @@ def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
     if spec not in files and not _is_path(spec):
         _no_such_cluster(spec, tuple(files), device_names(dirs))
     path = _resolve(spec, files, "cluster")
-    return parse_cluster(read_toml(path), str(path), dirs=dirs)
+    table = read_toml(path)
+    if "memory" in table and "group" not in table:
+        device = parse_device(table, str(path), dirs=dirs)
+        return cluster_of(device, 1, device.cores or device.devices_per_node, spec)
+    return parse_cluster(table, str(path), dirs=dirs)
 
 
 def parse_device(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Device:

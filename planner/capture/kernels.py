@@ -58,12 +58,22 @@ _KINDS: dict[OpKind, frozenset[str]] = {
         {"nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"}
     ),
     OpKind.DROPOUT: frozenset({"native_dropout", "native_dropout_backward"}),
+    OpKind.POOL: frozenset(
+        {
+            "max_pool2d_with_indices",
+            "max_pool2d_with_indices_backward",
+            "avg_pool2d",
+            "avg_pool2d_backward",
+            "_adaptive_avg_pool2d",
+            "_adaptive_avg_pool2d_backward",
+        }
+    ),
     OpKind.REDUCTION: frozenset(
         {
             "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin",
             "prod", "norm", "linalg_vector_norm", "logsumexp", "cumsum", "cumprod", "topk", "sort", "histc",
-            "bincount", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d",
-            "avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+            "bincount",
+           
         }
     ),
 }  # fmt: skip

@@ -23,7 +23,8 @@ _PRODUCTS = {OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV}
 
 # An operator that launches several kernels is of the first of these kinds that occurs among them.
 _PRIORITY = (
-    OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.GEMM, OpKind.EMBEDDING, OpKind.NORM, OpKind.BATCH_NORM, OpKind.SOFTMAX, OpKind.DROPOUT,
+    OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.GEMM, OpKind.EMBEDDING, OpKind.NORM, OpKind.BATCH_NORM, OpKind.POOL,
+    OpKind.SOFTMAX, OpKind.DROPOUT,
     OpKind.REDUCTION, OpKind.ELEMENTWISE, OpKind.COPY,
 )  # fmt: skip
 

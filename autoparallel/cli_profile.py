@@ -1,0 +1,168 @@
+"""`autoparallel profile`: measure this machine and write its device profile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoparallel.cli_errors import exits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from autoparallel.profiles.hardware import Device
+
+CPU_BASE = "cpu-gloo"
+FALLBACK = "a100-sxm-80gb"  # of CUDA devices that no shipped profile is for: their constants until measured
+
+
+@exits
+def profile(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE.toml", help="Where the profile goes.")
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: half a minute.")] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The device's name (default: the file's).")
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            "--like",
+            metavar="DEVICE",
+            help="A shipped profile or a file: what is not measured is taken from it (default: by the hardware's name).",
+        ),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="Threads that a process computes with, on a CPU.")
+    ] = 1,
+) -> None:
+    """Measure this machine: kernels, the optimizer and, under torchrun, collectives.
+
+    The written file is a device: plan for it with --cluster PROFILE.toml:NODESxPER_NODE.
+    """
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.planner.strategy.write import check_writable
+
+    check_writable(output)
+    console = stderr_console()
+    run_profile(output, name or output.stem, like, quick=quick, threads=threads, console=console)
+
+
+def run_profile(
+    output: Path, name: str, like: str | None, *, quick: bool, threads: int, console: Console
+) -> None:
+    """Measure, fit, write, tell. Under torchrun every rank calls it; rank 0 writes."""
+    from autoparallel.costmodel.fit_collectives import Machine, fit_collectives
+    from autoparallel.costmodel.fit_device import changed_keys, fit_device
+    from autoparallel.profiles.load import load_device, own_constants
+    from autoparallel.profiles.write import device_file, write_device
+    from autoparallel.runtime.profiling import measure_machine
+    from autoparallel.runtime.profiling.collectives import measure_collectives
+    from autoparallel.runtime.profiling.start import processes
+    from autoparallel.runtime.profiling.timing import is_cuda, use_threads
+
+    use_threads(threads)
+    with processes() as world:
+        base_name = like or base_of_hardware()
+        base = load_device(base_name)
+        device = base
+        if world.rank == 0:
+            with bar(console, "kernels") as tell:
+                found = measure_machine(quick=quick, tell=tell)
+            by = f"{found.threads} thread{'s' * (found.threads > 1)} of " if found.threads else ""
+            source = f"autoparallel profile on {by}{found.hardware}, {found.software}"
+            device = fit_device(base, found.samples, source=source, own_peaks=not is_cuda())
+        world.wait()
+        if world.size > 1:
+            silent = world.rank > 0
+            with bar(console, "collectives", silent=silent) as tell:
+                collectives = measure_collectives(world.per_node, quick=quick, tell=tell)
+            machine = Machine(nodes=world.size // world.per_node, per_node=world.per_node)
+        if world.rank > 0:
+            return
+        if world.size > 1:
+            where = f"{source}, {world.backend} over {world.size} processes"
+            device = fit_collectives(device, collectives, machine, source=where)
+    architecture, own = own_constants(base_name)
+    changed = changed_keys(base, device)
+    kept = {*changed, *(f"constants.{key}" for key in own)}
+    table = device_file(named(device, name), architecture, kept)
+    write_device(output, table, f"Written by `autoparallel profile`, on top of `{base_name}`.\n{source}.")
+    print_profile(console, base, device, changed)
+    console.print(
+        f"profile written to {output}; plan with --cluster {output}:1x{max(world.size, 1)}", markup=False
+    )
+
+
+def named(device: Device, name: str) -> Device:
+    """The device under another name, with the cores of this machine where it had cores."""
+    from dataclasses import replace
+
+    return replace(device, name=name, cores=(os.cpu_count() or device.cores) if device.cores else 0)
+
+
+def base_of_hardware() -> str:
+    """The shipped profile that is likest to this machine: the longest name whose words the hardware's has."""
+    from autoparallel.profiles import device_names
+    from autoparallel.runtime.profiling.measure import hardware_name
+    from autoparallel.runtime.profiling.timing import is_cuda
+
+    if not is_cuda():
+        return CPU_BASE
+    hardware = hardware_name().lower().replace("-", " ").split()
+    matching = [n for n in device_names() if n.split("-")[0] in hardware]
+    return max(matching, key=lambda n: sum(part in hardware for part in n.split("-")), default=FALLBACK)
+
+
+def bar(console: Console, title: str, *, silent: bool = False) -> _Bar:
+    """A progress bar on standard error."""
+    return _Bar(console, title, silent)
+
+
+class _Bar:
+    """Shows how far measuring is; the `tell` that it yields takes (done, of, what is next)."""
+
+    def __init__(self, console: Console, title: str, silent: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.fields[title]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        self.progress = Progress(*columns, console=console, disable=silent)
+        self.task = self.progress.add_task("", total=None, title=title)
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        self.progress.start()
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def _tell(self, done: int, of: int, what: str) -> None:
+        self.progress.update(self.task, completed=done, total=of, description=what)
+
+
+def print_profile(console: Console, base: Device, device: Device, changed: tuple[str, ...]) -> None:
+    """What was fitted and how well, as two tables."""
+    from rich.table import Table
+
+    fits = Table("measured", "samples", "mean error", "nine of ten within", title="how well the fit says it")
+    for family, r in device.residuals.items():
+        fits.add_row(family, str(r.samples), f"{r.mean_absolute_error:.1%}", f"{r.p90_absolute_error:.1%}")
+    console.print(fits)
+    values = Table("constant", "before", "now", title="what changed")
+    for key in changed:
+        constant = key.removeprefix("constants.")
+        if constant in device.constants:
+            values.add_row(constant, f"{base.constants[constant]:.4g}", f"{device.constants[constant]:.4g}")
+    console.print(values)

@@ -1,0 +1,85 @@
+"""Runs the cases, one after the other, and says how far it is."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autoparallel.costmodel.fit import Sample
+from autoparallel.runtime.profiling import memory_bound, products
+from autoparallel.runtime.profiling.case import Case
+from autoparallel.runtime.profiling.timing import is_cuda, measure_s
+
+# Seconds of repetitions per case.
+BUDGET_S = 0.25
+QUICK_BUDGET_S = 0.04
+
+Tell = Callable[[int, int, str], None]  # done, of, what is next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What was measured, and on what."""
+
+    samples: tuple[Sample, ...]
+    hardware: str  # "AMD EPYC", "NVIDIA H100 80GB HBM3"
+    software: str
+    threads: int  # 0 on an accelerator
+    memory_bytes: float
+
+
+def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Measurements:
+    """Times every case on the CPU (with the threads that torch has) or on the current CUDA device."""
+    cases = all_cases()
+    budget_s = QUICK_BUDGET_S if quick else BUDGET_S
+    samples = []
+    for done, case in enumerate(cases):
+        tell(done, len(cases), case.label)
+        seconds = measure_s(case.calls(), budget_s=budget_s)
+        samples.append(Sample(family=case.family, label=case.label, kernels=case.kernels, seconds=seconds))
+    tell(len(cases), len(cases), "")
+    return Measurements(
+        samples=tuple(samples),
+        hardware=hardware_name(),
+        software=f"torch {torch.__version__}",
+        threads=0 if is_cuda() else torch.get_num_threads(),
+        memory_bytes=memory_bytes(),
+    )
+
+
+def all_cases() -> list[Case]:
+    """Everything that one process measures."""
+    dtypes = (torch.bfloat16, torch.float32) if is_cuda() else (torch.float32, torch.bfloat16)
+    attention = torch.bfloat16 if is_cuda() else torch.float32
+    cases = [memory_bound.copy_case(), memory_bound.launch_case(), memory_bound.dispatch_case()]
+    for dtype in dtypes:
+        cases += products.product_cases(dtype)
+    cases += [*products.convolution_cases(torch.float32), *products.attention_cases(attention)]
+    cases += [*memory_bound.row_cases(), *memory_bound.vocabulary_cases(), *memory_bound.image_cases()]
+    return [*cases, *memory_bound.optimizer_cases()]
+
+
+def hardware_name() -> str:
+    """The device's name for people."""
+    if is_cuda():
+        return str(torch.cuda.get_device_name())
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_bytes() -> float:
+    """Memory of the device; of the machine, 0 where that is not known, on a CPU."""
+    if is_cuda():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return 0.0
+    return float(info.read_text(encoding="utf-8").split("MemTotal:")[1].split()[0]) * 1024
