@@ -18,6 +18,7 @@ class Framework:
 
     early_flash_on: tuple[str, ...] = ()  # devices on which its flash attention is of the first generation
     half_gradients: bool = False  # accumulated and reduced in the parameters' dtype
+    bucket_elements: float | None = None  # gradients reduced at once
     sequence_parallel: bool = False  # with every tensor parallelism
     async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
@@ -31,6 +32,9 @@ FRAMEWORKS = {
     # wherever tensor_model_parallel_size > 1.
     "nemo": Framework(sequence_parallel=True, half_gradients=True, async_tp=True),
     "megatron-bridge": Framework(sequence_parallel=True, half_gradients=True, async_tp=True),
+    # InternLM/InternEvo: solver/optimizer/hybrid_zero_optim.py reduces gradients in the parameters' dtype;
+    # reduce_bucket_size of its 7B configurations.
+    "internevo": Framework(half_gradients=True, bucket_elements=512 * 2**20),
     # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining
     # configuration until it was removed in 2024 (c26309de5); its A100 tables are of 2023. loss_fn: fused_crossentropy,
     # whose kernel reads the half-precision logits.

@@ -192,7 +192,9 @@ def _bucket_mib(row: Row, mesh: Mesh) -> float:
 
     Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py (bucket_size).
     """
-    gradients = max(40e6, 1e6 * mesh.data_parallel * mesh.cp)
+    gradients = framework_of(row.get("framework", "")).bucket_elements
+    if gradients is None:
+        gradients = max(40e6, 1e6 * mesh.data_parallel * mesh.cp)
     if not _flag(row, "overlap_dp", False):
         gradients = 1e12
     return gradients * 4 / 2**20
