@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.runtime.compression import Reducer, Reduction
+from autoparallel.runtime.reductions import Reducer, Reduction
 from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import after_backward, dtensor_like
 

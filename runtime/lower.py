@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy, TensorRule
-from autoparallel.runtime.compression import make_reducer, method_between
+from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.recompute import recompute_blocks
+from autoparallel.runtime.replicas import method_along, replica_reducer
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
 
 _MIB = 2**20
@@ -118,12 +119,14 @@ def lower_module(
     if mesh.sizes.tp > 1:
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
     recompute_blocks(module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full)
+    if strategy.execution.kernels == "compiled":
+        compile_blocks(module, blocks)
     copied = shard_data(
         module,
         blocks,
         mesh,
         zero=zero,
-        compression=_method(strategy, mesh, "dp_shard"),
+        compression=method_along("dp_shard", strategy, mesh),
         dtype=dtypes.compute,
         param_dtype=dtypes.param,
         grad_dtype=dtypes.grad,
@@ -137,7 +140,7 @@ def lower_module(
     sharded = mesh.sizes.dp_shard > 1
     sync = GradientSync(
         module.parameters(),
-        make_reducer(group, _method(strategy, mesh, "dp_replicate")) if group is not None else None,
+        replica_reducer(strategy, mesh),
         group=group,
         grad_dtype=dtypes.grad,
         bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
@@ -146,14 +149,6 @@ def lower_module(
         copied_group=mesh.group("dp_shard") if sharded else None,
     )
     return Lowered(module, zero=zero, sharded=sharded, sync=sync)
-
-
-def _method(strategy: Strategy, mesh: RankMesh, axis: str) -> str:
-    """How gradients travel along `axis`."""
-    if getattr(mesh.sizes, axis) == 1:
-        return "none"
-    ranks = dist.get_process_group_ranks(mesh.group(axis))
-    return method_between(ranks, strategy.grad_sync.compression, mesh.level_sizes)
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

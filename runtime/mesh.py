@@ -23,6 +23,9 @@ class RankMesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     level_sizes: tuple[int, ...] = ()  # devices below one port of each network level, where it is known
+    # The replicas of this rank's share below its port of a network level, and those that stand where it stands
+    # below other ports, where gradients are reduced level by level.
+    levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     def coordinate(self, axis: str) -> int:
         """This rank's position along `axis`."""
@@ -94,8 +97,17 @@ def build_mesh(sizes: Mesh, level_sizes: tuple[int, ...] = ()) -> RankMesh:
     rank, device = start_ranks()
     if not dist.is_initialized():
         return RankMesh(sizes=sizes, rank=0, device=device, device_mesh=None)
-    shape = [getattr(sizes, axis) for axis in sizes.order]
-    ranks = torch.arange(sizes.devices).reshape(shape)
-    ranks = ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
-    device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
+    device_mesh = DeviceMesh(device.type, _ranks(sizes), mesh_dim_names=AXES)
     return RankMesh(sizes=sizes, rank=rank, device=device, device_mesh=device_mesh, level_sizes=level_sizes)
+
+
+def _ranks(sizes: Mesh) -> torch.Tensor:
+    """Ranks by position along `AXES`."""
+    ranks = torch.arange(sizes.devices).reshape([getattr(sizes, axis) for axis in sizes.order])
+    return ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
+
+
+def groups_along(sizes: Mesh, axis: str) -> list[list[int]]:
+    """The ranks of every group along `axis`, in the same order on every rank."""
+    along = _ranks(sizes).movedim(AXES.index(axis), -1)
+    return along.reshape(-1, getattr(sizes, axis)).tolist()

@@ -12,12 +12,14 @@ from torch import nn
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.compiled import check_kernels
 from autoparallel.runtime.compression import check_compression
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, world_size
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
+from autoparallel.runtime.replicas import check_algorithm, with_levels
 
 
 def parallelize(
@@ -37,9 +39,9 @@ def parallelize(
     parameters on the meta device are made and initialised share by share. Collective. Raises UserError,
     before anything is changed, for a strategy that does not fit the module or the processes.
     """
-    check_strategy(module, strategy, blocks)
+    check_strategy(module, strategy, blocks, level_sizes)
     dtypes = dtypes or module_dtypes(module)
-    mesh = build_mesh(strategy.mesh, level_sizes)
+    mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
     _share_generator(mesh)
     if strategy.mesh.pp > 1:
         from autoparallel.runtime.pipeline_module import pipeline_module
@@ -66,7 +68,9 @@ def _share_generator(mesh: RankMesh) -> None:
         torch.set_rng_state(state.cpu())
 
 
-def check_strategy(module: nn.Module, strategy: Strategy, blocks: Sequence[str]) -> None:
+def check_strategy(
+    module: nn.Module, strategy: Strategy, blocks: Sequence[str], level_sizes: tuple[int, ...] = ()
+) -> None:
     """Refuse a strategy that does not fit the module, the processes or the runtime; changes nothing."""
     check_mesh(strategy.mesh, world_size())
     _check_batch(strategy)
@@ -84,6 +88,8 @@ def check_strategy(module: nn.Module, strategy: Strategy, blocks: Sequence[str])
             "execution.async_tp: the runtime does not run asynchronous tensor parallelism yet; set it to false"
         )
     check_compression(strategy.grad_sync.compression)
+    check_algorithm(strategy, level_sizes)
+    check_kernels(strategy)
     check_rules(module, strategy)
     check_members(module)
     check_initialisable(module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -34,3 +35,8 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name, parameter
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, for backends that move but do not know the dtype."""
+    return tensor.view(torch.uint8)

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Recompute, Shard, Strategy, TensorRule
+from autoparallel.planner.strategy.types import (
+    Batch,
+    Execution,
+    GradSync,
+    Mesh,
+    Recompute,
+    Shard,
+    Strategy,
+    TensorRule,
+)
 from autoparallel.runtime.micro_batches import as_call, loss_of
 from autoparallel.runtime.start import parallelize
 from tests.runtime.models import EXAMPLES, Example
@@ -32,7 +41,7 @@ class Difference:
 def strategy_of(
     example: Example, *, micro: int = 2, micro_batches: int = 1, zero: int = 0, recompute: str = "none",
     sequence_parallel: bool = False, compression: tuple[str, ...] = (), order: tuple[str, ...] | None = None,
-    bucket_mib: float = 0.01, tensor: tuple[TensorRule, ...] | None = None, **mesh: int,
+    bucket_mib: float = 0.01, kernels: str = "eager", tensor: tuple[TensorRule, ...] | None = None, **mesh: int,
 ) -> Strategy:  # fmt: skip
     """A strategy in which each data-parallel rank runs `micro_batches` of `micro` samples."""
     sizes = Mesh(**mesh)
@@ -43,6 +52,7 @@ def strategy_of(
         mesh=sizes,
         shard=Shard(zero=zero, sequence_parallel=sequence_parallel),
         recompute=Recompute(mode=recompute),
+        execution=Execution(kernels=kernels),
         grad_sync=GradSync(compression=compression, bucket_mib=bucket_mib),
         tensor=(tuple(example.rules(sequence_parallel)) if tensor is None else tensor)
         if sizes.tp > 1

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.compression import check_compression, make_reducer, method_between
+from autoparallel.runtime.compression import check_compression, method_between
+from autoparallel.runtime.reductions import make_reducer
 from tests.runtime.compare import compare
 from tests.runtime.harness import Processes
 
@@ -32,6 +33,27 @@ def test_every_rank_gets_the_mean_to_the_precision_of_the_method(
     for mean, error in results:
         assert torch.equal(mean, results[0][0])
         assert error <= limit, "two roundings of numbers of at most about three"
+
+
+def _sum_of_steps(rank: int, world_size: int, steps: int) -> float:
+    """Relative error of the sum of compressed means over `steps` steps of changing gradients."""
+    total, exact = torch.zeros(512), torch.zeros(512)
+    numbers = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        gradient = 1 + 0.1 * torch.randn(512, generator=numbers)
+        mean = gradient.clone()
+        dist.all_reduce(mean)
+        exact += mean / world_size
+        make_reducer(dist.group.WORLD, "bf16").start(gradient).wait()
+        total += gradient
+    return ((total - exact).norm() / exact.norm()).item()
+
+
+def test_errors_of_rounding_to_bf16_cancel_over_the_steps(gloo: Processes) -> None:
+    """Why no error is fed back: in a biased method the error of the sum would not fall."""
+    once, often = (gloo.run(2, _sum_of_steps, steps=steps)[0] for steps in (1, 64))
+    assert once < 2**-8
+    assert often < once / 4, "the square root of 64 steps would be 8"
 
 
 def test_training_with_bf16_compression_stays_close_to_one_process(gloo: Processes) -> None:

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Strategy
+from autoparallel.runtime.compiled import check_kernels
+from tests.runtime.compare import TOLERANCE, Difference, compare
+from tests.runtime.harness import Processes
+
+
+def strategy_of(kernels: str, tp: int = 1) -> Strategy:
+    return Strategy(batch=Batch(global_=1, micro=1), mesh=Mesh(tp=tp), execution=Execution(kernels=kernels))
+
+
+def _compared(rank: int, world_size: int) -> tuple[Difference | None, int]:
+    """Blocks compiled without code generation, which takes long and is torch's own; how many graphs ran."""
+    graphs = 0
+    make = torch._dynamo.lookup_backend("aot_eager")
+
+    def counted(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return make(module, inputs)
+
+    before = torch.compile
+    torch.compile = partial(before, backend=counted)
+    try:
+        options = {"kernels": "compiled", "dp_shard": 2, "zero": 3, "recompute": "full", "micro_batches": 2}
+        return compare(rank, world_size, "mlp", options, "float64"), graphs
+    finally:
+        torch.compile = before
+
+
+@pytest.mark.distributed
+def test_compiled_blocks_give_the_gradients_of_one_process(gloo: Processes) -> None:
+    found, graphs = gloo.run(2, _compared)[0]
+    assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
+    assert graphs > 0, "something was compiled"
+
+
+def test_compiled_tensor_parallel_blocks_are_refused() -> None:
+    check_kernels(strategy_of("compiled"))
+    with pytest.raises(UserError, match="eager"):
+        check_kernels(strategy_of("compiled", tp=2))
+
+
+def test_fused_kernels_are_said_not_to_run() -> None:
+    with pytest.warns(UserWarning, match="the kernels that it has"):
+        check_kernels(strategy_of("fused"))
