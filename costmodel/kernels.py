@@ -32,6 +32,9 @@ _TILE_SHAPES = tuple(
     for rows, columns in (t.split("x") for t in TILES)
 )
 _SPLITS = (1, 2, 4, 8)
+# Batched products of heads whose rows are not aligned run without matrix units. Source: NVIDIA, "Matrix multiplication
+# background user's guide", table of tensor-core requirements; BigScience's chronicles measured what it costs.
+_ALIGNMENT_BYTES = 16
 PER_TENSOR = (
     "optimizer_tensors"  # what an optimizer step takes for each of `count` tensors, whatever its size
 )
@@ -208,6 +211,7 @@ def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, k
     total = 0.0
     start_s = constants["kernel.start_s"]
     item = OPERAND_BYTES[dtype]
+    aligned = shape.head_size * item % _ALIGNMENT_BYTES == 0
     for batch, m, n, k in _products(kernel, shape):
         moved = int(batch * (m * k + k * n + m * n) * item)
         part = Kernel(
@@ -217,11 +221,17 @@ def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, k
             bytes_moved=moved,
             product=(batch, m, n, k),
         )
-        total += start_s + gemm_s(part, device)
+        total += start_s + (gemm_s(part, device) if aligned else _vector_product_s(part, device))
     side = "backward" if kernel.backward else "forward"
     passes = constants[f"attention.score_passes_{side}.{kernels}"]
     scores = shape.batch * shape.heads * shape.query_length * shape.key_length * item * passes
     return total + start_s + memory_s(scores, device, "memory.efficiency.softmax")
+
+
+def _vector_product_s(kernel: Kernel, device: Device) -> float:
+    """A product that the matrix units cannot run: its rows do not start on multiples of `_ALIGNMENT_BYTES`."""
+    rate = peak_flops(device, "fp32") * device.constants["gemm.efficiency.full"]
+    return max(kernel.flops / rate, memory_s(kernel.bytes_moved, device, "memory.efficiency.elementwise"))
 
 
 def _products(kernel: Kernel, shape: AttentionShape) -> tuple[tuple[int, int, int, int], ...]:
