@@ -59,9 +59,9 @@ def run_profile(
 ) -> None:
     """Measure, fit, write, tell. Under torchrun every rank calls it; rank 0 writes."""
     from autoparallel.costmodel.fit_collectives import Machine, fit_collectives
-    from autoparallel.costmodel.fit_device import changed_keys, fit_device
+    from autoparallel.costmodel.fit_device import fit_device
     from autoparallel.profiles.load import load_device, own_constants
-    from autoparallel.profiles.write import device_file, write_device
+    from autoparallel.profiles.write import changed_keys, device_file, write_device
     from autoparallel.runtime.profiling import measure_machine
     from autoparallel.runtime.profiling.collectives import measure_collectives
     from autoparallel.runtime.profiling.start import processes

@@ -19,7 +19,7 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from autoparallel.profiles.hardware import Device, Provenance, ValueKind
+from autoparallel.profiles.hardware import Device, Provenance, Residual, ValueKind
 
 NOISE = 0.02  # repeated runs of one configuration differ by about this share (log scale). Kind: measured.
 STEP = 0.02  # finite difference, log scale
@@ -66,7 +66,7 @@ class Calibration:
     factors: tuple[tuple[str, float], ...]
     errors_before: tuple[float, ...]
     errors_after: tuple[float, ...]
-    errors_held_out: tuple[float, ...]  # each row predicted from a fit to the others; () with two rows
+    errors_held_out: tuple[float, ...]  # each row predicted from a fit to the others; () where not asked for
 
 
 def correct(device: Device, factors: dict[str, float], source: str) -> Device:
@@ -92,23 +92,60 @@ def calibrate(
 ) -> Calibration:
     """Fit the corrections to measured step times.
 
-    `predict(device)` gives one step time (seconds) per measured row. With n rows the first min(3, n - 1)
-    corrections are fitted, with one row none; held-out errors need a further fit per row.
+    `predict(device)` gives one step time (seconds) per measured row. With n rows at most the first min(3, n - 1)
+    corrections are fitted, with one row none. With `held_out`, each row is also predicted from a fit to the others,
+    and of 0, 1, 2, … corrections that number is kept which does best on rows held out.
     """
     measured = np.asarray(measured_s, dtype=np.float64)
     assert (measured > 0).all()
-    chosen = CORRECTIONS[: max(0, min(len(CORRECTIONS), len(measured) - 1))]
-    fitted = _fit(device, predict, measured, chosen, np.arange(len(measured)))
-    corrected = correct(device, _factors(chosen, fitted), source)
+    most = max(0, min(len(CORRECTIONS), len(measured) - 1))
+    before = _errors(predict(device), measured)
     outside: tuple[float, ...] = ()
     if held_out and len(measured) > 2:
-        outside = tuple(_held_out_error(device, predict, measured, row) for row in range(len(measured)))
+        most, outside = _best_count(device, predict, measured, before, most)
+    chosen = CORRECTIONS[:most]
+    fitted = _fit(device, predict, measured, chosen, np.arange(len(measured)))
+    corrected = correct(device, _factors(chosen, fitted), source)
+    after = _errors(predict(corrected), measured)
+    if outside:
+        corrected = replace(corrected, residuals={**corrected.residuals, "step": _step_residual(outside)})
     return Calibration(
         device=corrected,
         factors=tuple(_factors(chosen, fitted).items()),
-        errors_before=_errors(predict(device), measured),
-        errors_after=_errors(predict(corrected), measured),
+        errors_before=before,
+        errors_after=after,
         errors_held_out=outside,
+    )
+
+
+def _best_count(
+    device: Device, predict: Predict, measured: Vector, before: tuple[float, ...], most: int
+) -> tuple[int, tuple[float, ...]]:
+    """How many corrections do best on rows held out, and the errors of those rows; one more must earn its place."""
+    count, errors = 0, before
+    for more in range(1, min(most, len(measured) - 2) + 1):
+        found = tuple(
+            _held_out_error(device, predict, measured, row, CORRECTIONS[:more])
+            for row in range(len(measured))
+        )
+        if _size(found) < _size(errors):
+            count, errors = more, found
+    return count, errors
+
+
+def _size(errors: Sequence[float]) -> float:
+    """Mean absolute error."""
+    return sum(abs(e) for e in errors) / len(errors)
+
+
+def _step_residual(errors: Sequence[float]) -> Residual:
+    """What calibration leaves of whole steps, on rows held out: the width of later predictions' intervals."""
+    sizes = sorted(abs(e) for e in errors)
+    return Residual(
+        samples=len(sizes),
+        mean_absolute_error=_size(errors),
+        p90_absolute_error=sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+        bias=sum(errors) / len(errors),
     )
 
 
@@ -142,10 +179,11 @@ def _factors(chosen: Sequence[Correction], x: Vector) -> dict[str, float]:
     return {c.name: exp(float(value)) for c, value in zip(chosen, x, strict=True)}
 
 
-def _held_out_error(device: Device, predict: Predict, measured: Vector, row: int) -> float:
+def _held_out_error(
+    device: Device, predict: Predict, measured: Vector, row: int, chosen: Sequence[Correction]
+) -> float:
     """Error of one row under the fit to all others."""
     others = np.array([i for i in range(len(measured)) if i != row])
-    chosen = CORRECTIONS[: max(0, min(len(CORRECTIONS), len(others) - 1))]
     x = _fit(device, predict, measured, chosen, others)
     predicted = predict(correct(device, _factors(chosen, x), "held out"))[row]
     return float(predicted / measured[row] - 1)

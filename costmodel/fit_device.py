@@ -64,11 +64,6 @@ def fit_device(base: Device, samples: Sequence[Sample], *, source: str, own_peak
     return replace(device, residuals=residuals)
 
 
-def changed_keys(before: Device, after: Device) -> tuple[str, ...]:
-    """Keys of the figures whose provenance differs."""
-    return tuple(k for k, known in after.provenance.items() if before.provenance.get(k) != known)
-
-
 def _overhead(device: Device, key: str, tiny: Sequence[Sample], source: str) -> Device:
     """What a launch takes: the host's time where it runs ahead of the device, else all of it in turn.
 

@@ -96,7 +96,7 @@ def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> 
         per_node = figures.whole(f"{key}.devices_per_node", group.devices_per_node)
         groups.append(
             Group(
-                device=_shared(device, per_node),
+                device=shared_device(device, per_node),
                 nodes=figures.whole(f"{key}.nodes", group.nodes),
                 devices_per_node=per_node,
                 price_per_device_hour=figures.take(f"{key}.price_per_device_hour", price, above=False)
@@ -135,7 +135,7 @@ def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
             f"cluster `{spec}`: a box of {device.name} holds {usual} devices, not {per_node}; write "
             f"`{device.name}:{-(-nodes * per_node // usual)}x{usual}`, or describe the box in a cluster file"
         )
-    group = Group(device=_shared(device, per_node), nodes=nodes, devices_per_node=per_node)
+    group = Group(device=shared_device(device, per_node), nodes=nodes, devices_per_node=per_node)
     levels = _box_levels(device, per_node, nodes * per_node)
     provenance = {
         key.replace("box.levels", "level"): value
@@ -162,7 +162,7 @@ def grown(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     return replace(cluster, groups=(bigger,), levels=_bounded((*inside, *usual), count))
 
 
-def _shared(device: Device, per_node: int) -> Device:
+def shared_device(device: Device, per_node: int) -> Device:
     """A node's devices that outnumber its cores share its compute and memory bandwidth evenly."""
     if not device.cores or per_node <= device.cores:
         return device

@@ -27,6 +27,11 @@ def device_file(device: Device, architecture: str, own: Collection[str]) -> dict
     return table
 
 
+def changed_keys(before: Device, after: Device) -> tuple[str, ...]:
+    """Keys of the figures whose provenance differs."""
+    return tuple(k for k, known in after.provenance.items() if before.provenance.get(k) != known)
+
+
 def write_device(path: Path, table: dict[str, Any], comment: str) -> None:
     """The table as TOML, whole or not at all, numbers to six digits."""
     text = "".join(f"# {line}\n" for line in comment.splitlines()) + tomli_w.dumps(_rounded(table))

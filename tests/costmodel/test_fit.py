@@ -8,12 +8,13 @@ import pytest
 
 from autoparallel.costmodel.fit import Sample, fit_constants, kernel_price, with_constants
 from autoparallel.costmodel.fit_collectives import CollectiveSample, GroupPlace, Machine, fit_collectives
-from autoparallel.costmodel.fit_device import changed_keys, fit_device
+from autoparallel.costmodel.fit_device import fit_device
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.program import CollectiveOp, Kernel
 from autoparallel.profiles import load_device
 from autoparallel.profiles.build import cluster_of
 from autoparallel.profiles.hardware import ValueKind
+from autoparallel.profiles.write import changed_keys
 
 BASE = load_device("cpu-gloo")
 SIZES = (128, 192, 256, 384, 512, 1024)

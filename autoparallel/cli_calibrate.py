@@ -1,0 +1,98 @@
+"""`autoparallel calibrate`: correct a device profile from measured step times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoparallel.cli_errors import exits
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoparallel.costmodel.calibrate import Calibration
+    from autoparallel.measured import Measured
+
+FEWEST_ROWS = 3  # one correction, and a row to hold out of the fit of two
+
+
+@exits
+def calibrate(
+    profile: Annotated[
+        str,
+        typer.Argument(metavar="PROFILE.toml", help="The device profile: a file, or a shipped one's name."),
+    ],
+    measured: Annotated[
+        Path,
+        typer.Option(
+            "--measured",
+            metavar="ROWS.csv",
+            help="Columns strategy (a file) and step_time_s; model, cluster (NxM), seq_len where the file does not say.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE.toml", help="Where the corrected profile goes.")
+    ],
+) -> None:
+    """Correct a profile from measured step times: few constants, checked on rows held out."""
+    from autoparallel.cli_progress import stderr_console, working
+    from autoparallel.costmodel.calibrate import calibrate as fit
+    from autoparallel.errors import UserError
+    from autoparallel.measured import predictions, read_measured
+    from autoparallel.planner.strategy.write import check_writable
+    from autoparallel.profiles.load import load_device, own_constants
+    from autoparallel.profiles.write import changed_keys, device_file, write_device
+
+    check_writable(output)
+    console = stderr_console()
+    device = load_device(profile)
+    runs = read_measured(measured, device)
+    if len(runs) < FEWEST_ROWS:
+        raise UserError(
+            f"{measured}: {len(runs)} rows; corrections are fitted to at least {FEWEST_ROWS}, so that there are "
+            "always more rows than constants, and a row to check them on"
+        )
+    with working(console, f"fitting {len(runs)} measured steps"):
+        result = fit(
+            device, predictions(runs), [r.step_time_s for r in runs], source=f"calibrated on {measured.name}"
+        )
+    print_calibration(console, runs, result)
+    architecture, own = own_constants(profile)
+    kept = {*(f"constants.{key}" for key in own), *changed_keys(device, result.device)}
+    table = device_file(result.device, architecture, kept)
+    write_device(output, table, f"`{profile}`, calibrated on {len(runs)} measured steps of {measured.name}.")
+    console.print(f"profile written to {output}", markup=False)
+
+
+def print_calibration(console: Console, runs: tuple[Measured, ...], result: Calibration) -> None:
+    """What changed, and how the residuals fell."""
+    from rich.table import Table
+
+    rows = Table("run", "measured", "before", "after", "held out", title="errors of the predicted step")
+    for i, run in enumerate(runs):
+        rows.add_row(
+            run.name,
+            f"{run.step_time_s:.4g} s",
+            f"{result.errors_before[i]:+.1%}",
+            f"{result.errors_after[i]:+.1%}",
+            f"{result.errors_held_out[i]:+.1%}",
+        )
+    console.print(rows)
+    for name, factor in result.factors:
+        word = "faster" if factor > 1 else "slower"
+        console.print(f"{name}: {abs(factor - 1):.1%} {word} than the profile said", markup=False)
+    means = [
+        sum(map(abs, errors)) / len(errors)
+        for errors in (result.errors_before, result.errors_after, result.errors_held_out)
+    ]
+    console.print(
+        f"mean error: {means[0]:.1%} before, {means[1]:.1%} after; {means[2]:.1%} on rows held out of the fit "
+        f"({len(result.factors)} constants, {len(runs)} rows)",
+        markup=False,
+    )
+    if not result.factors:
+        console.print(
+            "nothing was changed: on rows held out, no correction is better than none", markup=False
+        )

@@ -1,0 +1,144 @@
+"""Measured step times, as `calibrate` takes them: rows of a CSV, each with the strategy that ran."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.errors import UserError
+from autoparallel.inputs import Checked, Request, load_graph
+from autoparallel.planner.problem import Objective
+from autoparallel.planner.score import score
+from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.profiles.build import cluster_of, shared_device
+from autoparallel.profiles.hardware import Device
+
+COLUMNS = ("strategy", "step_time_s", "model", "cluster", "seq_len")
+_SHAPE = re.compile(r"(\d+)x(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run: what ran, on how much of the profiled device, and its seconds per step."""
+
+    name: str
+    graph: ModelGraph
+    strategy: Strategy
+    cluster: Callable[[Device], Cluster]
+    step_time_s: float
+
+    def predicted_s(self, device: Device) -> float:
+        """The step that the cost model predicts with this device."""
+        return score(self.graph, self.cluster(device), self.strategy, spans=False).step_time_s
+
+
+def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
+    """The rows of a CSV with the columns `strategy` (a complete strategy file, relative to the CSV) and
+    `step_time_s`; `model`, `cluster` (NODESxPER_NODE) and `seq_len` where the file's [problem] does not say or
+    they were different. Raises UserError, naming row and column."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not rows or "strategy" not in rows[0] or "step_time_s" not in rows[0]:
+        raise UserError(
+            f"{path}: needs a header with `strategy` (a strategy file) and `step_time_s` (seconds), and optionally "
+            "`model`, `cluster` (NODESxPER_NODE) and `seq_len`; and a row for each run"
+        )
+    if unknown := [name for name in rows[0] if name not in COLUMNS]:
+        raise UserError(f"{path}: unknown column `{unknown[0]}`; known: {', '.join(COLUMNS)}")
+    graphs: dict[tuple[str, int | None], ModelGraph] = {}
+    return tuple(
+        _run(row, f"{path}: row {number}", path.parent, device, graphs)
+        for number, row in enumerate(rows, start=2)
+    )
+
+
+def _run(
+    row: dict[str, str],
+    where: str,
+    folder: Path,
+    device: Device,
+    graphs: dict[tuple[str, int | None], ModelGraph],
+) -> Measured:
+    file = read_strategy_file(folder / row["strategy"])
+    if missing := missing_keys(file.constraints):
+        raise UserError(
+            f"{where}: {row['strategy']} leaves out {missing[0]}; give the complete strategy that ran"
+        )
+    strategy = strategy_from_constraints(file.constraints, name=row["strategy"])
+    record = file.problem
+    model = row.get("model") or (record.model if record else None)
+    if not model:
+        raise UserError(f"{where}: {row['strategy']} does not say which model; add a column `model`")
+    seq_len = int(row["seq_len"]) if row.get("seq_len") else (record.seq_len if record else None)
+    cluster = _cluster(row.get("cluster", ""), record.cluster if record else None, where, device)
+    if (model, seq_len) not in graphs:
+        # The record's hash and cluster are of the machine that the plan was made for: not this profile.
+        checked = Checked(
+            request=Request(model=model, cluster="", strategy=None), cluster=cluster(device), record=None,
+            constraints=file.constraints, seq_len=None if seq_len == 1 else seq_len,
+            model_args=record.model_args if record else {}, objective=Objective.TIME,
+        )  # fmt: skip
+        graphs[model, seq_len] = load_graph(checked)
+    return Measured(
+        name=row["strategy"],
+        graph=graphs[model, seq_len],
+        strategy=strategy,
+        cluster=cluster,
+        step_time_s=_seconds(row["step_time_s"], where),
+    )
+
+
+def _seconds(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise UserError(f"{where}: `step_time_s` = {text!r} must be a number of seconds above 0")
+    return value
+
+
+def _cluster(shape: str, record: object, where: str, profile: Device) -> Callable[[Device], Cluster]:
+    """The row's cluster of any correction of the profiled device."""
+    if shape:
+        match = _SHAPE.fullmatch(shape)
+        if not match:
+            raise UserError(f"{where}: `cluster` = {shape!r} must be NODESxPER_NODE, such as 2x8")
+        nodes, per_node = int(match[1]), int(match[2])
+        return lambda device: cluster_of(device, nodes, per_node, f"{device.name}:{shape}")
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{where}: the strategy file has no [problem.cluster]; add a column `cluster`: 2x8, say"
+        )
+    planned = cluster_from_dict(record, where)
+    if profile.name not in {group.device.name for group in planned.groups}:
+        names = ", ".join(group.device.name for group in planned.groups)
+        raise UserError(
+            f"{where}: ran on {names}, but the profile is of {profile.name}; calibrate that device's profile, or "
+            "say with a column `cluster` (NODESxPER_NODE) how much of this device it was"
+        )
+
+    def of(device: Device) -> Cluster:
+        groups = tuple(
+            replace(g, device=shared_device(device, g.devices_per_node))
+            if g.device.name == profile.name
+            else g
+            for g in planned.groups
+        )
+        return replace(planned, groups=groups)
+
+    return of
+
+
+def predictions(runs: Sequence[Measured]) -> Callable[[Device], list[float]]:
+    """What `calibrate` varies: the predicted step of every run for a device."""
+    return lambda device: [run.predicted_s(device) for run in runs]
