@@ -65,23 +65,25 @@ def variant_bounds(
 ) -> Bounds:
     """Bounds of each variant; one that cannot be shorter than `below_s` is only known to be that long. Bytes are
     bounded where `memory` asks for it, else 0."""
-    time_s, least_bytes = np.full(len(rows.zero), np.inf), np.zeros(len(rows.zero))
-    for pp in np.unique(rows.shapes.pp):
-        index = np.flatnonzero(rows.shapes.pp == pp)
+    shared_s = _shared_s(rows)
+    time_s, least_bytes = np.maximum(shared_s, below_s), np.zeros(len(rows.zero))
+    wanted = np.isfinite(rows.units.unit_forward_s) & ((shared_s < below_s) | memory)
+    time_s[~np.isfinite(rows.units.unit_forward_s)] = np.inf
+    for pp in np.unique(rows.shapes.pp[wanted]):
+        index = np.flatnonzero(wanted & (rows.shapes.pp == pp))
         part = rows.take(index)
         ranks = [RankBounds(problem, part, r, int(pp)) for r in range(int(pp))]
-        forever = np.full(len(index), FOREVER)
-        fits = _dealt(part, ranks, forever, capacity_bytes)
         if memory:
             least_bytes[index] = _least_memory(part, ranks)
-        shared_s = _shared_s(part)
-        top_s = np.maximum(shared_s, below_s)
-        open_ = fits & _dealt(part, ranks, np.where(np.isfinite(top_s), top_s, FOREVER), capacity_bytes)
-        time_s[index] = np.where(fits, top_s, np.inf)
+        top_s = np.minimum(time_s[index], FOREVER)
+        open_ = _dealt(part, ranks, top_s, capacity_bytes)
+        if below_s > FOREVER:  # then what cannot be dealt does not fit
+            time_s[index[~open_]] = np.inf
         if open_.any():
-            kept = part.take(np.flatnonzero(open_))
-            inner = [RankBounds(problem, kept, r, int(pp)) for r in range(int(pp))]
-            time_s[index[open_]] = _least_time(kept, inner, capacity_bytes, top_s[open_])
+            kept = np.flatnonzero(open_)
+            some = part.take(kept)
+            inner = [RankBounds(problem, some, r, int(pp)) for r in range(int(pp))]
+            time_s[index[kept]] = _least_time(some, inner, capacity_bytes, shared_s[index[kept]], top_s[kept])
     return Bounds(time_s=time_s, memory_bytes=least_bytes)
 
 
@@ -117,19 +119,19 @@ def _dealt(rows: Rows, ranks: list[RankBounds], time_s: Floats, capacity: float 
     return np.asarray(fits & (total >= rows.repeated))
 
 
-def _least_time(rows: Rows, ranks: list[RankBounds], capacity_bytes: float, top_s: Floats) -> Floats:
-    """The least time in which all blocks can be dealt (they can in `top_s`): no deal is faster."""
-    low = _shared_s(rows)
-    done = _dealt(rows, ranks, low, capacity_bytes)
-    low, high = np.where(done, 0.0, low), np.where(done, low, np.minimum(2 * low, top_s))
-    early = done
-    while not (done := _dealt(rows, ranks, high, capacity_bytes)).all():
+def _least_time(
+    rows: Rows, ranks: list[RankBounds], capacity_bytes: float, low_s: Floats, top_s: Floats
+) -> Floats:
+    """The least time, `low_s` or more, in which all blocks can be dealt (they can in `top_s`)."""
+    early = _dealt(rows, ranks, low_s, capacity_bytes)
+    low, high = low_s, np.minimum(2 * low_s, top_s)
+    while not (done := early | _dealt(rows, ranks, high, capacity_bytes)).all():
         low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         done = _dealt(rows, ranks, middle, capacity_bytes)
         high, low = np.where(done, middle, high), np.where(done, low, middle)
-    return np.where(early, _shared_s(rows), low)
+    return np.where(early, low_s, low)
 
 
 def _least_memory(rows: Rows, ranks: list[RankBounds]) -> Floats:

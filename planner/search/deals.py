@@ -31,6 +31,20 @@ def even_deal(blocks: int, chunks: int) -> Deal:
     return Deal(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)
 
 
+def even_blocks(problem: StageProblem) -> tuple[int, ...]:
+    """Blocks as even as a stage problem allows."""
+    even = even_deal(len(problem.kinds), problem.chunks).blocks
+    if all(a <= n <= b for a, n, b in zip(problem.least, even, problem.most, strict=True)):
+        return even
+    blocks, ends = list(problem.least), (0, problem.chunks - 1)
+    for _ in range(len(problem.kinds) - sum(blocks)):
+        open_ = [c for c, n in enumerate(blocks) if n < problem.most[c]]
+        if not open_:
+            break
+        blocks[min(open_, key=lambda c: (blocks[c], c in ends, c))] += 1
+    return tuple(blocks)
+
+
 def few_deals(problem: StageProblem) -> list[Deal] | None:
     """All deals of several chunks, where nothing is open; else None."""
     blocks, recomputed = problem.blocks, problem.recomputed
@@ -102,7 +116,7 @@ def best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> 
 def quick_deal(problem: StageProblem) -> Deal | None:
     """An even deal with blocks recomputed, chunk by chunk in proportion to what a rank lacks; None if that does
     not fit (another deal may)."""
-    blocks = problem.blocks or even_deal(len(problem.kinds), problem.chunks).blocks
+    blocks = problem.blocks or even_blocks(problem)
     deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
     if problem.recompute and problem.recomputed is None:
         deal = _recomputed(problem, deal)

@@ -17,10 +17,11 @@ from autoparallel.planner.search.deals import quick_deal
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.forms import PS
 from autoparallel.planner.search.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.outer import Outer, expand_shapes, refined_bounds, tensor_strides
+from autoparallel.planner.search.outer import Outer, expand_shapes, refined_bounds
 from autoparallel.planner.search.space import Bools, Ints, Shapes, Variants
 from autoparallel.planner.search.stage_problem import Deal, Row, StageAnswer, StageProblem
 from autoparallel.planner.search.stages import EFFORT, solve_stages
+from autoparallel.planner.search.wires import tensor_strides
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
@@ -195,7 +196,7 @@ class Frontier:
         ]
         order = sorted((i for i in range(len(kept)) if self.may_win(values[i])), key=lambda i: (values[i], i))
         rows = kept[order]
-        strides = tensor_strides(self.outer, found.take(rows))
+        strides = tensor_strides(self.outer.problem, self.outer.space, found.take(rows))
         for far in (False, True):
             here = [n for n in range(len(order)) if (strides[n] > 1 and not refined) == far]
             if here:
@@ -278,7 +279,7 @@ class Frontier:
         if self.only is not None:
             open_ &= self.only(found, space.shapes.take(found.shape))
         kept = np.flatnonzero(open_)
-        kept = kept[tensor_strides(self.outer, found.take(kept)) == 1]
+        kept = kept[tensor_strides(self.outer.problem, self.outer.space, found.take(kept)) == 1]
         kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
         _, first = np.unique(sizes[found.shape[kept]], return_index=True)
         devices = space.shapes.devices

@@ -22,6 +22,7 @@ from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
 from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
 from autoparallel.planner.search.prices import LinkPrice, PriceBook, least_message_bytes
+from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share, most_chunks
 from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.strategy.legal import least_blocks
 from autoparallel.planner.strategy.types import Strategy
@@ -49,9 +50,6 @@ class Q(IntEnum):
 
 
 _PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
-# Models with more repeated blocks than this have their interleaved chunks dealt evenly: the ways to deal them
-# grow beyond proof, and the published schedules take equal chunks.
-UNEVEN_CHUNKS_BLOCKS = 8
 _V_SHAPED = frozenset({"zbv", "dualpipev"})
 
 
@@ -137,19 +135,21 @@ def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
 
 def chunk_sizes(graph: ModelGraph, chosen: Candidate) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Blocks that each chunk must and may have: what is legal; of many blocks in many interleaved chunks an even
-    share, one more, or in an end chunk (which carries an end of the model) one less."""
+    share (`even_share`), or where there is none that share, one less or in an end chunk two."""
     blocks, chunks = len(graph.repeated_positions), chosen.chunks
     if not blocks:
         return (0,) * chunks, (0,) * chunks
     least = least_blocks(graph, chunks)
     if chosen.virtual_stages == 1 or blocks <= UNEVEN_CHUNKS_BLOCKS:
         return least, (blocks,) * chunks
-    even = blocks // chunks
-    ends = (0, chunks - 1)
-    return (
-        tuple(max(a, even - (c in ends)) for c, a in enumerate(least)),
-        tuple(max(a, even + 1) for a in least),
-    )
+    share, even = even_share(blocks, np.array([chunks]), most_chunks(graph))
+    size = int(share[0])
+    if even[0]:
+        rest = blocks - (chunks - 2) * size
+        ends = (max(least[0], rest - size), max(least[-1], rest - size))
+        return (ends[0], *(size,) * (chunks - 2), ends[1]), (size,) * chunks
+    ends = (max(least[0], size - 2), max(least[-1], size - 2))
+    return (ends[0], *(max(1, size - 1),) * (chunks - 2), ends[1]), (size,) * chunks
 
 
 def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:

@@ -44,7 +44,8 @@ class Rows:
     send_s: Floats  # the shortest message between neighbouring stages
     repeated: int
     least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
-    most_per_chunk: Ints  # and of any chunk
+    least_per_end: Ints  # of one that is
+    most_per_chunk: Ints  # of any
     slow: float  # 1 + compute_slowdown
     slow_comm: float
 
@@ -64,7 +65,7 @@ class Rows:
             shapes=self.shapes.take(index), units=take_units(self.units, index),
             **{name: getattr(self, name)[index] for name in columns},
             repeated=self.repeated, least_per_chunk=self.least_per_chunk[index],
-            most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
+            least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
         )  # fmt: skip
 
     def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
@@ -76,11 +77,12 @@ class Rows:
     def before(self, rank: int) -> Ints:
         """Units in the stages that a rank's first input passes: the others cannot hold all the rest."""
         others = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
-        return np.maximum(np.maximum(rank * self.least_per_chunk - 1, self.repeated - others), 0)
+        least = (rank - 1) * self.least_per_chunk + self.least_per_end if rank else 0
+        return np.asarray(np.maximum(np.maximum(least, self.repeated - others), 0))
 
     def first_chunk(self, rank: int) -> Ints:
         """Units of the rank's first stage at least."""
-        return np.maximum(self.least_per_chunk - (rank == 0), 0)
+        return self.least_per_chunk if rank else self.least_per_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +111,13 @@ class RankBounds:
     """Coefficients of one pipeline rank: time and bytes are linear in its blocks n and recomputed blocks k."""
 
     def __init__(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
-        self.first, self.last = rank == 0, np.where(rows.v_shaped, rank == 0, rank == pp - 1)
+        self.first: bool = rank == 0
+        self.last: Bools = np.where(rows.v_shaped, rank == 0, rank == pp - 1)
         self.ends = (self.first + self.last.astype(np.int64)) * (pp > 1)
-        self.least = np.maximum((rows.chunks if rows.repeated else 0) - self.ends, 0)
+        fewer = rows.least_per_chunk - rows.least_per_end
+        self.least = np.maximum(rows.chunks * rows.least_per_chunk - self.ends * fewer, 0) * bool(
+            rows.repeated
+        )
         self.most = np.minimum(rows.chunks * rows.most_per_chunk, rows.repeated)
         self._time(rows, rank, pp)
         self._memory(problem, rows, rank, pp)
@@ -152,8 +158,8 @@ class RankBounds:
         state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
         flight = in_flight(rows, rank, pp)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
-        # An end chunk may have one block less.
-        spread = np.maximum(spread - (flight.most - flight.least) * self.ends, 0)
+        fewer = rows.least_per_chunk - rows.least_per_end
+        spread = np.maximum(spread - fewer * (flight.most - flight.least) * self.ends, 0)
         freed = u.saved - u.least_saved
         self.per_block_bytes = state_bytes + flight.least * u.saved
         self.freed_bytes = flight.most * freed
@@ -180,9 +186,10 @@ class RankBounds:
         if several:
             peak = np.maximum(peak, u.backward_peak + 2 * (reduced + gathered) - u.saved)
         if pp == 1 and rows.repeated:
-            return np.maximum(peak, u.tail_peak)
+            return np.asarray(np.maximum(peak, u.tail_peak))
         # An end stage may hold glue alone: then no unit's peak stands on top.
-        return np.where(self.last, u.tail_peak, 0.0 if self.first else peak)
+        inside: Floats = np.zeros_like(peak) if self.first else peak
+        return np.asarray(np.where(self.last, u.tail_peak, inside), dtype=np.float64)
 
     def _end_bytes(self, rows: Rows, rates: Rates, flight: InFlight) -> Floats:
         """State of the ends of the model, and what they keep of micro-batches in flight."""
@@ -190,8 +197,9 @@ class RankBounds:
         head = u.head_parameters * rates.parameter + u.head_trainable * rates.trainable
         tail = u.tail_parameters * rates.parameter + u.tail_trainable * rates.trainable
         again = flight.least - 1
-        return np.where(self.first, head + again * u.head_saved, 0.0) + np.where(
-            self.last, tail + again * u.tail_saved, 0.0
+        return np.asarray(
+            np.where(self.first, head + again * u.head_saved, 0.0)
+            + np.where(self.last, tail + again * u.tail_saved, 0.0)
         )
 
     def most_blocks(self, time_s: Floats, capacity_bytes: float | Floats) -> Floats:

@@ -40,16 +40,21 @@ OPEN_SCHEDULES = SCHEDULES[:4]  # tried unasked; the others when the user names 
 NONE = SCHEDULES.index("none")
 MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPEN_AXES = frozenset({"pp", "dp_replicate", "dp_shard", "tp"})  # axes that may be larger than one
+# Models with more repeated blocks than this have their chunks of interleaved schedules dealt evenly (`even_share`):
+# the ways to deal them grow beyond proof, and a rank waits in every round for the largest chunk of its turn.
+UNEVEN_CHUNKS_BLOCKS = 8
 MAX_VIRTUAL_STAGES = 8  # chunks per rank tried unasked; bubbles shrink as 1/chunks, messages grow as chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """Mesh sizes, one row a mesh; `placed[i, k]`: order k is the first of those that place mesh i alike."""
+    """Mesh sizes, one row a mesh; `placed[i, k]`: order k is the first of those that place mesh i alike;
+    `near[k, i, a, u]`: neighbours along AXES[a] inside a unit of level u, when mesh i has order k."""
 
     sizes: Ints  # columns MESH_KEYS
     orders: tuple[tuple[str, ...], ...]
     placed: Bools
+    near: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,7 @@ class Space:
     schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
     chunks: int | None  # number of chunks, where the user deals the blocks
     schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
+    uneven: bool  # the user named schedule or chunks: then chunks that cannot be even are tried too
     repeated: int  # blocks that may be dealt to stages
     most_chunks: int  # as many, and one for glue at either end of the model
 
@@ -119,6 +125,8 @@ class Space:
         )
         if self.chunks is not None:
             fits &= shapes.pp * chunks == self.chunks
+        elif chunks > 1 and not self.uneven:
+            fits &= even_share(self.repeated, shapes.pp * chunks, self.most_chunks)[1]
         return fits if self.schedule_fixed else fits & ((shapes.pp == 1) == (schedule == NONE))
 
     def counts(self) -> Ints:
@@ -152,6 +160,7 @@ def build_space(problem: Problem) -> Space:
         schedules=_schedules(problem),
         chunks=_fixed_chunks(problem),
         schedule_fixed=problem.fixed_word("pipeline.schedule") is not None,
+        uneven=any(key in problem.constraints for key in ("pipeline.schedule", "pipeline.virtual_stages")),
         repeated=len(problem.graph.repeated_positions),
         most_chunks=most_chunks(problem.graph),
     )
@@ -212,6 +221,15 @@ def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, m
     fits &= ~looped | (micro_batches % rounds == 0)
     fits &= ~word["dualpipev"] | (micro_batches >= 2 * pp)
     return np.asarray(fits)
+
+
+def even_share(repeated: int, chunks: Ints, most_chunks: int) -> tuple[Ints, Bools]:
+    """Blocks of a chunk that is not at an end of the model, where several chunks per rank are dealt evenly, and
+    whether they can be: all such chunks have as many, the two at the ends share the rest and have no more."""
+    share = -(-repeated // chunks)
+    bare_ends = 2 - (most_chunks - repeated)  # ends of the model without glue need a block
+    even = (chunks - 2) * share + bare_ends <= repeated
+    return share, np.asarray(even | (repeated <= UNEVEN_CHUNKS_BLOCKS))
 
 
 def most_chunks(graph: ModelGraph) -> int:
@@ -316,7 +334,8 @@ def _meshes(problem: Problem) -> Meshes:
     orders = (fixed,) if fixed is not None else _orders(sizes)
     if problem.fixed_ints("mesh.groups") and fixed is None:  # each pipeline rank has devices of one group
         orders = tuple(order for order in orders if order[0] == "pp")
-    return Meshes(sizes=sizes, orders=orders, placed=distinct_orders(sizes, orders, problem.cluster))
+    near = neighbours(sizes, orders, problem.cluster)
+    return Meshes(sizes=sizes, orders=orders, placed=distinct_orders(sizes, near), near=near)
 
 
 def _orders(sizes: Ints) -> tuple[tuple[str, ...], ...]:
@@ -332,12 +351,8 @@ def _orders(sizes: Ints) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
-def distinct_orders(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: Cluster) -> Bools:
-    """For each mesh, the orders that place it in a new way; none where a group would leave the network.
-
-    Two orders place a mesh alike when every axis has as many neighbours in a unit of each level: what
-    `costmodel.topology.crossings` prices collectives by.
-    """
+def neighbours(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: Cluster) -> Ints:
+    """`Meshes.near`: what `costmodel.topology.crossings` prices collectives by."""
     units = [level.size for level in cluster.levels] or [1]
     near = np.zeros((len(orders), len(sizes), len(AXES), len(units)), dtype=np.int64)
     for k, order in enumerate(orders):
@@ -349,9 +364,17 @@ def distinct_orders(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: C
                 inside = (u == len(units) - 1) & (stride * size <= unit)
                 near[k, :, AXES.index(axis), u] = np.where(inside, size, np.where(unit % stride, 1, aligned))
             stride = stride * size
+    return near
+
+
+def distinct_orders(sizes: Ints, near: Ints) -> Bools:
+    """For each mesh, the orders that place it in a new way; none where a group would leave the network.
+
+    Two orders place a mesh alike when every axis has as many neighbours in a unit of each level.
+    """
     whole = sizes[:, [MESH_KEYS.index(axis) for axis in AXES]]
-    placed = np.ones((len(sizes), len(orders)), dtype=np.bool_)
-    for k in range(len(orders)):
+    placed = np.ones((len(sizes), len(near)), dtype=np.bool_)
+    for k in range(len(near)):
         placed[:, k] = (near[k, :, :, -1] == whole).all(axis=1)
         for earlier in range(k):
             placed[:, k] &= ~(near[k] == near[earlier]).all(axis=(1, 2))

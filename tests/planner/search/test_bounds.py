@@ -19,10 +19,10 @@ from autoparallel.planner.search.outer import (
     expand_shapes,
     outer_of,
     refined_bounds,
-    tensor_strides,
 )
 from autoparallel.planner.search.space import Variants
 from autoparallel.planner.search.stage_problem import Deal, deal_value, row_value
+from autoparallel.planner.search.wires import tensor_strides
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -74,7 +74,7 @@ def random_deal(rng: random.Random, outer: Outer, chosen: Candidate) -> Deal:
 def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str) -> None:
     outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
-    strides = tensor_strides(outer, every)
+    strides = tensor_strides(outer.problem, outer.space, every)
     for row in rng.sample(range(len(every)), 25):
         chosen = candidate(outer.space, every, row)
         deal = random_deal(rng, outer, chosen)

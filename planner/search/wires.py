@@ -1,0 +1,167 @@
+"""What variants communicate, in columns: gradients, ZeRO's parameters, messages between stages.
+
+A price depends on where a mesh places its groups, of which there are few: each distinct placement is priced once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoparallel.costmodel.program import Axis, BlockWork
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.expander import MIB, mesh_axes, nearest_stride
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.prices import PriceBook, least_message_bytes
+from autoparallel.planner.search.space import MESH_KEYS, Ints, Space, Variants
+from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.search.tables import Floats, Units
+from autoparallel.planner.strategy.types import AXES
+
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """Seconds by variant; per parameter nothing is faster than more of them at once."""
+
+    reduce_s: Floats  # to reduce the gradient of one trainable parameter
+    gather_s: Floats  # to gather the parameters of the smallest unit, ZeRO-3
+    step_s: Floats  # to update one parameter and gather it again
+    send_s: Floats  # the shortest message between neighbouring stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireBook:
+    """Prices of the communication in one space, remembered by all that they depend on."""
+
+    problem: Problem
+    space: Space
+    units: Units
+    book: PriceBook
+    placed: Ints  # by mesh and order: the number of the placement of data parallelism
+    held: Ints  # by shape: the number of what its units hold
+    known: dict[int, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(problem: Problem, space: Space, units: Units, book: PriceBook) -> WireBook:
+        """The book of a space, empty."""
+        _, held = np.unique(
+            np.stack([units.unit_parameters, units.most_trainable]), axis=1, return_inverse=True
+        )
+        return WireBook(
+            problem=problem,
+            space=space,
+            units=units,
+            book=book,
+            placed=_placements(space),
+            held=held.reshape(-1),
+        )
+
+    def price(self, found: Variants) -> Wires:
+        """The communication of some variants."""
+        data = self._data_parallel(found)
+        sends_s = _sends_s(self.problem, self.space, self.book, found)
+        return Wires(reduce_s=data[:, 0], gather_s=data[:, 1], step_s=data[:, 2], send_s=sends_s)
+
+    def _data_parallel(self, found: Variants) -> Floats:
+        """Columns reduce_s, gather_s, step_s."""
+        keys = self.placed[self.space.shapes.mesh[found.shape], found.order]
+        own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
+        sizes = (4, len(self.space.compressions), int(self.held.max(initial=0)) + 1)
+        for column, size in zip((found.zero, found.compression, own), sizes, strict=True):
+            keys = keys * size + column
+        distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        for key, row in zip(distinct.tolist(), first.tolist(), strict=True):
+            if key not in self.known:
+                chosen = candidate(self.space, found, row)
+                self.known[key] = _price(self.problem, self.book, self.units, chosen, int(found.shape[row]))
+        prices = [self.known[key] for key in distinct.tolist()]
+        return np.array(prices, dtype=np.float64).reshape(-1, 3)[which.reshape(-1)]
+
+
+def tensor_strides(problem: Problem, space: Space, found: Variants) -> Ints:
+    """Distance between neighbours along tp, as `planner.expand.nearest_stride` has it; 1 without tp."""
+    columns, which = _axis_columns(space, found, "tp")
+    strides = [
+        nearest_stride(Axis(name="tp", size=size, stride=stride), problem.cluster) if size > 1 else 1
+        for size, stride in columns
+    ]
+    return np.array(strides, dtype=np.int64)[which]
+
+
+def _axis_columns(space: Space, found: Variants, name: str) -> tuple[list[tuple[int, int]], Ints]:
+    """The distinct (size, stride) of an axis among some variants, and which of them each has."""
+    orders = space.meshes.orders
+    placed, which = np.unique(space.shapes.mesh[found.shape] * len(orders) + found.order, return_inverse=True)
+    columns = []
+    for key in placed.tolist():
+        mesh, order = divmod(key, len(orders))
+        sizes = dict(zip(MESH_KEYS, space.meshes.sizes[mesh].tolist(), strict=True))
+        inside = orders[order][orders[order].index(name) + 1 :]
+        columns.append((sizes[name], int(np.prod([sizes[n] for n in inside] or [1]))))
+    distinct = list(dict.fromkeys(columns))
+    number = {column: n for n, column in enumerate(distinct)}
+    return distinct, np.array([number[c] for c in columns], dtype=np.int64)[which.reshape(-1)]
+
+
+def _sends_s(problem: Problem, space: Space, book: PriceBook, found: Variants) -> Floats:
+    shapes = space.shapes.take(found.shape)
+    columns, which = _axis_columns(space, found, "pp")
+    # Never fewer parts than `planner.expand.scatters_messages` has it.
+    shared = (shapes.sequence_parallel > 0) | (problem.execution.kernels == "fused")
+    parts = shapes.cp * np.where(shared, shapes.tp, 1)
+    sizes, size = np.unique(shapes.micro * (parts.max(initial=1) + 1) + parts, return_inverse=True)
+    messages = [
+        least_message_bytes(problem, *divmod(key, int(parts.max(initial=1)) + 1)) for key in sizes.tolist()
+    ]
+    table = np.array(
+        [
+            [
+                book.send_s((Axis(name="pp", size=pp, stride=stride),), message) if pp > 1 else 0.0
+                for message in messages
+            ]
+            for pp, stride in columns
+        ],
+        dtype=np.float64,
+    ).reshape(len(columns), len(messages))
+    return np.asarray(table[which, size.reshape(-1)])
+
+
+def _placements(space: Space) -> Ints:
+    """For each mesh and order, a number that is the same where the groups of data parallelism are placed alike."""
+    axes = [AXES.index(name) for name in DATA_AXES]
+    orders, meshes = space.meshes.near.shape[:2]
+    near = space.meshes.near[:, :, axes].reshape(orders * meshes, -1)
+    sizes = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in MESH_KEYS if name != "pp"]]
+    # tp and ep say how experts are shared among the ranks of data parallelism; without experts apart tp does not.
+    sizes = np.where(np.array([n == "tp" for n in MESH_KEYS if n != "pp"]) & (sizes[:, -1:] == 1), 1, sizes)
+    rows = np.concatenate([near, np.tile(sizes, (orders, 1))], axis=1)
+    _, number = np.unique(rows, axis=0, return_inverse=True)
+    return np.asarray(number.reshape(orders, meshes).T)
+
+
+def _price(
+    problem: Problem, book: PriceBook, units: Units, chosen: Candidate, shape: int
+) -> tuple[float, float, float]:
+    strategy = strategy_of(problem, chosen, Deal(blocks=(), recomputed=()))
+    axes, mode = mesh_axes(strategy), strategy.execution.kernels
+    whole = max(problem.graph.parameter_count, 1)
+    updates = state.optimizer_kernel(whole, strategy)
+    step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
+    step_s += sum(book.pricer.collective_s(c, axes) for c in state.updated_gather(whole, strategy))
+    if chosen.mesh.data_parallel * chosen.mesh.cp == 1:
+        return 0.0, 0.0, step_s / whole
+    if state.zero_level(strategy) < 3:
+        item = state.dtype_bytes(strategy.execution.grad_dtype)
+        bucket = round(strategy.grad_sync.bucket_mib * MIB)
+        return book.reduce_rate(strategy, axes, bucket) * item, 0.0, step_s / whole
+    most = max(int(units.most_trainable[shape]), 1)
+    reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most
+    parameters = int(units.unit_parameters[shape])
+    unit = BlockWork(name="unit", forward=(), backward_input=(), backward_weight=(), parameters=parameters)
+    gather = state.gather_of(unit, strategy)
+    gather_s = book.pricer.collective_s(gather, axes) if gather is not None else 0.0
+    return reduce_s, gather_s, step_s / whole
