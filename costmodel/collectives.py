@@ -67,7 +67,7 @@ def _plain_s(
         return _all_to_all_s(size_bytes, path, constants)
     if algorithm == "parameter-server":
         return (
-            2 * _all_to_all_s(size_bytes, path, constants)
+            _parameter_server_s(size_bytes, path, constants)
             if op == CollectiveOp.ALL_REDUCE
             else _ring_s(op, size_bytes, path, constants)
         )
@@ -181,6 +181,26 @@ def _all_to_all_s(size_bytes: float, path: Sequence[Crossing], constants: Mappin
         slowest_s = max(slowest_s, _filled_s(size_bytes * leaving, rate, size_bytes, constants))
     latency_s = max(c.level.latency_s for c in path) + (ranks - 1) * constants["collective.peer_s"]
     return constants["collective.start_s.simple"] + latency_s + slowest_s
+
+
+def _parameter_server_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str, float]) -> float:
+    """Sums inside each unit, then at servers: a device pushes what it holds and pulls the sum, one after the other.
+
+    The servers of every number stand in another unit (the share that stays at home gains little: its unit serves
+    the others meanwhile). Inside, a reduce-scatter going out and an all-gather coming back.
+    """
+    total = 0.0
+    for crossing in path[:-1]:
+        share = size_bytes / crossing.inside
+        wire = share * (crossing.fan - 1) / crossing.fan
+        hop_s = (crossing.fan - 1) * crossing.level.latency_s
+        total += 2 * _best_protocol_s(hop_s, wire, crossing.device_bytes_per_s, share, constants)
+    far = path[-1]
+    share = size_bytes / far.inside
+    if far.index == 0:  # one box: the devices serve each other
+        share *= (far.fan - 1) / far.fan
+    once_s = constants["collective.start_s.simple"] + far.level.latency_s
+    return total + 2 * (once_s + _filled_s(share, far.device_bytes_per_s, share, constants))
 
 
 def _send_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str, float]) -> float:

@@ -49,7 +49,7 @@ def test_it_says_what_changed_and_writes_a_profile_that_predicts_the_rows(rows: 
     assert known.kind == "fitted"
     assert "rows.csv" in known.source
     for measured in read_measured(rows, replace(device, name="h100-sxm")):
-        assert measured.predicted_s(device) == pytest.approx(measured.step_time_s, rel=0.04), measured.name
+        assert measured.predicted_s(device) == pytest.approx(measured.step_time_s, rel=0.07), measured.name
 
 
 @pytest.mark.parametrize(
