@@ -81,13 +81,53 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+class Experts(nn.Module):
+    """The gated products of all experts, rows sorted by expert (grouped products, as Megatron and torchtitan run)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        gated = 2 if shape.gated else 1
+        self.shape = shape
+        self.up = nn.Parameter(torch.empty(shape.experts, shape.hidden, gated * shape.ffn_hidden))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.ffn_hidden, shape.hidden))
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y = F.grouped_mm(rows, self.up, offs=ends)
+        if self.shape.gated:
+            gate, y = y.chunk(2, dim=-1)
+            return F.grouped_mm(F.silu(gate) * y, self.down, offs=ends)
+        return F.grouped_mm(F.gelu(y, approximate="tanh"), self.down, offs=ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token through its `experts_per_token` best experts, weighted by the router."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = nn.Linear(shape.hidden, shape.experts, bias=False)
+        self.experts = Experts(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        chosen = self.router(flat).float().softmax(-1).topk(self.shape.experts_per_token, dim=-1)
+        expert = chosen.indices.flatten()
+        order = expert.argsort()
+        counts = expert.histc(bins=self.shape.experts, min=0, max=self.shape.experts - 1)
+        rows = self.experts(flat[order // self.shape.experts_per_token], counts.cumsum(0).to(torch.int32))
+        weighted = rows * chosen.values.flatten()[order].to(rows.dtype).unsqueeze(-1)
+        mixed = torch.zeros_like(flat).index_add(0, order // self.shape.experts_per_token, weighted)
+        return mixed.unflatten(0, x.shape[:2])
+
+
 class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         bias = shape.family == "gpt"
         norm = make_norm(shape)
         self.norm1, self.norm2 = norm(), norm()
-        self.attn, self.mlp = Attention(shape, bias), Mlp(shape, bias)
+        self.attn = Attention(shape, bias)
+        self.mlp = MixtureOfExperts(shape) if shape.experts else Mlp(shape, bias)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:

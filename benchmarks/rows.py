@@ -243,8 +243,6 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     shape = shape_of(row)
     if "LoRA" in row.get("note", ""):
         raise Unscorable("fine-tuning with adapters (LoRA), whose rank and targets are not stated")
-    if shape.experts:
-        raise Unscorable("mixture-of-experts rows have no model class here yet")
     return Run(
         id=row["id"],
         source=row["source"],
