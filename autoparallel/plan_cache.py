@@ -76,13 +76,18 @@ def find_strategy(
     cache: Path | None,
     allow_lossy: bool,
     time_limit_s: float | None,
+    limits: Mapping[str, object] | None = None,
 ) -> Strategy:
-    """The strategy as given, or planned where it leaves something open; plans are kept in `cache`."""
+    """The strategy as given, or planned where it leaves something open; plans are kept in `cache`.
+
+    `limits` are constraints of who runs the plan, where the source does not say otherwise.
+    """
     if source.strategy is not None:
         return source.strategy
     constraints = {"batch.global": global_batch, **source.constraints}
     if not missing_keys(constraints):
         return strategy_from_constraints(constraints, name=source.name)
+    constraints = {**(limits or {}), **constraints}
     if cluster is None:
         raise UserError(
             'auto_parallelize has to plan but does not know the cluster: pass cluster="DEVICE:NODESxPER_NODE" '

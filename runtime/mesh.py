@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import AXES, Mesh
 
+# What a plan that is to run here fixes: axes that can be planned, but not run yet.
+LIMITS: dict[str, object] = {"mesh.cp": 1, "mesh.ep": 1}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:

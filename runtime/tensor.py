@@ -26,7 +26,7 @@ from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_mis
 from autoparallel.runtime.fused_parts import cut_parts_apart
 from autoparallel.runtime.islands import run_replicated_locally
 from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
-from autoparallel.runtime.torch_private import distribute_in_parts, parts_of, shard_in_parts
+from autoparallel.runtime.torch_private import distribute_in_parts, knows_parts, parts_of, shard_in_parts
 
 _SHARD = re.compile(r"shard\((-?\d+)(?:, strided (\d+))?\)")
 
@@ -48,6 +48,8 @@ def parse_layout(text: str, where: str) -> Placement:
     if text == "partial":
         return Partial()
     if match := _SHARD.fullmatch(text):
+        if match[2] and not knows_parts():
+            raise UserError(f'{where}: "{text}" needs torch 2.12 or newer; plan without it on this torch')
         return shard_in_parts(int(match[1]), int(match[2])) if match[2] else Shard(int(match[1]))
     raise UserError(
         f'{where}: unknown layout "{text}"; write "replicate", "shard(DIM)", "shard(DIM, strided PARTS)" or '

@@ -117,14 +117,19 @@ class Rules:
             self._collect(rows, func, leaves, spec, dict.fromkeys(positions, Replicate()), out, parts)
             if len(rows) > 1 and parts == 1:
                 return rows  # this rule lists all it knows, whatever its inputs are
-        options: list[list[Any]] = [
-            [
-                Replicate(),
-                Partial("sum"),
-                *(_shard(d, parts) for d in range(leaves[i].dim()) if leaves[i].shape[d] > 1),
+        if func in tables.op_to_rules:
+            # Convolution's older rule follows its input and looks at nothing else; it is true of samples.
+            layouts = [Replicate(), _shard(0, parts)]
+            options: list[list[Any]] = [layouts, *([Replicate()] for _ in positions[1:])]
+        else:
+            options = [
+                [
+                    Replicate(),
+                    Partial("sum"),
+                    *(_shard(d, parts) for d in range(leaves[i].dim()) if leaves[i].shape[d] > 1),
+                ]
+                for i in positions
             ]
-            for i in positions
-        ]
         for pick in itertools.islice(itertools.product(*options), _TRIES):
             self._collect(rows, func, leaves, spec, dict(zip(positions, pick, strict=True)), out, parts)
         return rows

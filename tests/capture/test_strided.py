@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from autoparallel.costmodel.graph import ModelGraph, Operator, Size
 from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.rules import Rules
 
+needs_parts = pytest.mark.skipif(not Rules().knows_parts(), reason="torch 2.12 or newer")
 WIDTH, HEADS = 12, 2
 
 
@@ -59,12 +62,14 @@ def strided(graph: ModelGraph) -> dict[str, list[tuple[tuple[str, ...], tuple[st
     return {name: rows for name, rows in found.items() if rows}
 
 
+@needs_parts
 def test_a_projection_that_is_chunked_may_be_sharded_in_parts() -> None:
     found = strided(captured(Fused()))
     assert found["chunk"] == [(("S2/3",), ("S2", "S2", "S2"), (Size(WIDTH),))]
     assert (("R", "S0/3", "S0/3"), ("S2/3",), (Size(WIDTH),)) in found["linear"]
 
 
+@needs_parts
 def test_a_view_into_parts_and_heads_may_take_each_part_sharded() -> None:
     found = strided(captured(ByView()))
     assert found["view"] == [(("S2/3",), ("S3",), (Size(HEADS),))]

@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.start import parallelize
 from autoparallel.runtime.tensor_tools import local
+from autoparallel.runtime.torch_private import knows_parts
 from tests.runtime.compare import TOLERANCE, compare, strategy_of
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES, Example, rule
 from tests.runtime.shared import no_program
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(not knows_parts(), reason="torch 2.12 or newer"),
+]
 
 WIDTH, HEADS = 16, 4
 
