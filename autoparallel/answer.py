@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from autoparallel.costmodel.confidence import confidence
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.outcome import Alternative, ConstraintCost, Explored, PlanResult
@@ -168,11 +170,25 @@ def predicted_table(
 ) -> dict[str, Any]:
     """`[predicted]`: the prediction, its price, what capture warned of, and the timeline."""
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
+    table["confidence"] = confidence_table(graph, cluster, strategy)
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
     if prediction.spans:
         table["timeline"] = timeline_table(prediction.spans)
     return table
+
+
+def confidence_table(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
+    """How far the step time should be trusted: an interval, what it was seen on, and what kinds of figures it rests
+    on."""
+    found = confidence(Expander(graph=graph, cluster=cluster).program(strategy), cluster)
+    return {
+        "step_time_low_s": found.low_s,
+        "step_time_high_s": found.high_s,
+        "coverage": found.coverage,
+        "basis": found.basis,
+        "rests_on": dict(found.shares),
+    }
 
 
 def search_table(result: PlanResult) -> dict[str, Any]:
@@ -288,6 +304,7 @@ def score_answer(
     return {
         **prediction_table(graph, prediction),
         **cost_table(cluster, strategy.mesh, prediction),
+        "confidence": confidence_table(graph, cluster, strategy),
         "strategy": strategy_table(strategy),
     }
 
