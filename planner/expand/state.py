@@ -149,6 +149,15 @@ def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tup
     return tuple(_gather(count, item, shards) for count, shards in kinds if count and shards.zero in (1, 2))
 
 
+def updates_per_parameter(strategy: Strategy) -> tuple[float, float]:
+    """The share of a dense and of an expert's parameter that one rank updates."""
+    dense, experts = (
+        1.0 / shards.ranks if shards.zero else 1.0
+        for shards in (dense_shards(strategy), expert_shards(strategy))
+    )
+    return dense, experts
+
+
 def optimizer_kernel(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[Kernel, ...]:
     """One fused update: reads the gradient, reads and writes state and master copy, writes the parameter. State
     on the host comes to the device and goes back, piece by piece, both ways at once."""

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.ranks import RankBounds, Rows, state_rates
-from autoparallel.planner.search.space import OPEN_SCHEDULES, Bools, Space
+from autoparallel.planner.search.meshes import Bools
+from autoparallel.planner.search.ranks import RankBounds, Rows, all_state_bytes, rates_of
+from autoparallel.planner.search.space import WHOLE_BACKWARD, Space
 from autoparallel.planner.search.tables import Floats, Units
 
 HALVINGS = 14  # of the bracket in which a bound is found: a ten-thousandth of it is left
@@ -39,9 +40,8 @@ def shape_bounds(problem: Problem, space: Space, units: Units) -> Bounds:
     unit_s = units.unit_forward_s + units.unit_backward_s
     whole_s = units.all_forward_s + units.all_backward_s
     busiest_s = np.maximum(most * unit_s, whole_s / shapes.pp)
-    ranks = shapes.dp_shard * shapes.cp
-    best = max(space.zeros)
-    rates = state_rates(problem, np.where(ranks > 1, best, 0), ranks)
+    best = np.full(len(shapes), max(space.zeros))
+    rates, _ = rates_of(problem, shapes, best)
     per_unit = units.unit_parameters * rates.parameter + units.unit_trainable * rates.trainable
     tail = units.tail_parameters * rates.parameter + units.tail_trainable * rates.trainable
     blocks = most if space.repeated else np.zeros_like(most)
@@ -51,13 +51,15 @@ def shape_bounds(problem: Problem, space: Space, units: Units) -> Bounds:
     last = tail + before + units.tail_peak
     return Bounds(
         time_s=np.maximum(shapes.micro_batches * busiest_s, np.where(_whole_backward(space), whole_s, 0.0)),
-        memory_bytes=np.maximum(middle, last),
+        memory_bytes=np.maximum(
+            np.maximum(middle, last), all_state_bytes(problem, shapes, units, best) / shapes.pp
+        ),
     )
 
 
 def _whole_backward(space: Space) -> bool:
     """Whether no schedule splits the backward: weight gradients then stand in every micro-batch's way back."""
-    return all(schedule < len(OPEN_SCHEDULES) for schedule, _ in space.schedules)
+    return all(schedule < len(WHOLE_BACKWARD) for schedule, _ in space.schedules)
 
 
 def variant_bounds(
@@ -73,10 +75,12 @@ def variant_bounds(
         index = np.flatnonzero(wanted & (rows.shapes.pp == pp))
         part = rows.take(index)
         ranks = [RankBounds(problem, part, r, int(pp)) for r in range(int(pp))]
+        share = all_state_bytes(problem, part.shapes, part.units, part.zero) / pp
         if memory:
-            least_bytes[index] = _least_memory(part, ranks)
+            least_bytes[index] = np.maximum(_least_memory(part, ranks), share)
         top_s = np.minimum(time_s[index], FOREVER)
-        open_ = _dealt(part, ranks, top_s, capacity_bytes)
+        open_ = _dealt(part, ranks, top_s, capacity_bytes) & (share <= capacity_bytes)
+        time_s[index[share > capacity_bytes]] = np.inf
         if below_s > FOREVER:  # then what cannot be dealt does not fit
             time_s[index[~open_]] = np.inf
         if open_.any():

@@ -9,6 +9,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space import MODES, SCHEDULES, Space, Variants
 from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.search.syncs import with_bucket
 from autoparallel.planner.strategy.types import (
     Batch,
     GradSync,
@@ -74,7 +75,7 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:
     keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
     groups = problem.fixed_ints("mesh.groups")
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
-    return Strategy(
+    strategy = Strategy(
         batch=Batch(global_=problem.global_batch, micro=chosen.micro),
         mesh=mesh,
         shard=Shard(zero=chosen.zero, sequence_parallel=chosen.sequence_parallel),
@@ -87,6 +88,9 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:
         grad_sync=GradSync(**sync, compression=chosen.compression),
         tensor=_rules(problem),
     )
+    if "bucket_mib" in sync:
+        return strategy
+    return with_bucket(strategy, problem.graph.parameter_count, problem.cluster)
 
 
 def _with_groups(mesh: Mesh, groups: tuple[int, ...]) -> Mesh:

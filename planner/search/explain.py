@@ -15,9 +15,10 @@ from autoparallel.planner.search.alternatives import smallest
 from autoparallel.planner.search.constraints import chosen_by_user
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.meshes import divisors
 from autoparallel.planner.search.outcome import GIB, InfeasiblePlan, Relaxation
 from autoparallel.planner.search.outer import Outer, build_outer, outer_of
-from autoparallel.planner.search.space import MODES, SCHEDULES, Space, build_space, divisors
+from autoparallel.planner.search.space import MODES, SCHEDULES, Space, build_space
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.build import grown
 

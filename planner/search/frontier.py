@@ -17,8 +17,9 @@ from autoparallel.planner.search.deals import quick_deal
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.forms import PS
 from autoparallel.planner.search.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.meshes import Bools, Ints
 from autoparallel.planner.search.outer import Outer, expand_shapes, refined_bounds
-from autoparallel.planner.search.space import Bools, Ints, Shapes, Variants
+from autoparallel.planner.search.space import Shapes, Variants
 from autoparallel.planner.search.stage_problem import Deal, Row, StageAnswer, StageProblem
 from autoparallel.planner.search.stages import EFFORT, solve_stages
 from autoparallel.planner.search.wires import tensor_strides
@@ -212,7 +213,14 @@ class Frontier:
         rows, strides = run.rows[run.at :], run.strides[run.at :]
         owners = run.variants.shape[rows]
         same = strides == strides[0]
-        for column in (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.micro):
+        for column in (
+            shapes.tp,
+            shapes.sequence_parallel,
+            shapes.recompute,
+            shapes.cp,
+            shapes.ep,
+            shapes.micro,
+        ):
             same &= column[owners] == column[owners[0]]
         same &= (shapes.micro_batches[owners] > 1) == (shapes.micro_batches[owners[0]] > 1)
         others = np.flatnonzero(~same)

@@ -12,11 +12,11 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds import Bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.forms import Chain, units_of
+from autoparallel.planner.search.meshes import Ints
 from autoparallel.planner.search.prices import PriceBook
 from autoparallel.planner.search.ranks import Rows
 from autoparallel.planner.search.space import (
     UNEVEN_CHUNKS_BLOCKS,
-    Ints,
     Space,
     Variants,
     build_space,

@@ -14,9 +14,11 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import MIB, mesh_axes, nearest_stride
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.meshes import MESH_KEYS, Ints
 from autoparallel.planner.search.prices import PriceBook, least_message_bytes
-from autoparallel.planner.search.space import MESH_KEYS, Ints, Space, Variants
+from autoparallel.planner.search.space import Space, Variants
 from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.search.syncs import widest_bucket_mib
 from autoparallel.planner.search.tables import Floats, Units
 from autoparallel.planner.strategy.types import AXES
 
@@ -156,7 +158,7 @@ def _price(
         return 0.0, 0.0, step_s / whole
     if state.zero_level(strategy) < 3:
         item = state.dtype_bytes(strategy.execution.grad_dtype)
-        bucket = round(strategy.grad_sync.bucket_mib * MIB)
+        bucket = round(widest_bucket_mib(problem) * MIB)
         return book.reduce_rate(strategy, axes, bucket) * item, 0.0, step_s / whole
     most = max(int(units.most_trainable[shape]), 1)
     reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most

@@ -1,0 +1,175 @@
+"""Every mesh of a problem: sizes of the axes, and where each axis sits on the topology, as numpy columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.strategy.legal import expert_counts, head_counts, sequence_lengths, tensor_sizes
+from autoparallel.planner.strategy.types import AXES
+from autoparallel.profiles.hardware import Cluster
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+T = TypeVar("T")
+
+MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+LEAST_TOKENS = (
+    1024  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meshes:
+    """Mesh sizes, one row a mesh; `placed[i, k]`: order k is the first of those that place mesh i alike;
+    `near[k, i, a, u]`: neighbours along AXES[a] inside a unit of level u, when mesh i has order k."""
+
+    sizes: Ints  # columns MESH_KEYS
+    orders: tuple[tuple[str, ...], ...]
+    placed: Bools
+    near: Ints
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors of `n`, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def most_chunks(graph: ModelGraph) -> int:
+    """How many pieces the chain may be cut into: its repeated blocks, and the glue at either end."""
+    repeated = len(graph.repeated_positions)
+    if not graph.pipeline_cuts or not repeated:
+        return 1
+    return repeated + (not graph.chain[0].repeated) + (not graph.chain[-1].repeated)
+
+
+def only(fixed: T | None, choices: Iterable[T]) -> tuple[T, ...]:
+    """The choices, or what the user fixed instead."""
+    return tuple(choices) if fixed is None else (fixed,)
+
+
+def tensor_degrees(graph: ModelGraph, degrees: Iterable[int]) -> tuple[int, ...]:
+    """Those of `degrees` that `planner.legal` admits: 1, and what divides the attention heads and at least one
+    way to shard a parameter."""
+    sizes, heads = tensor_sizes(graph), head_counts(graph)
+    return tuple(
+        d
+        for d in degrees
+        if d == 1
+        or (all(h % d == 0 for h in heads) and any(all(s % d == 0 for s in group) for group in sizes))
+    )
+
+
+def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Sizes of pp, dp_replicate, dp_shard, cp, tp, ep whose product (ep aside) is a device count in use."""
+    graph = problem.graph
+    fixed = {key: problem.fixed_int(f"mesh.{key}") for key in MESH_KEYS}
+    parts = divisors(_usable(problem))
+    choices = {key: only(fixed[key], parts) for key in MESH_KEYS}
+    lengths, experts = sequence_lengths(graph), expert_counts(graph)
+    if fixed["cp"] is None:
+        shortest = min(lengths, default=0)
+        choices["cp"] = tuple(
+            d for d in parts if d == 1 or (shortest >= d * LEAST_TOKENS and all(n % d == 0 for n in lengths))
+        )
+    if fixed["ep"] is None:
+        choices["ep"] = tuple(d for d in parts if d == 1 or (experts and all(n % d == 0 for n in experts)))
+    choices["pp"] = tuple(p for p in choices["pp"] if p <= most_chunks(graph))
+    choices["tp"] = tensor_degrees(graph, choices["tp"])
+    whole = device_counts(problem)
+    for pp, tp, cp, ep in product(choices["pp"], choices["tp"], choices["cp"], choices["ep"]):
+        for devices in whole:
+            rest, odd = divmod(devices, pp * tp * cp)
+            if odd or not rest:
+                continue
+            for replicate in choices["dp_replicate"]:
+                shard, odd = divmod(rest, replicate)
+                if odd or (problem.global_batch % rest) or shard not in only(fixed["dp_shard"], (shard,)):
+                    continue
+                if shard * cp * tp % ep == 0:
+                    yield (pp, replicate, shard, cp, tp, ep)
+
+
+def device_counts(problem: Problem) -> tuple[int, ...]:
+    """How many devices a strategy may use: see the module's docstring."""
+    total = _usable(problem)
+    sizes = [problem.fixed_int(f"mesh.{key}") for key in AXES]
+    known = [size for size in sizes if size is not None]
+    if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
+        used = int(np.prod(known))
+        return (used,) if used <= total else ()
+    return divisors(total) if problem.objective == Objective.COST else (total,)
+
+
+def _usable(problem: Problem) -> int:
+    """Devices of the cluster; of the groups that the user names for the pipeline ranks, as many for each rank."""
+    groups = problem.fixed_ints("mesh.groups")
+    if not groups:
+        return problem.cluster.devices
+    have = problem.cluster.groups
+    return len(groups) * min(have[g].devices // groups.count(g) for g in groups)
+
+
+def build_meshes(problem: Problem) -> Meshes:
+    """Every mesh that is legal and respects the constraints, and its placements."""
+    sizes = np.array(sorted(set(_mesh_sizes(problem))), dtype=np.int64).reshape(-1, len(MESH_KEYS))
+    fixed = problem.fixed_words("mesh.order")
+    orders = (fixed,) if fixed is not None else _orders(sizes)
+    if problem.fixed_ints("mesh.groups") and fixed is None:  # each pipeline rank has devices of one group
+        orders = tuple(order for order in orders if order[0] == "pp")
+    near = neighbours(sizes, orders, problem.cluster)
+    return Meshes(sizes=sizes, orders=orders, placed=distinct_orders(sizes, near), near=near)
+
+
+def _orders(sizes: Ints) -> tuple[tuple[str, ...], ...]:
+    """Permutations of the axes that are ever larger than one, the usual order first."""
+    used = [axis for axis in AXES if len(sizes) and sizes[:, MESH_KEYS.index(axis)].max() > 1]
+    slots = [AXES.index(axis) for axis in used]
+    found = []
+    for order in permutations(used):
+        if {"cp", "tp"} <= set(order) and order.index("tp") != order.index("cp") + 1:
+            continue
+        axes = list(AXES)
+        for slot, axis in zip(slots, order, strict=True):
+            axes[slot] = axis
+        found.append(tuple(axes))
+    return tuple(found)
+
+
+def neighbours(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: Cluster) -> Ints:
+    """`Meshes.near`: what `costmodel.topology.crossings` prices collectives by."""
+    units = [level.size for level in cluster.levels] or [1]
+    near = np.zeros((len(orders), len(sizes), len(AXES), len(units)), dtype=np.int64)
+    for k, order in enumerate(orders):
+        stride = np.ones(len(sizes), dtype=np.int64)
+        for axis in reversed(order):
+            size = sizes[:, MESH_KEYS.index(axis)]
+            for u, unit in enumerate(units):
+                aligned = np.gcd(size, np.maximum(unit // stride, 1))
+                inside = (u == len(units) - 1) & (stride * size <= unit)
+                near[k, :, AXES.index(axis), u] = np.where(inside, size, np.where(unit % stride, 1, aligned))
+            stride = stride * size
+    return near
+
+
+def distinct_orders(sizes: Ints, near: Ints) -> Bools:
+    """For each mesh, the orders that place it in a new way; none where a group would leave the network.
+
+    Two orders place a mesh alike when every axis has as many neighbours in a unit of each level.
+    """
+    whole = sizes[:, [MESH_KEYS.index(axis) for axis in AXES]]
+    placed = np.ones((len(sizes), len(near)), dtype=np.bool_)
+    for k in range(len(near)):
+        placed[:, k] = (near[k, :, :, -1] == whole).all(axis=1)
+        for earlier in range(k):
+            placed[:, k] &= ~(near[k] == near[earlier]).all(axis=(1, 2))
+    return placed

@@ -1,0 +1,57 @@
+"""How gradients are synchronised: compression per network level is searched, the bucket size follows from the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoparallel.costmodel.collectives import collective_s
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.axes import mesh_axes
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.strategy.types import GradSync, Strategy
+from autoparallel.profiles.hardware import Cluster
+
+MIB = 2**20
+# Bucket sizes tried unasked, MiB: torch's own (DistributedDataParallel), and larger ones for many ranks, where the
+# hops of a collective cost more than the bytes of a small bucket. Kind: formula.
+BUCKETS_MIB = (GradSync().bucket_mib, 100.0, 400.0)
+WASTE = 0.25  # share of the network's time that a bucket may lose against the largest one. Kind: formula
+# Methods tried where lossy ones are allowed: those that the runtime runs (runtime/compression.py).
+METHODS = ("bf16",)
+
+
+def open_compressions(problem: Problem) -> tuple[tuple[str, ...], ...]:
+    """What the constraints leave, none first; where lossy methods are allowed, each on each outer part of the
+    network levels."""
+    fixed = problem.fixed_words("grad_sync.compression")
+    if fixed is not None:
+        return (fixed,)
+    if not problem.allow_lossy:
+        return ((),)
+    levels = len(problem.cluster.levels)
+    outer = (("none",) * i + (method,) * (levels - i) for method in METHODS for i in range(levels))
+    return ((), *outer)
+
+
+def widest_bucket_mib(problem: Problem) -> float:
+    """A size that no strategy's buckets exceed: a full one takes its network least per byte."""
+    fixed = problem.constraints.get("grad_sync.bucket_mib")
+    return float(fixed) if isinstance(fixed, int | float) else max(BUCKETS_MIB)
+
+
+def with_bucket(strategy: Strategy, parameters: int, cluster: Cluster) -> Strategy:
+    """The strategy with the smallest bucket that wastes little of the network: a reduction then starts early, and
+    the last one, which no backward hides, is short. ZeRO-3 has no buckets."""
+    mesh, sync = strategy.mesh, strategy.grad_sync
+    if state.zero_level(strategy) == 3 or mesh.data_parallel * mesh.cp == 1:
+        return strategy
+    item = state.dtype_bytes(strategy.execution.grad_dtype)
+    held, axes = max(parameters // (mesh.pp * mesh.tp), 1), mesh_axes(strategy)
+
+    def seconds_each(mib: float) -> float:
+        count = min(round(mib * MIB) // item, held)
+        return sum(collective_s(c, axes, cluster) for c in state.reduction_of(count, strategy)) / count
+
+    rates = [seconds_each(mib) for mib in BUCKETS_MIB]
+    fits = (mib for mib, rate in zip(BUCKETS_MIB, rates, strict=True) if rate <= min(rates) * (1.0 + WASTE))
+    return replace(strategy, grad_sync=replace(sync, bucket_mib=next(fits)))

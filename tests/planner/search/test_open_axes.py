@@ -1,0 +1,110 @@
+"""Context and expert parallelism, split backwards and buckets in the search: true bounds, and found where they help."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.score import score
+from autoparallel.planner.search.candidates import candidate, strategy_of
+from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.evaluate import evaluate
+from autoparallel.planner.search.inner import price_candidate, stage_problem
+from autoparallel.planner.search.outer import bound_variants, expand_shapes, outer_of
+from autoparallel.planner.search.plan import plan
+from autoparallel.planner.search.space import build_space, variants
+from autoparallel.planner.search.stage_problem import deal_value, row_value
+from autoparallel.planner.search.syncs import BUCKETS_MIB
+from autoparallel.planner.strategy.types import Execution
+from autoparallel.profiles.load import load_cluster
+from tests.capture.models import captured
+from tests.toy_graphs import toy_transformer
+
+FOREVER = float("inf")
+LLAMA = toy_transformer(layers=4, hidden=256, heads=4, seq=256, vocab=1024)
+EAGER = Execution(kernels="eager")
+
+
+def problem(model: str, cluster: str, **constraints: object) -> Problem:
+    graph = LLAMA if model == "toy" else captured(model)[2]
+    named = {key.replace("__", "."): value for key, value in constraints.items()}
+    return Problem(
+        graph=graph, cluster=load_cluster(cluster), global_batch=8, constraints=named, execution=EAGER
+    )
+
+
+CASES = [
+    problem("toy", "a100-pcie-80gb:2x2", mesh__cp=2),
+    problem("toy", "h100-sxm:1x4", mesh__cp=2, mesh__order=("pp", "dp_replicate", "dp_shard", "tp", "cp")),
+    problem("mixtral", "a100-pcie-80gb:2x2"),
+    problem("mixtral", "h100-sxm:1x4", mesh__ep=4),
+    problem("deepseek", "a100-pcie-80gb:2x2", mesh__ep=2),
+    problem("toy", "h100-sxm:1x4", pipeline__schedule="zb1p"),
+    problem("toy", "h100-sxm:1x4", pipeline__schedule="zbv"),
+    problem("toy", "h100-sxm:1x4", pipeline__schedule="dualpipev"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.graph.name} {case.constraints}")
+def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
+    outer, rng = outer_of(case), random.Random(1)
+    assert outer is not None
+    every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
+    for row in rng.sample(range(len(every)), min(len(every), 20)):
+        chosen = candidate(outer.space, every, row)
+        deal = even_deal(len(outer.chain.kinds), chosen.chunks)
+        found = evaluate(outer.book.expander, strategy_of(case, chosen, deal))
+        shape, shown = int(every.shape[row]), f"{chosen}\n{deal}"
+        assert outer.bounds.time_s[shape] <= found.step_time_s * (1 + 1e-9), shown
+        assert outer.bounds.memory_bytes[shape] <= found.peak_bytes, shown
+        assert bounds.memory_bytes[row] <= found.peak_bytes + 1, shown
+        tight = replace(outer, capacity_bytes=float(found.peak_bytes))
+        one = every.take(np.array([row]))
+        assert bound_variants(tight, one, FOREVER).time_s[0] <= found.step_time_s * (1 + 1e-9), shown
+        priced = price_candidate(case, outer.chain, outer.book, chosen)
+        states = outer.book.expander.prepared(priced.strategy).states
+        stages = stage_problem(case, outer.chain, outer.book, priced, states, 1e18)
+        assert deal_value(stages, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
+        assert max(row_value(stages, r, deal) for r in stages.memory) <= found.peak_bytes, shown
+
+
+def test_the_best_of_all_axes_is_found() -> None:
+    case = problem(
+        "mixtral", "a100-pcie-80gb:2x2", mesh__pp=1, batch__micro=1, recompute__mode="none", shard__zero=1
+    )
+    space = build_space(case)
+    every = variants(space, np.arange(len(space.shapes)))
+    blocks = len(case.graph.repeated_positions)
+    found = [
+        score(case.graph, case.cluster, strategy_of(case, c, even_deal(blocks, 1)), spans=False).step_time_s
+        for c in (candidate(space, every, row) for row in range(len(every)))
+    ]
+    assert {int(n) for n in space.shapes.ep} == {1, 2, 4}
+    best = plan(case)
+    assert best.prediction.step_time_s == pytest.approx(min(found), rel=1e-6)
+
+
+def test_long_sequences_of_few_samples_are_shared() -> None:
+    graph = toy_transformer(layers=2, hidden=1024, heads=2, seq=8192, vocab=1024)
+    case = Problem(graph=graph, cluster=load_cluster("h100-sxm:1x8"), global_batch=1, execution=EAGER)
+    best = plan(case)
+    assert best.strategy.mesh.cp > 1, best.strategy.mesh
+    alone = plan(replace(case, constraints={"mesh.cp": 1}))
+    assert best.prediction.step_time_s < alone.prediction.step_time_s
+
+
+def test_buckets_grow_with_the_ranks() -> None:
+    sizes = []
+    for nodes in (1, 64):
+        graph = toy_transformer(layers=8, hidden=4096, heads=32, seq=512)
+        case = Problem(
+            graph=graph, cluster=load_cluster(f"h100-sxm:{nodes}x8"), global_batch=512,
+            constraints={"mesh.tp": 1, "mesh.pp": 1, "shard.zero": 1, "mesh.dp_replicate": 1},
+        )  # fmt: skip
+        sizes.append(plan(case).strategy.grad_sync.bucket_mib)
+    assert set(sizes) <= set(BUCKETS_MIB)
+    assert sizes[0] < sizes[1]
