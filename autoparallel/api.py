@@ -60,6 +60,7 @@ def auto_parallelize(
     grad_dtype: str | None = None,
     allow_lossy: bool = False,
     time_limit_s: float | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Run `module` by a strategy on the processes of this run (torchrun's, or this one alone).
 
@@ -75,7 +76,8 @@ def auto_parallelize(
     with the same parameter names. It gains `step`, `data_parallel_rank`, `data_parallel_size`,
     `clip_grad_norm_`, `full_state_dict`, `full_gradients`, `strategy` and `program`. With a pipeline, `step`
     runs the schedule. Every rank ends up with rank 0's values; parameters on the meta device are made and
-    initialised share by share.
+    initialised share by share, or read share by share from `weights` (a safetensors file, or a folder of them as
+    Hugging Face writes it).
 
     Collective. Raises UserError, on every rank and before anything is changed, for a strategy that does not
     fit the module, the processes, or the graph that it was planned for.
@@ -97,6 +99,7 @@ def auto_parallelize(
         dtypes=dtypes,
         program=_program(decision, execution),
         level_sizes=tuple(level.size for level in decision.cluster.levels) if decision.cluster else (),
+        weights=weights,
     )
 
 

@@ -19,6 +19,7 @@ from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.replicas import method_along, replica_reducer
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
+from autoparallel.runtime.weights import Weights, load_weights
 
 _MIB = 2**20
 _DTYPES = {
@@ -105,13 +106,15 @@ def lower_module(
     rules: Sequence[TensorRule] | None = None,
     origin: nn.Module | None = None,
     seed: int = 0,
+    weights: Weights | None = None,
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
     `blocks` are the paths of its repeated blocks in model order, `recomputed_in_full` of which are recomputed
     wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
     the model of which `module` is a stage. Every rank must hold the same values before (see
-    `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share.
+    `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
+    `weights` the shares are filled from files instead.
     """
     zero = strategy.shard.zero
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
@@ -133,9 +136,12 @@ def lower_module(
     )
     copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
     if on_meta(module):
-        materialise(module, mesh.device, seed=seed, origin=origin if origin is not None else module)
+        whole = origin if origin is not None else module
+        materialise(module, mesh.device, seed=seed, origin=whole, given=weights or ())
     else:
         module.to(mesh.device)
+    if weights is not None:
+        load_weights(module, weights)
     group = mesh.group("dp_replicate") if mesh.sizes.dp_replicate > 1 else None
     sharded = mesh.sizes.dp_shard > 1
     sync = GradientSync(

@@ -9,7 +9,7 @@ generator and the module's path: the values depend neither on the strategy nor o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import dtensor_like, parts_of
 
 _SEED_BITS = 62
@@ -27,11 +28,11 @@ def on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
 
 
-def check_initialisable(module: nn.Module) -> None:
-    """Refuse a module with tensors on the meta device that nothing initialises."""
+def check_initialisable(module: nn.Module, given: Container[str] = ()) -> None:
+    """Refuse a module with tensors on the meta device that nothing initialises; `given` are loaded."""
     known = _initialises_others(module)
     for path, owner in module.named_modules():
-        names = _meta_names(owner)
+        names = [name for name in _meta_names(owner) if _joined(path, name) not in given]
         if names and not known and _reset(owner) is None:
             raise UserError(
                 f"{path or 'the model'} ({type(owner).__name__}) has {', '.join(names)} on the meta device and no "
@@ -39,15 +40,22 @@ def check_initialisable(module: nn.Module) -> None:
             )
 
 
-def materialise(module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module) -> None:
+def materialise(
+    module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module, given: Container[str] = ()
+) -> None:
     """Give every tensor of `module` that is on the meta device memory on `device`, and its initial values.
 
     In place; parameters may already be sharded. `origin` is the whole model, whose `_init_weights` is used if
-    it has one; `module` is it or a stage of it.
+    it has one; `module` is it or a stage of it. Of modules whose tensors are all `given` (by name) only the
+    shares are made, with no values yet: they are loaded.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():
-        if not _meta_names(owner):
+        names = _meta_names(owner)
+        if not names:
+            continue
+        if all(_joined(path, name) in given for name in names):
+            _make_shares(owner, device, made)
             continue
         held = {name: p for name, p in owner._parameters.items() if p is not None}
         for name, parameter in held.items():
@@ -62,6 +70,24 @@ def materialise(module: nn.Module, device: torch.device, *, seed: int, origin: n
             if parameter.is_meta and parameter not in made:
                 made[parameter] = nn.Parameter(share_of(whole, parameter), parameter.requires_grad)
             owner._parameters[name] = made.get(parameter, parameter)
+
+
+def _make_shares(owner: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    for name, parameter in owner._parameters.items():
+        if parameter is None or not parameter.is_meta:
+            continue
+        if parameter not in made:
+            share = torch.empty_like(local(parameter), device=device)
+            tensor = dtensor_like(share, parameter) if isinstance(parameter, DTensor) else share
+            made[parameter] = nn.Parameter(tensor, parameter.requires_grad)
+        owner._parameters[name] = made[parameter]
+    for name, buffer in owner._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            owner._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def common_seed(device: torch.device) -> int:
@@ -109,9 +135,7 @@ def share_of(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     part = whole
-    for mesh_dim, dim, parts in _cuts(parameter):
-        size = parameter.device_mesh.size(mesh_dim)
-        rank = parameter.device_mesh.get_local_rank(mesh_dim)
+    for size, rank, dim, parts in cuts_of(parameter):
         if parts > 1:
             part = part.unflatten(dim, (parts, -1)).chunk(size, dim + 1)[rank].flatten(dim, dim + 1)
             continue
@@ -120,15 +144,19 @@ def share_of(whole: Tensor, parameter: Tensor) -> Tensor:
     return dtensor_like(part.contiguous().clone(), parameter)
 
 
-def _cuts(parameter: DTensor) -> Iterator[tuple[int, int, int]]:
-    """(mesh dim, tensor dim, parts of it) in the order in which the tensor was cut: tp (last in the mesh) before
-    dp_shard."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    for mesh_dim in reversed(range(parameter.device_mesh.ndim)):
-        placement = parameter.placements[mesh_dim]
+def cuts_of(tensor: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """(ranks, this one, tensor dim, parts of it) of each cut that made a share of a whole tensor, in the order in
+    which it was cut: tp (last in the mesh) before dp_shard."""
+    if not isinstance(tensor, DTensor):
+        return
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ()
+    for mesh_dim in reversed(range(mesh.ndim)):
+        placement = tensor.placements[mesh_dim]
         if not placement.is_replicate():
             # Shard, or its strided form: of tp where it shards each part of a dim, of dp_shard where that cuts
             # what tp has cut along the same dim.
             _, parts = parts_of(placement) or (0, 1)
             by_parts = bool(names) and names[mesh_dim] == "tp"
-            yield mesh_dim, placement.dim, parts if by_parts else 1  # type: ignore[attr-defined]
+            dim = placement.dim  # type: ignore[attr-defined]
+            yield mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), dim, parts if by_parts else 1

@@ -33,6 +33,7 @@ from autoparallel.runtime.pipeline import Hooks, PipelineRunner
 from autoparallel.runtime.pipeline_groups import pipeline_group
 from autoparallel.runtime.pipeline_ties import TiedGradients, separate_ties
 from autoparallel.runtime.tensor_tools import to_plain
+from autoparallel.runtime.weights import Weights
 
 
 def pipeline_module(
@@ -44,6 +45,7 @@ def pipeline_module(
     mesh: RankMesh,
     dtypes: Dtypes,
     program: Callable[[], Program],
+    weights: Weights | None = None,
 ) -> PipelineModule:
     """This rank's pipeline stages of `module`, lowered by `strategy`; collective.
 
@@ -82,6 +84,7 @@ def pipeline_module(
                 rules=rules,
                 origin=module,
                 seed=seed,
+                weights=weights,
             )
         )
     return PipelineModule(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, world_si
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
 from autoparallel.runtime.replicas import check_algorithm, with_levels
+from autoparallel.runtime.weights import find_weights
 
 
 def parallelize(
@@ -31,15 +33,18 @@ def parallelize(
     program: Callable[[], Program],
     dtypes: Dtypes | None = None,
     level_sizes: tuple[int, ...] = (),
+    weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Run `module` by `strategy` on the processes of this run, in place where there is no pipeline.
 
     `blocks` are the paths of its repeated blocks in model order, `level_sizes` those of the cluster's network
     levels (they decide which group crosses which level). Every rank ends up with rank 0's values;
-    parameters on the meta device are made and initialised share by share. Collective. Raises UserError,
-    before anything is changed, for a strategy that does not fit the module or the processes.
+    parameters on the meta device are made and initialised share by share. With `weights` (a safetensors file,
+    or a folder of them) each rank reads its shares from there. Collective. Raises UserError, before anything is
+    changed, for a strategy that does not fit the module or the processes, and for weights that do not fit it.
     """
-    check_strategy(module, strategy, blocks, level_sizes)
+    found = find_weights(weights, module) if weights is not None else None
+    check_strategy(module, strategy, blocks, level_sizes, given=found or ())
     dtypes = dtypes or module_dtypes(module)
     mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
     _share_generator(mesh)
@@ -47,12 +52,15 @@ def parallelize(
         from autoparallel.runtime.pipeline_module import pipeline_module
 
         return pipeline_module(
-            module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program
-        )
+            module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program,
+            weights=found,
+        )  # fmt: skip
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
     seed = common_seed(mesh.device) if on_meta(module) else 0
-    lowered = lower_module(module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed)
+    lowered = lower_module(
+        module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found
+    )
     run = Run(strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program)
     return make_parallel(module, run)
 
@@ -69,9 +77,16 @@ def _share_generator(mesh: RankMesh) -> None:
 
 
 def check_strategy(
-    module: nn.Module, strategy: Strategy, blocks: Sequence[str], level_sizes: tuple[int, ...] = ()
+    module: nn.Module,
+    strategy: Strategy,
+    blocks: Sequence[str],
+    level_sizes: tuple[int, ...] = (),
+    given: Container[str] = (),
 ) -> None:
-    """Refuse a strategy that does not fit the module, the processes or the runtime; changes nothing."""
+    """Refuse a strategy that does not fit the module, the processes or the runtime; changes nothing.
+
+    `given` are the names of tensors that will be loaded.
+    """
     check_mesh(strategy.mesh, world_size())
     _check_batch(strategy)
     _check_blocks(strategy, blocks)
@@ -92,7 +107,7 @@ def check_strategy(
     check_kernels(strategy)
     check_rules(module, strategy)
     check_members(module)
-    check_initialisable(module)
+    check_initialisable(module, given)
 
 
 def _check_batch(strategy: Strategy) -> None:

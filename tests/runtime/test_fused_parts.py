@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
@@ -128,6 +130,23 @@ def test_parts_made_from_meta_tensors_hold_what_any_other_strategy_holds(gloo: P
     sharded, whole = gloo.run(4, _initialised)[0]
     assert sharded.keys() == whole.keys()
     assert all(torch.equal(sharded[name], whole[name]) for name in whole)
+
+
+def _loaded(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        example = fused(2)
+    strategy = strategy_of(example, zero=3, tp=2, dp_shard=2)
+    model = parallelize(
+        example.module, None, strategy, blocks=example.blocks, program=no_program, weights=path
+    )
+    return model.full_state_dict()
+
+
+def test_each_rank_reads_its_piece_of_each_part(gloo: Processes, tmp_path: Path) -> None:
+    wanted = fused(1).module.state_dict()
+    save_file(wanted, tmp_path / "model.safetensors")
+    found = gloo.run(4, _loaded, path=tmp_path)[0]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def _heads_stay_apart(rank: int, world_size: int) -> list[str]:
