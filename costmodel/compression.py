@@ -16,6 +16,7 @@ _GROUP = 128  # numbers that share one 16-bit scale, methods of 8 bits and less
 _SCALE_BITS = 16
 _INDEX_BITS = 32  # of a number that top-k keeps
 _LOSSLESS = ("none", "")
+_BIASED = ("sign", "topk", "powersgd")
 _SUMMABLE = ("none", "fp16", "bf16", "powersgd")  # a reduction may add the encoded numbers as they are
 
 
@@ -56,6 +57,14 @@ def parse_method(text: str) -> Method:
 def is_lossy(text: str) -> bool:
     """Whether the method changes numbers, so that the user must allow it."""
     return parse_method(text).name != "none"
+
+
+def residual_bytes(text: str, size_bytes: int) -> int:
+    """State of error feedback for gradients of `size_bytes`: what a biased method left out of the last step.
+
+    Rounding to nearest errs to either side and keeps none; sign, top-k and low rank leave out what is small.
+    """
+    return size_bytes if parse_method(text).name in _BIASED else 0
 
 
 def wire_bytes(text: str, size_bytes: float, item_bytes: int) -> float:

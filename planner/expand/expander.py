@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
+from autoparallel.costmodel.compression import residual_bytes
 from autoparallel.costmodel.fusion import Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.price import Pricer
@@ -339,17 +340,22 @@ def _stage(
         parameter_bytes=held,
         gradient_bytes=graded,
         optimizer_bytes=stepped,
-        buffer_bytes=sum(w.buffer_bytes for w in works) + gathered + _buffers(parameters, graded, strategy),
+        buffer_bytes=sum(w.buffer_bytes for w in works)
+        + gathered
+        + _buffers(parameters, trainable, graded, strategy),
         tied_reduce=tied,
     )
 
 
-def _buffers(parameters: int, gradient_bytes: int, strategy: Strategy) -> int:
-    """Buffers alive for the whole step: compressed copies of a bucket, and parameters cast for compute."""
+def _buffers(parameters: int, trainable: int, gradient_bytes: int, strategy: Strategy) -> int:
+    """Buffers alive for the whole step: compressed copies of a bucket, what error feedback keeps, and parameters
+    cast for compute."""
     execution, sync = strategy.execution, strategy.grad_sync
     found = 0
     if any(method != "none" for method in sync.compression) and strategy.mesh.data_parallel > 1:
         found += min(round(sync.bucket_mib * MIB), gradient_bytes)
+        whole = trainable * state.dtype_bytes(execution.grad_dtype)
+        found += max(residual_bytes(method, whole) for method in sync.compression)
     compute = ITEM_BYTES[_compute_dtype(execution)]
     if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
         found += parameters * compute

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoparallel.costmodel.compression import coding_s, is_lossy, parse_method, wire_bytes
+from autoparallel.costmodel.compression import coding_s, is_lossy, parse_method, residual_bytes, wire_bytes
 from autoparallel.errors import UserError
 from autoparallel.profiles import load_device
 
@@ -44,3 +44,11 @@ def test_only_none_keeps_every_number() -> None:
 def test_a_method_that_does_not_exist_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="compression"):
         parse_method(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [("none", 0), ("bf16", 0), ("int8", 0), ("sign", 64), ("topk:0.01", 64), ("powersgd:4", 64)],
+)
+def test_biased_methods_keep_what_they_left_out(method: str, kept: int) -> None:
+    assert residual_bytes(method, 64) == kept
