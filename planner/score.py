@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.costmodel.simulate import simulate
@@ -9,6 +11,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.build import only_group
 from autoparallel.profiles.hardware import Cluster
 
 
@@ -28,6 +31,13 @@ def score(
     problems = strategy_problems(graph, cluster, strategy)
     if problems:
         raise UserError("\n".join(problems))
+    groups = strategy.mesh.groups
+    if len(cluster.groups) > 1 and len(set(groups)) == 1:  # one group's devices are a cluster of their own
+        cluster, strategy = (
+            only_group(cluster, groups[0]),
+            replace(strategy, mesh=replace(strategy.mesh, groups=())),
+        )
+        expander = None
     if expander is None:
         expander = Expander(graph=graph, cluster=cluster)
     return simulate(

@@ -145,6 +145,12 @@ def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
     return Cluster(name=spec, groups=(group,), levels=levels, provenance=provenance)
 
 
+def only_group(cluster: Cluster, index: int) -> Cluster:
+    """One device group of a cluster, joined by the levels that it needs."""
+    group = cluster.groups[index]
+    return replace(cluster, groups=(group,), levels=_bounded(cluster.levels, group.devices))
+
+
 def grown(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     """A cluster of one node as `nodes` nodes of `per_node` of its devices: its own levels, then those of the
     device's usual network."""

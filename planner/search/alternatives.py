@@ -15,11 +15,10 @@ from autoparallel.planner.search.candidates import Candidate, candidate, strateg
 from autoparallel.planner.search.deals import even_deal
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.meshes import Bools, Ints
 from autoparallel.planner.search.outcome import GIB, Alternative
 from autoparallel.planner.search.outer import Outer, expand_shapes
 from autoparallel.planner.search.reasons import reason
-from autoparallel.planner.search.space import MODES, Shapes, Variants
+from autoparallel.planner.search.space import MODES, Bools, Ints, Shapes, Variants
 from autoparallel.planner.search.stage_problem import Deal
 from autoparallel.planner.strategy.types import Strategy
 
@@ -27,6 +26,7 @@ from autoparallel.planner.strategy.types import Strategy
 # enough that a dozen kinds take well under a second. Kind: formula.
 WORK = 50.0
 EXPLAINED_WORK = 500.0  # where the user asks for an explanation
+WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 EFFORT = 0.05  # of each stage problem: what is shown beside the answer need not be proved
 

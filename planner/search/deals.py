@@ -45,6 +45,19 @@ def even_blocks(problem: StageProblem) -> tuple[int, ...]:
     return tuple(blocks)
 
 
+def proportional(shares: Sequence[float], least: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers of blocks in proportion to `shares`, which sum to all blocks, within what each chunk may have."""
+    found = [min(max(round(share), a), b) for share, a, b in zip(shares, least, most, strict=True)]
+    while (spare := round(sum(shares)) - sum(found)) != 0:
+        step = 1 if spare > 0 else -1
+        room = [c for c, n in enumerate(found) if least[c] <= n + step <= most[c]]
+        if not room:
+            break
+        nearest = max(room, key=lambda c: step * (shares[c] - found[c]))
+        found[nearest] += step
+    return tuple(found)
+
+
 def few_deals(problem: StageProblem) -> list[Deal] | None:
     """All deals of several chunks, where nothing is open; else None."""
     blocks, recomputed = problem.blocks, problem.recomputed
@@ -116,7 +129,7 @@ def best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> 
 def quick_deal(problem: StageProblem) -> Deal | None:
     """An even deal with blocks recomputed, chunk by chunk in proportion to what a rank lacks; None if that does
     not fit (another deal may)."""
-    blocks = problem.blocks or even_blocks(problem)
+    blocks = problem.blocks or problem.likely or even_blocks(problem)
     deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
     if problem.recompute and problem.recomputed is None:
         deal = _recomputed(problem, deal)

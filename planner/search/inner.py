@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import ceil, floor
 
 import numpy as np
 
-from autoparallel.costmodel.bound import bound_terms
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.program import ActionKind
@@ -18,16 +18,17 @@ from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.candidates import Candidate, strategy_of
-from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.deals import even_deal, proportional
 from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
-from autoparallel.planner.search.meshes import most_chunks
 from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
 from autoparallel.planner.search.prices import LinkPrice, PriceBook, least_message_bytes
-from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share
+from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share, most_chunks
 from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.unlike import on_devices, over_devices, rank_devices
 from autoparallel.planner.strategy.legal import least_blocks
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Device
 
 
 class Q(IntEnum):
@@ -113,12 +114,19 @@ def stage_problem(
     """The stage problem with the rows that every schedule has; critical paths are added as they are found."""
     chosen, strategy = priced.chosen, priced.strategy
     blocks = problem.fixed_ints("pipeline.stage_blocks")
-    least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen)
-    return StageProblem(
+    shares = _shares(problem, chain, book, priced)
+    least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen, shares)
+
+    def quantities_on(device: Device) -> tuple[Quantity, ...]:
+        own = book.on(device)
+        there = price_candidate(problem, chain, own, chosen)
+        return (*_seconds(problem, own, there), *_bytes(there))
+
+    stages = StageProblem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
         quantities=(*_seconds(problem, book, priced), *_bytes(priced)),
-        paths=split_rows(strategy) if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
+        paths=() if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
         memory=memory_rows(states),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
@@ -126,7 +134,9 @@ def stage_problem(
         most=most,
         blocks=blocks,
         recomputed=_fixed_recomputed(problem, chosen.chunks),
+        likely=None if shares is None else proportional(shares, least, most),
     )
+    return over_devices(problem, strategy, stages, quantities_on)
 
 
 def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
@@ -135,15 +145,36 @@ def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
     return (0,) * chunks if fixed == () else fixed
 
 
-def chunk_sizes(graph: ModelGraph, chosen: Candidate) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[float, ...] | None:
+    """Blocks of each chunk in proportion to the pace of its device; None where all are alike."""
+    devices = rank_devices(problem)
+    if len({device.name for device in devices}) == 1:
+        return None
+    chosen = priced.chosen
+    chains = [price_candidate(problem, chain, book.on(device), chosen).links for device in devices]
+    seconds = [sum(p.forward_s + p.backward_s for unit in one.kept for p in unit) for one in chains]
+    home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
+    paces = [1.0 / max(seconds[rank], 1e-12) for rank in home]
+    return tuple(len(chain.kinds) * pace / sum(paces) for pace in paces)
+
+
+def chunk_sizes(
+    graph: ModelGraph, chosen: Candidate, shares: tuple[float, ...] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Blocks that each chunk must and may have: what is legal; of many blocks in many interleaved chunks an even
-    share (`even_share`), or where there is none that share, one less or in an end chunk two."""
+    share (`even_share`), or where there is none that share, one less or in an end chunk two. Over unlike devices
+    such chunks get their `shares`, or one block more or less."""
     blocks, chunks = len(graph.repeated_positions), chosen.chunks
     if not blocks:
         return (0,) * chunks, (0,) * chunks
     least = least_blocks(graph, chunks)
     if chosen.virtual_stages == 1 or blocks <= UNEVEN_CHUNKS_BLOCKS:
         return least, (blocks,) * chunks
+    if shares is not None:
+        return (
+            tuple(max(a, floor(n) - 1) for a, n in zip(least, shares, strict=True)),
+            tuple(max(a, ceil(n) + 1) for a, n in zip(least, shares, strict=True)),
+        )
     share, even = even_share(blocks, np.array([chunks]), most_chunks(graph))
     size = int(share[0])
     if even[0]:
@@ -194,26 +225,15 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
     strategy, links = priced.strategy, priced.links
     every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
     copies = max(links.count, 1)  # more than any stage has
-    axes, mode = mesh_axes(strategy), strategy.execution.kernels
-    trainable, experts = (sum(values) * copies for values in (
-        [link.trainable for link in every], [link.expert_trainable for link in every],
-    ))  # fmt: skip
-    kernels = state.optimizer_kernel(trainable, strategy, experts)
-    dense, expert = state.updates_per_parameter(strategy)
-    updated = (trainable - experts) * dense + experts * expert
-    update = sum(book.pricer.kernel_s(k, book.device, mode) for k in kernels) / max(updated, 1)
-
-    def gather_rate(count: int, *, of_experts: bool) -> float:
-        gathers = state.updated_gather(count, strategy, count if of_experts else 0)
-        return sum(book.pricer.collective_s(c, axes) for c in gathers) / max(count, 1)
-
-    gather = gather_rate(sum(link.dense for link in every) * copies, of_experts=False)
-    gather_experts = gather_rate(sum(link.experts for link in every) * copies, of_experts=True)
-    return lambda link: (
-        (link.dense_trainable * dense + link.expert_trainable * expert) * update
-        + link.dense * gather
-        + link.experts * gather_experts
-    )
+    parameters = sum(link.parameters for link in every) * copies
+    trainable = sum(link.trainable for link in every) * copies
+    kernels = state.optimizer_kernel(trainable, strategy)
+    mode = strategy.execution.kernels
+    update = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in kernels) / max(trainable, 1)
+    axes = mesh_axes(strategy)
+    gathers = state.updated_gather(parameters, strategy)
+    gather = sum(book.pricer.collective_s(c, axes) for c in gathers) / max(parameters, 1)
+    return lambda link: link.trainable * update + link.parameters * gather
 
 
 def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
@@ -242,25 +262,18 @@ def _bytes(priced: Priced) -> tuple[Quantity, ...]:
 
 def state_rate(strategy: Strategy) -> Value:
     """Bytes that live through the whole step for a link: `planner.state.state_bytes`, not rounded up."""
-    execution = strategy.execution
-    compute, cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]], 0
-    if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
-        cast = compute
+    execution, zero = strategy.execution, state.zero_level(strategy)
+    ranks = state.shard_ranks(strategy)
+    parameter = state.dtype_bytes(execution.param_dtype) / (ranks if zero == 3 else 1)
+    compute = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]]
+    if compute < state.dtype_bytes(execution.param_dtype) and zero < 3:
+        parameter += compute
+    gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
     kept = 1.0 - strategy.offload.optimizer
-
-    def rates(shards: state.Shards) -> tuple[float, float]:
-        zero, ranks = shards.zero, shards.ranks
-        gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
-        stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
-        return state.dtype_bytes(execution.param_dtype) / (
-            ranks if zero == 3 else 1
-        ) + cast, gradient + stepped
-
-    dense, expert = rates(state.dense_shards(strategy)), rates(state.expert_shards(strategy))
+    stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
     return lambda link: (
-        link.dense * dense[0] + link.dense_trainable * dense[1]
-        + link.experts * expert[0] + link.expert_trainable * expert[1] + link.buffer_bytes
-    )  # fmt: skip
+        link.parameters * parameter + link.trainable * (gradient + stepped) + link.buffer_bytes
+    )
 
 
 def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
@@ -320,23 +333,6 @@ def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def split_rows(strategy: Strategy) -> tuple[Row, ...]:
-    """The paths that schedules with a split backward have (`costmodel.bound`), and the steps of the rank at the
-    end of each."""
-    mesh, pipeline = strategy.mesh, strategy.pipeline
-    home = tuple(rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages))
-    rows = []
-    for term in bound_terms(pipeline.schedule, home, strategy.micro_batches):
-        counted = (
-            (Q.FORWARD, term.forward), (Q.BACKWARD, term.backward), (Q.BACKWARD_INPUT, term.backward_input),
-            (Q.BACKWARD_WEIGHT, term.backward_weight), (Q.SEND, term.message),
-        )  # fmt: skip
-        terms = [(int(kind), stage, n) for kind, counts in counted for stage, n in enumerate(counts)]
-        terms += [(int(Q.STEP), stage, 1) for stage, rank in enumerate(home) if rank == term.rank]
-        rows.append(Row(terms=_merged(terms)))
-    return tuple(rows)
-
-
 def _round_trip(strategy: Strategy, rank: int) -> list[tuple[int, int, int]]:
     """One micro-batch through all stages and back, while the rank's other work waits for it: 1F1B has run
     ranks - rank forwards when its first gradient arrives, GPipe runs all but one before its last input leaves."""
@@ -381,4 +377,5 @@ def path_row(path: Path) -> Row:
 
 def with_paths(problem: StageProblem, rows: Sequence[Row]) -> StageProblem:
     """The problem with further paths."""
-    return replace(problem, paths=(*problem.paths, *(row for row in rows if row not in problem.paths)))
+    placed = on_devices(problem, rows)
+    return replace(problem, paths=(*problem.paths, *(row for row in placed if row not in problem.paths)))

@@ -12,18 +12,20 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds import Bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.forms import Chain, units_of
-from autoparallel.planner.search.meshes import Ints
+from autoparallel.planner.search.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.prices import PriceBook
 from autoparallel.planner.search.ranks import Rows
 from autoparallel.planner.search.space import (
     UNEVEN_CHUNKS_BLOCKS,
+    Ints,
     Space,
     Variants,
     build_space,
     even_share,
     variants,
 )
-from autoparallel.planner.search.tables import Units, placed_row, take_units, unit_table
+from autoparallel.planner.search.tables import Floats, Units, placed_row, take_units, unit_table
+from autoparallel.planner.search.unlike import capacities, fastest, lacking_bytes, rank_devices
 from autoparallel.planner.search.wires import WireBook
 
 
@@ -40,10 +42,13 @@ class Outer:
     bounds: Bounds
     counts: Ints  # variants of each shape
     capacity_bytes: float
+    pace: Floats | None = None  # by rank and shape, over unlike devices: `planner.search.pace.pace_of_ranks`
 
     def excess_bytes(self, found: Evaluation) -> int:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
-        return ceil(min(found.excess_bytes, found.peak_bytes - self.capacity_bytes))
+        if self.capacity_bytes > max(capacities(self.problem)):  # a search without limits
+            return ceil(found.peak_bytes - self.capacity_bytes)
+        return ceil(found.excess_bytes)
 
 
 def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None:
@@ -52,12 +57,8 @@ def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None
     if not len(space.shapes) or not space.counts().any():
         return None
     expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
-    groups = problem.fixed_ints("mesh.groups")
-    devices = [problem.cluster.groups[g].device for g in groups] if groups else [problem.cluster.device]
-    fastest = max(devices, key=lambda d: max(d.peak_flops.values()))
-    book = PriceBook(expander=expander, pricer=expander.pricer, device=fastest)
-    capacity = min(d.memory_bytes - d.reserve_bytes for d in devices)
-    return build_outer(problem, space, units_of(problem.graph), book, capacity)
+    book = PriceBook(expander=expander, pricer=expander.pricer, device=fastest(rank_devices(problem)))
+    return build_outer(problem, space, units_of(problem.graph), book, max(capacities(problem)))
 
 
 def build_outer(
@@ -65,10 +66,13 @@ def build_outer(
 ) -> Outer:
     """Price every shape of a space."""
     units = unit_table(problem, chain, book, space.shapes, capacity_bytes)
+    pace, bounds = pace_of_ranks(problem, chain, book, space.shapes), shape_bounds(problem, space, units)
+    if pace is not None:
+        bounds = no_faster_than(bounds, space.shapes, units, pace)
     return Outer(
         problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
         wires=WireBook.of(problem, space, units, book),
-        bounds=shape_bounds(problem, space, units), capacity_bytes=capacity_bytes,
+        bounds=bounds, pace=pace, capacity_bytes=capacity_bytes,
     )  # fmt: skip
 
 
@@ -112,8 +116,13 @@ def bound_variants(
         most_per_chunk=most,
         slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
         slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0),
+        slower=None if outer.pace is None else 1.0 / outer.pace[:, found.shape],
+        lacking_bytes=lacking_bytes(outer.problem),
     )
-    return variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
+    bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
+    if outer.pace is None:
+        return bounds
+    return no_faster_than(bounds, shapes, rows.units, outer.pace[:, found.shape])
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> tuple[Ints, Ints, Ints]:
@@ -125,7 +134,7 @@ def _blocks_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> tuple[Int
         return tuple(np.full_like(pp, n) for n in (min(blocks[1:-1], default=0), ends, max(blocks)))  # type: ignore[return-value]
     chunks = pp * virtual_stages
     share, even = even_share(space.repeated, chunks, space.most_chunks)
-    single = (virtual_stages == 1) | (space.repeated <= UNEVEN_CHUNKS_BLOCKS)
+    single = (virtual_stages == 1) | (space.repeated <= UNEVEN_CHUNKS_BLOCKS) | (outer.pace is not None)
     rest = space.repeated - (chunks - 2) * share - share
     least = np.where(single, 1, np.where(even, share, np.maximum(share - 1, 1)))
     ends = np.where(~single & even, np.maximum(rest, 0), np.maximum(least - 1, 0))

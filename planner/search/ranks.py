@@ -22,8 +22,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.space import SCHEDULES, WHOLE_BACKWARD, Shapes
+from autoparallel.planner.search.space import OPEN_SCHEDULES, SCHEDULES, Bools, Ints, Shapes
 from autoparallel.planner.search.tables import Floats, Units, take_units
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
@@ -49,11 +48,15 @@ class Rows:
     most_per_chunk: Ints  # of any
     slow: float  # 1 + compute_slowdown
     slow_comm: float
+    slower: Floats | None = (
+        None  # over unlike devices, [rank, variant]: the fastest one's pace against the rank's
+    )
+    lacking_bytes: tuple[float, ...] = ()  # likewise by rank, below the largest capacity
 
     @property
     def plain(self) -> Bools:
         """Variants whose backward is whole, and whose ranks end with their first stage."""
-        return np.asarray(self.schedule < len(WHOLE_BACKWARD))
+        return np.asarray(self.schedule < len(OPEN_SCHEDULES))
 
     @property
     def v_shaped(self) -> Bools:
@@ -67,6 +70,7 @@ class Rows:
             **{name: getattr(self, name)[index] for name in columns},
             repeated=self.repeated, least_per_chunk=self.least_per_chunk[index],
             least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
+            slower=None if self.slower is None else self.slower[:, index], lacking_bytes=self.lacking_bytes,
         )  # fmt: skip
 
     def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
@@ -108,28 +112,6 @@ def state_rates(problem: Problem, zero: Ints, ranks: Ints) -> Rates:
     )
 
 
-def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates]:
-    """Rates of parameters that all ranks of dp_shard * cp hold alike, and of experts under ep > 1."""
-    ranks = shapes.dp_shard * shapes.cp
-    level = np.where(ranks > 1, zero, 0)
-    alike = np.maximum(ranks * shapes.tp // shapes.ep, 1)
-    return (
-        state_rates(problem, level, ranks),
-        state_rates(problem, np.where(alike > 1, level, 0), alike),
-    )
-
-
-def all_state_bytes(problem: Problem, shapes: Shapes, units: Units, zero: Ints) -> Floats:
-    """State of the whole model, of which the fullest rank holds its share at least."""
-    rates, expert_rates = rates_of(problem, shapes, zero)
-    return np.asarray(
-        units.all_parameters * rates.parameter
-        + units.all_trainable * rates.trainable
-        + units.all_experts * expert_rates.parameter
-        + units.all_expert_trainable * expert_rates.trainable
-    )
-
-
 class RankBounds:
     """Coefficients of one pipeline rank: time and bytes are linear in its blocks n and recomputed blocks k."""
 
@@ -148,10 +130,8 @@ class RankBounds:
     def _time(self, rows: Rows, rank: int, pp: int) -> None:
         u, m, plain = rows.units, rows.shapes.micro_batches, rows.plain
         first, last = self.first, self.last
-        f = rows.beside(u.unit_forward_s, rows.gather_s)
-        gathered_s = rows.beside(u.unit_backward_s, rows.gather_s)
-        ended_s = rows.beside(u.unit_backward_s, rows.gather_s + rows.reduce_s * u.unit_trainable)
-        b = np.where(rows.zero >= 2, ended_s, gathered_s)
+        others_f, _, _, others_b = _passes(rows, 1.0)  # of units on other ranks
+        f, gathered_s, ended_s, b = _passes(rows, 1.0 if rows.slower is None else rows.slower[rank])
         single = plain & (rows.chunks == 1)
         own_s = m * (u.head_s * first + u.tail_s * last)
         before, sends_s = rows.before(rank), rank * rows.send_s
@@ -162,10 +142,10 @@ class RankBounds:
         exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
         self.per_block_s = m * f + np.where(plain, (m - 1) * b + final_s, m * gathered_s)
         self.per_block_s += step_s * u.unit_trainable
-        self.base_s = own_s + np.where(plain, before * f + sends_s + exposed_s, 0.0) + step_s * ends
+        self.base_s = own_s + np.where(plain, before * others_f + sends_s + exposed_s, 0.0) + step_s * ends
         self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
         self.drained_base_s = own_s + np.where(
-            plain, (0.0 if first else u.head_s) + before * (f + b) + 2 * sends_s, 0.0
+            plain, (0.0 if first else u.head_s) + before * (others_f + others_b) + 2 * sends_s, 0.0
         )
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
@@ -175,10 +155,10 @@ class RankBounds:
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
-        u, (rates, expert_rates) = rows.units, rates_of(problem, rows.shapes, rows.zero)
+        shapes, u = rows.shapes, rows.units
+        ranks = shapes.dp_shard * shapes.cp
+        rates = state_rates(problem, np.where(ranks > 1, rows.zero, 0), ranks)
         state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
-        state_bytes += u.unit_experts * expert_rates.parameter
-        state_bytes += u.unit_expert_trainable * expert_rates.trainable
         flight = in_flight(rows, rank, pp)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
         fewer = rows.least_per_chunk - rows.least_per_end
@@ -194,6 +174,7 @@ class RankBounds:
             (flight.least * freed, None),
         )
         base = self._base_bytes(problem, rows, pp) + self._end_bytes(rows, rates, flight)
+        base = base + (rows.lacking_bytes[rank] if rows.lacking_bytes else 0.0)
         self.base_bytes, self.base_all_bytes = base + spread * u.saved, base + spread * u.least_saved
 
     def _base_bytes(self, problem: Problem, rows: Rows, pp: int) -> Floats:
@@ -278,6 +259,16 @@ class RankBounds:
         return found
 
 
+def _passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, Floats]:
+    """Seconds of a unit's forward, its backward, its last backward, and the backwards before that, with what runs
+    beside them, where computation is so much slower."""
+    u = rows.units
+    f = rows.beside(u.unit_forward_s * slower, rows.gather_s)
+    gathered_s = rows.beside(u.unit_backward_s * slower, rows.gather_s)
+    ended_s = rows.beside(u.unit_backward_s * slower, rows.gather_s + rows.reduce_s * u.unit_trainable)
+    return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
     """Micro-batches that a rank holds when its warm-up ends: of its fewest-held chunk, of the one that fewer
@@ -294,7 +285,7 @@ def in_flight(rows: Rows, rank: int, pp: int) -> InFlight:
     """1F1B and its interleaved form take turns in rounds; GPipe holds all; other schedules hold one at least and
     all at most."""
     m, v = rows.shapes.micro_batches, rows.chunks
-    word = {name: rows.schedule == SCHEDULES.index(name) for name in WHOLE_BACKWARD}
+    word = {name: rows.schedule == SCHEDULES.index(name) for name in OPEN_SCHEDULES}
     plain = np.where(word["gpipe"], m, np.where(word["1f1b"], np.minimum(pp - rank, m), 1))
     round_ = m // np.maximum(1, m // pp)
     held = np.minimum((v - 1) * round_ + 2 * (pp - 1 - rank) + 1, v * m)

@@ -60,6 +60,8 @@ class StageProblem:
     most: tuple[int, ...]  # and may have
     blocks: tuple[int, ...] | None = None  # fixed by the user
     recomputed: tuple[int, ...] | None = None
+    likely: tuple[int, ...] | None = None  # blocks per chunk that are tried first; even ones if None
+    device_of: tuple[int, ...] = ()  # over unlike devices: by chunk, which device's quantities it takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ def group_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
     if any(not 0 <= g < have for g in named):
         yield f"mesh.groups = {list(named)}: {cluster.name} has the device groups 0 to {have - 1}"
         return
-    if next((axis for axis in mesh.order if getattr(mesh, axis) > 1), "pp") != "pp":
+    if len(set(named)) > 1 and next((axis for axis in mesh.order if getattr(mesh, axis) > 1), "pp") != "pp":
         yield (
             "mesh.groups: pipeline ranks on groups of their own need pp outermost in mesh.order, not "
             f"{list(mesh.order)}"

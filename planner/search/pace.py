@@ -1,0 +1,52 @@
+"""A lower bound for pipelines over unlike devices: all ranks together are no faster than the sum of their paces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds import Bounds
+from autoparallel.planner.search.forms import Chain
+from autoparallel.planner.search.prices import PriceBook
+from autoparallel.planner.search.space import MODES, Shapes
+from autoparallel.planner.search.tables import Floats, Units, representative, settings_of
+from autoparallel.planner.search.unlike import rank_devices
+
+
+def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Floats | None:
+    """By pipeline rank and shape, how much of the fastest device a rank is worth; None where they are alike.
+
+    A rank's pace is the largest ratio, over the kinds of unit, of the fastest device's seconds to its own: no share
+    of the units takes it less than its share of the fastest device's time over that pace.
+    """
+    devices = rank_devices(problem)
+    if len({device.name for device in devices}) == 1:
+        return None
+    distinct, rows = settings_of(problem, shapes)
+    table = [
+        [_pace(problem, chain, book, book.on(device), key) for key in distinct.tolist()] for device in devices
+    ]
+    return np.array(table, dtype=np.float64)[:, rows]
+
+
+def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key: list[int]) -> float:
+    if other is book:
+        return 1.0
+    strategy, mode = representative(problem, chain, key), MODES[key[2]]
+
+    def seconds(own: PriceBook, unit: tuple[int, ...]) -> float:
+        links = [own.link(strategy, block, mode if i == 0 else "none") for i, block in enumerate(unit)]
+        return sum(link.forward_s + link.backward_s for link in links)
+
+    return max((seconds(book, unit) / seconds(other, unit) for unit in chain.units), default=1.0)
+
+
+def no_faster_than(bounds: Bounds, shapes: Shapes, units: Units, pace: Floats) -> Bounds:
+    """T >= micro-batches * seconds of all units on the fastest device / pace of all ranks."""
+    with np.errstate(invalid="ignore"):
+        units_s = units.all_forward_s + units.all_backward_s - units.head_s - units.tail_s
+        return replace(
+            bounds, time_s=np.maximum(bounds.time_s, shapes.micro_batches * units_s / pace.sum(axis=0))
+        )

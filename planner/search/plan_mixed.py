@@ -1,0 +1,131 @@
+"""Plan a cluster of unlike devices: the best of the searches of its parts (`planner/search/mixed.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import Problem, objective_value
+from autoparallel.planner.score import score
+from autoparallel.planner.search.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
+from autoparallel.planner.search.check import check_plan
+from autoparallel.planner.search.constraints import ALL
+from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.explain import explain_empty, explain_infeasible
+from autoparallel.planner.search.frontier import NOTHING, TOLERANCE, Frontier, Stopped, Value
+from autoparallel.planner.search.mixed import Part, parts
+from autoparallel.planner.search.outcome import GIB, Alternative, Explored, PlanResult, SearchTimeout
+from autoparallel.planner.search.outer import Outer, outer_of
+from autoparallel.planner.search.reasons import reason
+from autoparallel.planner.search.result import explored, lower_bound_s, result_of, with_rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """A part whose search has ended, its best strategy included if it is better than any before it."""
+
+    part: Part
+    outer: Outer
+    frontier: Frontier
+    bound: Value  # of all its strategies
+    best: Evaluation | None  # the fastest that it simulated and that fits
+
+
+def plan_mixed(
+    problem: Problem, check: Callable[[Frontier], None], *, explain: bool, share: Callable[[int], None]
+) -> PlanResult:
+    """Search every part; the best of all, against the least of their bounds."""
+    every = parts(problem)
+    share(len(every))
+    done: list[Searched] = []
+    errors: list[UserError] = []
+    stopped, value = False, NOTHING
+    for part in every:
+        try:
+            outer = outer_of(part.problem)
+            if outer is None:
+                continue
+            found = _search(part, outer, check, value)
+        except UserError as error:  # such as a device that does not compute in the dtype
+            errors.append(error)
+            continue
+        except KeyboardInterrupt:
+            stopped = True
+            break
+        done.append(found)
+        value = min(value, found.frontier.value)
+    winners = [one for one in done if one.frontier.incumbent is not None]
+    if not winners:
+        raise _nothing(problem, done, errors, stopped=stopped)
+    complete = len(done) + len(errors) == len(every) or not stopped
+    bound = min([one.bound for one in done], default=NOTHING) if complete else (0.0, 0.0)
+    work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
+    return _whole(problem, winners[-1], done, bound, work=work, explain=explain and not stopped)
+
+
+def _search(part: Part, outer: Outer, check: Callable[[Frontier], None], value: Value) -> Searched:
+    frontier = Frontier(outer=outer, check=check, value=value)
+    with suppress(Stopped):
+        frontier.run()
+    bound = frontier.bound()
+    fitting = [e for e in frontier.seen if outer.excess_bytes(e) <= 0]
+    best = min(
+        fitting,
+        default=None,
+        key=lambda e: frontier.value_of(e.step_time_s, e.peak_bytes, e.strategy.mesh.devices),
+    )
+    if not frontier.may_win(bound):
+        bound = min(frontier.value, value)
+    return Searched(part=part, outer=outer, frontier=frontier, bound=bound, best=best)
+
+
+def _nothing(problem: Problem, done: list[Searched], errors: list[UserError], *, stopped: bool) -> Exception:
+    if stopped or any(one.frontier.bound() < NOTHING for one in done):
+        return SearchTimeout("no strategy found in the time given; allow more, or fix some keys")
+    if done:
+        return explain_infeasible(done[-1].outer)
+    return errors[0] if errors else explain_empty(problem)
+
+
+def _whole(
+    problem: Problem, winner: Searched, done: list[Searched], bound: Value, *, work: float, explain: bool
+) -> PlanResult:
+    """The winner's answer as one of the whole cluster, with the other parts among what was rejected."""
+    found = result_of(winner.outer, winner.frontier, work=work, explain=explain)
+    strategy = winner.part.whole(found.strategy)
+    prediction = score(problem.graph, problem.cluster, strategy)
+    check_plan(problem, strategy, prediction)
+    value = winner.frontier.value
+    optimal = not bound[0] < value[0] * (1 - TOLERANCE)
+    gap = 0.0 if optimal else max(0.0, 1.0 - bound[0] / value[0])
+    others = [one for one in (_other(problem, one, found) for one in done if one is not winner) if one]
+    own = [replace(a, strategy=winner.part.whole(a.strategy)) for a in found.alternatives]
+    kept: dict[str, Alternative] = {}
+    for one in sorted([*others, *own], key=lambda a: (not a.feasible, a.value, a.kind)):
+        kept.setdefault(one.kind, one)
+    points: list[Explored] = [p for one in done for p in explored(one.outer, one.frontier)]
+    return replace(
+        found, strategy=strategy, prediction=prediction, status="optimal" if optimal else "feasible", gap=gap,
+        lower_bound_s=lower_bound_s(problem, prediction, gap if not optimal else TOLERANCE),
+        candidates=sum(int(one.outer.counts.sum()) for one in done),
+        pruned=sum(max(int(one.outer.counts.sum()) - one.frontier.solved, 0) for one in done),
+        alternatives=tuple(kept.values()), explored=tuple(points),
+        constraints=tuple(c for c in found.constraints if c.key in {*problem.constraints, ALL}),
+    )  # fmt: skip
+
+
+def _other(problem: Problem, one: Searched, chosen: PlanResult) -> Alternative | None:
+    """The best that another part's search saw."""
+    if one.best is None:
+        return None
+    expander = one.outer.book.expander
+    strategy = with_rules(expander, one.best.strategy)
+    prediction = score(one.part.problem.graph, one.part.problem.cluster, strategy, expander, spans=False)
+    return Alternative(
+        kind=one.part.name, strategy=one.part.whole(strategy), step_time_s=prediction.step_time_s,
+        peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible,
+        reason=reason(prediction, chosen.prediction, problem.objective), proved=False,
+        value=objective_value(one.part.problem, prediction),
+    )  # fmt: skip

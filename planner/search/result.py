@@ -1,0 +1,88 @@
+"""From an ended search to the answer: the strategy checked and priced whole, its proof, its rivals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.score import score
+from autoparallel.planner.search.alternatives import alternatives
+from autoparallel.planner.search.check import check_plan
+from autoparallel.planner.search.constraints import constraint_costs
+from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.search.outcome import GIB, ConstraintCost, Explored, PlanResult
+from autoparallel.planner.search.outer import Outer
+from autoparallel.planner.strategy.types import Strategy
+
+
+def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -> PlanResult:
+    """The answer of one search that found something; `work` goes into each kind of rejected strategy. Its seconds
+    are still to come."""
+    assert frontier.incumbent is not None
+    problem, expander = outer.problem, outer.book.expander
+    strategy = with_rules(expander, frontier.incumbent.strategy)
+    prediction = score(problem.graph, problem.cluster, strategy, expander)
+    check_plan(problem, strategy, prediction)
+    optimal = not frontier.may_win(frontier.bound())
+    gap = 0.0 if optimal else max(0.0, 1.0 - frontier.bound()[0] / frontier.value[0])
+    candidates = int(outer.counts.sum())
+    return PlanResult(
+        strategy=strategy,
+        prediction=prediction,
+        status="optimal" if optimal else "feasible",
+        lower_bound_s=lower_bound_s(problem, prediction, gap if not optimal else TOLERANCE),
+        gap=gap,
+        candidates=candidates,
+        pruned=max(candidates - frontier.solved, 0),
+        seconds=0.0,
+        alternatives=alternatives(outer, frontier.incumbent, frontier.seen, work=work),
+        constraints=_constraints(outer, frontier.incumbent) if explain else (),
+        explored=explored(outer, frontier),
+    )
+
+
+def explored(outer: Outer, frontier: Frontier) -> tuple[Explored, ...]:
+    """What a search simulated on its way."""
+    return tuple(
+        Explored(
+            step_time_s=e.step_time_s, peak_memory_gib=e.peak_bytes / GIB,
+            feasible=outer.excess_bytes(e) <= 0, label=_label(e.strategy),
+        )
+        for e in frontier.seen
+    )  # fmt: skip
+
+
+def _constraints(outer: Outer, best: Evaluation) -> tuple[ConstraintCost, ...]:
+    """What the constraints cost; an interrupt keeps those that are known."""
+    found = []
+    try:
+        for cost in constraint_costs(outer, best):
+            found.append(replace(cost, strategy=with_rules(outer.book.expander, cost.strategy)))
+    except KeyboardInterrupt:
+        pass
+    return tuple(found)
+
+
+def lower_bound_s(problem: Problem, prediction: Prediction, gap: float) -> float:
+    """The bound on the objective as seconds on as many devices; the step itself where seconds come second."""
+    if problem.objective == Objective.MEMORY:
+        return prediction.step_time_s * (1 - TOLERANCE)
+    return prediction.step_time_s * (1 - gap)
+
+
+def with_rules(expander: Expander, strategy: Strategy) -> Strategy:
+    """The strategy with the tensor placements that it was priced with."""
+    return replace(strategy, tensor=expander.tensor_plan(strategy).rules)
+
+
+def _label(strategy: Strategy) -> str:
+    mesh = strategy.mesh
+    sizes = " ".join(
+        f"{name}{getattr(mesh, name)}"
+        for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        if getattr(mesh, name) > 1
+    )
+    return f"{sizes or 'one device'} zero{strategy.shard.zero} micro{strategy.batch.micro} {strategy.recompute.mode}"
