@@ -15,10 +15,11 @@ from autoparallel.planner.search.candidates import Candidate, candidate, strateg
 from autoparallel.planner.search.deals import even_deal
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.meshes import Bools, Ints
 from autoparallel.planner.search.outcome import GIB, Alternative
 from autoparallel.planner.search.outer import Outer, expand_shapes
 from autoparallel.planner.search.reasons import reason
-from autoparallel.planner.search.space import MODES, Bools, Ints, Shapes, Variants
+from autoparallel.planner.search.space import MODES, Shapes, Variants
 from autoparallel.planner.search.stage_problem import Deal
 from autoparallel.planner.strategy.types import Strategy
 

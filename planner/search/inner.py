@@ -9,6 +9,7 @@ from math import ceil, floor
 
 import numpy as np
 
+from autoparallel.costmodel.bound import bound_terms
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.program import ActionKind
@@ -20,10 +21,11 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.candidates import Candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal, proportional
 from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
+from autoparallel.planner.search.meshes import most_chunks
 from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
 from autoparallel.planner.search.prices import LinkPrice, PriceBook, least_message_bytes
-from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share, most_chunks
+from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share
 from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.search.unlike import on_devices, over_devices, rank_devices
 from autoparallel.planner.strategy.legal import least_blocks
@@ -126,7 +128,7 @@ def stage_problem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
         quantities=(*_seconds(problem, book, priced), *_bytes(priced)),
-        paths=() if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
+        paths=split_rows(strategy) if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
         memory=memory_rows(states),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
@@ -225,15 +227,26 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
     strategy, links = priced.strategy, priced.links
     every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
     copies = max(links.count, 1)  # more than any stage has
-    parameters = sum(link.parameters for link in every) * copies
-    trainable = sum(link.trainable for link in every) * copies
-    kernels = state.optimizer_kernel(trainable, strategy)
-    mode = strategy.execution.kernels
-    update = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in kernels) / max(trainable, 1)
-    axes = mesh_axes(strategy)
-    gathers = state.updated_gather(parameters, strategy)
-    gather = sum(book.pricer.collective_s(c, axes) for c in gathers) / max(parameters, 1)
-    return lambda link: link.trainable * update + link.parameters * gather
+    axes, mode = mesh_axes(strategy), strategy.execution.kernels
+    trainable, experts = (sum(values) * copies for values in (
+        [link.trainable for link in every], [link.expert_trainable for link in every],
+    ))  # fmt: skip
+    kernels = state.optimizer_kernel(trainable, strategy, experts)
+    dense, expert = state.updates_per_parameter(strategy)
+    updated = (trainable - experts) * dense + experts * expert
+    update = sum(book.pricer.kernel_s(k, book.device, mode) for k in kernels) / max(updated, 1)
+
+    def gather_rate(count: int, *, of_experts: bool) -> float:
+        gathers = state.updated_gather(count, strategy, count if of_experts else 0)
+        return sum(book.pricer.collective_s(c, axes) for c in gathers) / max(count, 1)
+
+    gather = gather_rate(sum(link.dense for link in every) * copies, of_experts=False)
+    gather_experts = gather_rate(sum(link.experts for link in every) * copies, of_experts=True)
+    return lambda link: (
+        (link.dense_trainable * dense + link.expert_trainable * expert) * update
+        + link.dense * gather
+        + link.experts * gather_experts
+    )
 
 
 def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
@@ -262,18 +275,25 @@ def _bytes(priced: Priced) -> tuple[Quantity, ...]:
 
 def state_rate(strategy: Strategy) -> Value:
     """Bytes that live through the whole step for a link: `planner.state.state_bytes`, not rounded up."""
-    execution, zero = strategy.execution, state.zero_level(strategy)
-    ranks = state.shard_ranks(strategy)
-    parameter = state.dtype_bytes(execution.param_dtype) / (ranks if zero == 3 else 1)
-    compute = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]]
-    if compute < state.dtype_bytes(execution.param_dtype) and zero < 3:
-        parameter += compute
-    gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
+    execution = strategy.execution
+    compute, cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]], 0
+    if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
+        cast = compute
     kept = 1.0 - strategy.offload.optimizer
-    stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
+
+    def rates(shards: state.Shards) -> tuple[float, float]:
+        zero, ranks = shards.zero, shards.ranks
+        gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
+        stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
+        return state.dtype_bytes(execution.param_dtype) / (
+            ranks if zero == 3 else 1
+        ) + cast, gradient + stepped
+
+    dense, expert = rates(state.dense_shards(strategy)), rates(state.expert_shards(strategy))
     return lambda link: (
-        link.parameters * parameter + link.trainable * (gradient + stepped) + link.buffer_bytes
-    )
+        link.dense * dense[0] + link.dense_trainable * dense[1]
+        + link.experts * expert[0] + link.expert_trainable * expert[1] + link.buffer_bytes
+    )  # fmt: skip
 
 
 def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
@@ -330,6 +350,23 @@ def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
             drain = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, first + 1)]
             drain += [(int(Q.SEND), stage, 1) for stage in range(first)]
             rows.append(Row(terms=_merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
+    return tuple(rows)
+
+
+def split_rows(strategy: Strategy) -> tuple[Row, ...]:
+    """The paths that schedules with a split backward have (`costmodel.bound`), and the steps of the rank at the
+    end of each."""
+    mesh, pipeline = strategy.mesh, strategy.pipeline
+    home = tuple(rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages))
+    rows = []
+    for term in bound_terms(pipeline.schedule, home, strategy.micro_batches):
+        counted = (
+            (Q.FORWARD, term.forward), (Q.BACKWARD, term.backward), (Q.BACKWARD_INPUT, term.backward_input),
+            (Q.BACKWARD_WEIGHT, term.backward_weight), (Q.SEND, term.message),
+        )  # fmt: skip
+        terms = [(int(kind), stage, n) for kind, counts in counted for stage, n in enumerate(counts)]
+        terms += [(int(Q.STEP), stage, 1) for stage, rank in enumerate(home) if rank == term.rank]
+        rows.append(Row(terms=_merged(terms)))
     return tuple(rows)
 
 

@@ -12,12 +12,12 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds import Bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.forms import Chain, units_of
+from autoparallel.planner.search.meshes import Ints
 from autoparallel.planner.search.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.prices import PriceBook
 from autoparallel.planner.search.ranks import Rows
 from autoparallel.planner.search.space import (
     UNEVEN_CHUNKS_BLOCKS,
-    Ints,
     Space,
     Variants,
     build_space,
@@ -66,13 +66,14 @@ def build_outer(
 ) -> Outer:
     """Price every shape of a space."""
     units = unit_table(problem, chain, book, space.shapes, capacity_bytes)
-    pace, bounds = pace_of_ranks(problem, chain, book, space.shapes), shape_bounds(problem, space, units)
+    pace = pace_of_ranks(problem, chain, book, space.shapes)
+    bounds = shape_bounds(problem, space, units)
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, units, pace)
     return Outer(
         problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
         wires=WireBook.of(problem, space, units, book),
-        bounds=bounds, pace=pace, capacity_bytes=capacity_bytes,
+        bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.price import Pricer, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
 from autoparallel.planner.expand import state
+from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
@@ -36,6 +37,8 @@ class LinkPrice:
     reduce_bytes: int  # whole gradients alive on their way to a reduction of every micro-batch
     parameters: int
     trainable: int
+    experts: int  # of `parameters`, and of `trainable`: synchronised over other ranks
+    expert_trainable: int
     saved: int
     weight_saved: int
     recomputed: int
@@ -46,6 +49,15 @@ class LinkPrice:
     @property
     def backward_s(self) -> float:
         return self.input_s + self.weight_s
+
+    @property
+    def dense(self) -> int:
+        """Parameters that are not experts'."""
+        return self.parameters - self.experts
+
+    @property
+    def dense_trainable(self) -> int:
+        return self.trainable - self.expert_trainable
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,12 @@ class PriceBook:
             self._others[device.name] = PriceBook(expander=self.expander, pricer=self.pricer, device=device)
         return self._others[device.name]
 
-    def link(self, strategy: Strategy, block: int, mode: str, *, held: bool = True) -> LinkPrice:
-        """The price of a link; `held` False leaves out tied parameters, which another link may hold for it."""
-        axes = mesh_axes(strategy)
+    def link(
+        self, strategy: Strategy, block: int, mode: str, *, held: bool = True, axes: tuple[Axis, ...] = ()
+    ) -> LinkPrice:
+        """The price of a link, on the strategy's axes or on others; `held` False leaves out tied parameters, which
+        another link may hold for it."""
+        axes = axes or mesh_axes(strategy)
         key = (
             block, mode, held, axes, strategy.batch, strategy.shard, strategy.grad_sync,
             strategy.execution, strategy.tensor, strategy.offload,
@@ -83,7 +98,11 @@ class PriceBook:
         self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool
     ) -> LinkPrice:
         work = self.expander.work(strategy, block, mode)
-        gather = state.gather_of(work, strategy)
+        gathers = [
+            gather
+            for gather in (state.gather_of(work, strategy), state.expert_gather_of(work, strategy))
+            if gather is not None
+        ]
         parameters, trainable = work.parameters, work.trainable
         if not held:
             tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]
@@ -92,18 +111,20 @@ class PriceBook:
         accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy)
         forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
         zero = state.zero_level(strategy)
-        reduction = state.reduction_of(trainable, strategy)
+        reduction = state.reduction_of(trainable, strategy, work.expert_trainable)
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
         return LinkPrice(
             forward_s=forward_s,
             input_s=input_s,
             weight_s=weight_s,
-            gather_s=self.pricer.collective_s(gather, axes) if gather is not None else 0.0,
-            reduce_s=self._reduce_s(reduction, strategy, axes),
-            gather_bytes=gather.size_bytes if gather is not None else 0,
+            gather_s=sum(self.pricer.collective_s(gather, axes) for gather in gathers),
+            reduce_s=self._reduce_s(trainable, work.expert_trainable, strategy, axes),
+            gather_bytes=sum(gather.size_bytes for gather in gathers),
             reduce_bytes=sum(whole) if zero >= 2 else 0,
             parameters=parameters,
             trainable=trainable,
+            experts=work.expert_parameters,
+            expert_trainable=work.expert_trainable,
             saved=work.saved_bytes,
             weight_saved=work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes,
             recomputed=work.recomputed_bytes,
@@ -124,7 +145,7 @@ class PriceBook:
 
         A pass is priced whole: where the host is slower than the device, its parts do not add up.
         """
-        inner = tuple(a for a in axes if a.name in ("tp", "cp") and a.size > 1)
+        inner = tuple(a for a in axes if a.name in ("tp", "cp", "ep") and a.size > 1)
         key = (id(work), more, inner, strategy.execution.kernels)  # the expander keeps every work alive
         if key not in self._blocks:
             whole = replace(work, backward_weight=(*work.backward_weight, *more))
@@ -136,24 +157,29 @@ class PriceBook:
             )
         return self._blocks[key]
 
-    def _reduce_s(
-        self, reduction: tuple[Collective, ...], strategy: Strategy, axes: tuple[Axis, ...]
-    ) -> float:
-        if state.zero_level(strategy) == 3:
-            return sum(self.pricer.collective_s(c, axes) for c in reduction)
+    def _reduce_s(self, trainable: int, experts: int, strategy: Strategy, axes: tuple[Axis, ...]) -> float:
         bucket = round(strategy.grad_sync.bucket_mib * MIB)
-        size = max((c.size_bytes for c in reduction), default=0)
-        if not size or not bucket:
+        if state.zero_level(strategy) == 3 or not bucket:
+            reduction = state.reduction_of(trainable, strategy, experts)
             return sum(self.pricer.collective_s(c, axes) for c in reduction)
-        return size * self.reduce_rate(strategy, axes, bucket)
+        item, found = state.dtype_bytes(strategy.execution.grad_dtype), 0.0
+        if trainable > experts:
+            found += (trainable - experts) * item * self.reduce_rate(strategy, axes, bucket)
+        if experts:
+            found += experts * item * self.reduce_rate(strategy, axes, bucket, experts=True)
+        return found
 
-    def reduce_rate(self, strategy: Strategy, axes: tuple[Axis, ...], bucket: int) -> float:
-        """Seconds per byte of gradient in a full bucket."""
-        spanned = tuple(a for a in axes if a.name in ("dp_replicate", "dp_shard", "cp") and a.size > 1)
-        key = (spanned, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype)
+    def reduce_rate(
+        self, strategy: Strategy, axes: tuple[Axis, ...], bucket: int, *, experts: bool = False
+    ) -> float:
+        """Seconds per byte of gradient (of experts or of the rest) in a full bucket."""
+        names = ("dp_replicate", EXPERT_SHARD) if experts else ("dp_replicate", "dp_shard", "cp")
+        spanned = tuple(a for a in axes if a.name in names and a.size > 1)
+        key = (spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype)
         if key not in self._rates:
             item = state.dtype_bytes(strategy.execution.grad_dtype)
-            full = state.reduction_of(max(bucket // item, 1), strategy)
+            count = max(bucket // item, 1)
+            full = state.reduction_of(count, strategy, count if experts else 0)
             size = max((c.size_bytes for c in full), default=1)
             self._rates[key] = sum(self.pricer.collective_s(c, axes) for c in full) / size
         return self._rates[key]

@@ -22,7 +22,8 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.space import OPEN_SCHEDULES, SCHEDULES, Bools, Ints, Shapes
+from autoparallel.planner.search.meshes import Bools, Ints
+from autoparallel.planner.search.space import SCHEDULES, WHOLE_BACKWARD, Shapes
 from autoparallel.planner.search.tables import Floats, Units, take_units
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
@@ -56,7 +57,7 @@ class Rows:
     @property
     def plain(self) -> Bools:
         """Variants whose backward is whole, and whose ranks end with their first stage."""
-        return np.asarray(self.schedule < len(OPEN_SCHEDULES))
+        return np.asarray(self.schedule < len(WHOLE_BACKWARD))
 
     @property
     def v_shaped(self) -> Bools:
@@ -112,6 +113,28 @@ def state_rates(problem: Problem, zero: Ints, ranks: Ints) -> Rates:
     )
 
 
+def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates]:
+    """Rates of parameters that all ranks of dp_shard * cp hold alike, and of experts under ep > 1."""
+    ranks = shapes.dp_shard * shapes.cp
+    level = np.where(ranks > 1, zero, 0)
+    alike = np.maximum(ranks * shapes.tp // shapes.ep, 1)
+    return (
+        state_rates(problem, level, ranks),
+        state_rates(problem, np.where(alike > 1, level, 0), alike),
+    )
+
+
+def all_state_bytes(problem: Problem, shapes: Shapes, units: Units, zero: Ints) -> Floats:
+    """State of the whole model, of which the fullest rank holds its share at least."""
+    rates, expert_rates = rates_of(problem, shapes, zero)
+    return np.asarray(
+        units.all_parameters * rates.parameter
+        + units.all_trainable * rates.trainable
+        + units.all_experts * expert_rates.parameter
+        + units.all_expert_trainable * expert_rates.trainable
+    )
+
+
 class RankBounds:
     """Coefficients of one pipeline rank: time and bytes are linear in its blocks n and recomputed blocks k."""
 
@@ -155,10 +178,10 @@ class RankBounds:
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
-        shapes, u = rows.shapes, rows.units
-        ranks = shapes.dp_shard * shapes.cp
-        rates = state_rates(problem, np.where(ranks > 1, rows.zero, 0), ranks)
+        u, (rates, expert_rates) = rows.units, rates_of(problem, rows.shapes, rows.zero)
         state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
+        state_bytes += u.unit_experts * expert_rates.parameter
+        state_bytes += u.unit_expert_trainable * expert_rates.trainable
         flight = in_flight(rows, rank, pp)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
         fewer = rows.least_per_chunk - rows.least_per_end
@@ -285,7 +308,7 @@ def in_flight(rows: Rows, rank: int, pp: int) -> InFlight:
     """1F1B and its interleaved form take turns in rounds; GPipe holds all; other schedules hold one at least and
     all at most."""
     m, v = rows.shapes.micro_batches, rows.chunks
-    word = {name: rows.schedule == SCHEDULES.index(name) for name in OPEN_SCHEDULES}
+    word = {name: rows.schedule == SCHEDULES.index(name) for name in WHOLE_BACKWARD}
     plain = np.where(word["gpipe"], m, np.where(word["1f1b"], np.minimum(pp - rank, m), 1))
     round_ = m // np.maximum(1, m // pp)
     held = np.minimum((v - 1) * round_ + 2 * (pp - 1 - rank) + 1, v * m)

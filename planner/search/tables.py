@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoparallel.costmodel.program import Axis
+from autoparallel.planner.expand.axes import EXPERTS
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.candidates import Candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal
 from autoparallel.planner.search.forms import Chain
+from autoparallel.planner.search.meshes import Ints
 from autoparallel.planner.search.prices import LinkPrice, PriceBook
-from autoparallel.planner.search.space import MODES, Ints, Shapes
+from autoparallel.planner.search.space import MODES, Shapes
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Floats = NDArray[np.float64]
+NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
@@ -43,14 +48,19 @@ class Units:
     peak: Floats  # of one action above what is saved
     backward_peak: Floats  # of a backward likewise
     tail_peak: Floats  # likewise where the tail runs, what the tail saves included
-    unit_parameters: Floats
+    unit_parameters: Floats  # here and below experts under ep > 1 left out
     unit_trainable: Floats
+    unit_experts: Floats
+    unit_expert_trainable: Floats
     most_trainable: Floats  # of any one link
     head_parameters: Floats
     tail_parameters: Floats
     head_trainable: Floats
     tail_trainable: Floats
+    all_parameters: Floats
     all_trainable: Floats
+    all_experts: Floats
+    all_expert_trainable: Floats
     buffer_bytes: Floats  # of the whole model
 
 
@@ -85,7 +95,8 @@ def settings_of(problem: Problem, shapes: Shapes) -> tuple[Ints, Ints]:
     fused = problem.execution.kernels == "fused"
     several = np.minimum(shapes.micro_batches, 1 if fused else 2)
     keys = np.stack(
-        [shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, several, shapes.micro], axis=1
+        [shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep, several, shapes.micro],
+        axis=1,
     )
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
     return distinct, rows.reshape(-1)
@@ -97,7 +108,7 @@ def placed_row(
     """The row of one shape with tensor parallelism over devices `stride` apart."""
     fused = problem.execution.kernels == "fused"
     several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
-    columns = (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp)
+    columns = (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep)
     key = (*(int(c[shape]) for c in columns), several, int(shapes.micro[shape]))
     return _row(problem, chain, book, key, stride)
 
@@ -105,13 +116,30 @@ def placed_row(
 def representative(problem: Problem, chain: Chain, key: Sequence[int], stride: int = 1) -> Strategy:
     """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
     placed `stride` devices apart."""
-    tp, sequence, mode, cp, several, micro = key
+    tp, sequence, mode, cp, ep, several, micro = key
+    shards = ep // gcd(ep, cp * tp)
     chosen = Candidate(
-        mesh=Mesh(tp=tp, cp=cp, dp_replicate=stride, order=FAR if stride > 1 else AXES), micro=micro, micro_batches=several, zero=0,
-        sequence_parallel=bool(sequence), schedule="none", virtual_stages=1, mode=MODES[mode], compression=(),
+        mesh=Mesh(
+            tp=tp, cp=cp, ep=ep, dp_shard=shards, dp_replicate=stride, order=FAR if stride > 1 else AXES
+        ),
+        micro=micro, micro_batches=several, zero=0, sequence_parallel=bool(sequence), schedule="none",
+        virtual_stages=1, mode=MODES[mode], compression=(),
     )  # fmt: skip
     strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
-    return replace(strategy, batch=Batch(global_=several * micro * stride, micro=micro))
+    return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
+
+
+def _nearest(strategy: Strategy, tensor_stride: int, *, ordered: bool) -> tuple[Axis, ...]:
+    """Axes along which a block communicates, where that costs least: neighbours, but for tensor parallelism
+    `tensor_stride` devices apart; cp right outside it, unless the user ordered the axes."""
+    mesh = strategy.mesh
+    outside = 1 if ordered else mesh.tp * tensor_stride
+    axes = (("tp", mesh.tp, tensor_stride), ("cp", mesh.cp, outside), (EXPERTS, mesh.ep, 1))
+    return tuple(
+        Axis(name=name, size=size, stride=stride, derived=name == EXPERTS)
+        for name, size, stride in axes
+        if size > 1
+    )
 
 
 def _row(
@@ -121,8 +149,10 @@ def _row(
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
+    axes = _nearest(strategy, stride, ordered="mesh.order" in problem.constraints)
+
     def link(block: int, how: str, *, held: bool = False) -> LinkPrice:
-        return book.link(strategy, block, how, held=held or not tied[block])
+        return book.link(strategy, block, how, held=held or not tied[block], axes=axes)
 
     head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [link(b, "none") for b in chain.tail]
@@ -159,15 +189,16 @@ def _row(
         min(peaks, default=0.0),
         min(backward_peaks, default=0.0),
         _tail_peak(tail) if tail else min(peaks, default=0.0),
-        min((_sum(unit, "parameters") for unit in units), default=0.0),
-        min((_sum(unit, "trainable") for unit in units), default=0.0),
-        float(max((link.trainable for link in every), default=0)),
-        _sum(head, "parameters"),
-        _sum(tail, "parameters"),
-        _sum(head, "trainable"),
-        _sum(tail, "trainable"),
-        _sum([*head, *tail], "trainable")
-        + sum(n * _sum(u, "trainable") for n, u in zip(counts, units, strict=True)),
+        *(min((_sum(unit, n) for unit in units), default=0.0) for n in NUMBERS),
+        float(max((link.dense_trainable for link in every), default=0)),
+        _sum(head, "dense"),
+        _sum(tail, "dense"),
+        _sum(head, "dense_trainable"),
+        _sum(tail, "dense_trainable"),
+        *(
+            _sum([*head, *tail], n) + sum(c * _sum(u, n) for c, u in zip(counts, units, strict=True))
+            for n in NUMBERS
+        ),
         float(min((link.buffer_bytes for link in every), default=0)),
     )
 
