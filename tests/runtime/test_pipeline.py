@@ -34,6 +34,9 @@ ON_TWO: dict[str, Case] = {
     "vit, gpipe, full recomputation": ("vit", GPIPE, {"micro_batches": 2, "recompute": "full"}),
     "mlp, interleaved": ("mlp", INTERLEAVED, {"micro_batches": 2}),
     "resnet, 1f1b": ("resnet", ONE_F_ONE_B, {"micro_batches": 3}),
+    "gpt2, zero bubble in a V": ("gpt2", {**INTERLEAVED, "schedule": "zbv"}, {"micro_batches": 4}),
+    "llama, two pipelines in a V": ("llama", {**INTERLEAVED, "schedule": "dualpipev"}, {"micro_batches": 4}),
+    "resnet, zero bubble in a V": ("resnet", {**INTERLEAVED, "schedule": "zbv"}, {"micro_batches": 2}),
     "mlp, zero bubble": ("mlp", {**ONE_F_ONE_B, "schedule": "zb1p"}, {"micro_batches": 3}),
     "micro-batch of one": ("llama", ONE_F_ONE_B, {"micro": 1, "micro_batches": 2}),
 }
