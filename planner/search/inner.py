@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import ceil, floor
 
 import numpy as np
 
 from autoparallel.costmodel.bound import bound_terms
-from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner.expand import state
@@ -21,14 +20,12 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.candidates import Candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal, proportional
 from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
-from autoparallel.planner.search.meshes import most_chunks
 from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
 from autoparallel.planner.search.prices import LinkPrice, PriceBook, least_message_bytes
-from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share
+from autoparallel.planner.search.sizes import chunk_sizes
 from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.search.unlike import on_devices, over_devices, rank_devices
-from autoparallel.planner.strategy.legal import least_blocks
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 
@@ -158,33 +155,6 @@ def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> 
     home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
     paces = [1.0 / max(seconds[rank], 1e-12) for rank in home]
     return tuple(len(chain.kinds) * pace / sum(paces) for pace in paces)
-
-
-def chunk_sizes(
-    graph: ModelGraph, chosen: Candidate, shares: tuple[float, ...] | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Blocks that each chunk must and may have: what is legal; of many blocks in many interleaved chunks an even
-    share (`even_share`), or where there is none that share, one less or in an end chunk two. Over unlike devices
-    such chunks get their `shares`, or one block more or less."""
-    blocks, chunks = len(graph.repeated_positions), chosen.chunks
-    if not blocks:
-        return (0,) * chunks, (0,) * chunks
-    least = least_blocks(graph, chunks)
-    if chosen.virtual_stages == 1 or blocks <= UNEVEN_CHUNKS_BLOCKS:
-        return least, (blocks,) * chunks
-    if shares is not None:
-        return (
-            tuple(max(a, floor(n) - 1) for a, n in zip(least, shares, strict=True)),
-            tuple(max(a, ceil(n) + 1) for a, n in zip(least, shares, strict=True)),
-        )
-    share, even = even_share(blocks, np.array([chunks]), most_chunks(graph))
-    size = int(share[0])
-    if even[0]:
-        rest = blocks - (chunks - 2) * size
-        ends = (max(least[0], rest - size), max(least[-1], rest - size))
-        return (ends[0], *(size,) * (chunks - 2), ends[1]), (size,) * chunks
-    ends = (max(least[0], size - 2), max(least[-1], size - 2))
-    return (ends[0], *(max(1, size - 1),) * (chunks - 2), ends[1]), (size,) * chunks
 
 
 def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:

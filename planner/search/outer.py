@@ -127,7 +127,7 @@ def bound_variants(
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> tuple[Ints, Ints, Ints]:
-    """As `planner.search.inner.chunk_sizes` deals: the fewest blocks of a chunk that is not at an end of the model,
+    """As `planner.search.sizes.chunk_sizes` deals: the fewest blocks of a chunk that is not at an end of the model,
     of one that is, and the most of any."""
     space, blocks = outer.space, outer.problem.fixed_ints("pipeline.stage_blocks")
     if blocks is not None:
