@@ -21,6 +21,8 @@ from autoparallel.profiles.schema import (
 )
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+# Constants that are time on a processor, which processes that share it wait for. Kind: formula.
+HOST_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.start_s.", "collective.host_s", "collective.peer_s")  # fmt: skip
 ANY_SIZE = 2**31  # a box's outermost level takes any number of devices
 
 
@@ -169,7 +171,10 @@ def grown(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
 
 
 def shared_device(device: Device, per_node: int) -> Device:
-    """A node's devices that outnumber its cores share its compute and memory bandwidth evenly."""
+    """A node's devices that outnumber its cores share its compute and memory bandwidth evenly.
+
+    What takes the host's time takes longer likewise, and a collective beside computation takes its time from it.
+    """
     if not device.cores or per_node <= device.cores:
         return device
     share = device.cores / per_node
@@ -177,8 +182,15 @@ def shared_device(device: Device, per_node: int) -> Device:
         device,
         peak_flops={dtype: peak * share for dtype, peak in device.peak_flops.items()},
         hbm_bytes_per_s=device.hbm_bytes_per_s * share,
+        constants={key: _shared_constant(key, value, share) for key, value in device.constants.items()},
         cores=0,
     )
+
+
+def _shared_constant(key: str, value: float, share: float) -> float:
+    if key.startswith("overlap."):
+        return max(value, 1.0)
+    return value / share if key.startswith(HOST_TIMES) else value
 
 
 def _levels(tables: Sequence[LevelTable], prefix: str, figures: _Figures) -> tuple[Level, ...]:
