@@ -12,7 +12,7 @@ from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.outcome import Alternative, ConstraintCost, Explored, PlanResult
+from autoparallel.planner.search.outcome import Alternative, ConstraintCost, Explored, PlanResult, TradeOff
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import times
@@ -203,6 +203,7 @@ def search_table(result: PlanResult) -> dict[str, Any]:
             {**alternative_table(other), "label": strategy_label(other.strategy)}
             for other in result.alternatives
         ],
+        **({"tradeoffs": [tradeoff_table(t) for t in result.tradeoffs]} if result.tradeoffs else {}),
         **({"constraints": [constraint_table(c) for c in result.constraints]} if result.constraints else {}),
         "explored": [
             [point.step_time_s, point.peak_memory_gib, point.feasible, point.label]
@@ -236,6 +237,17 @@ def constraint_table(cost: ConstraintCost) -> dict[str, Any]:
         "label": strategy_label(cost.strategy),
     }
     return {key: value for key, value in table.items() if value is not None}
+
+
+def tradeoff_table(one: TradeOff) -> dict[str, Any]:
+    """A point of the frontier of time, memory and price."""
+    return {
+        "step_time_s": one.step_time_s,
+        "peak_memory_gib": one.peak_memory_gib,
+        "devices": one.devices,
+        "device_cost": one.device_cost,
+        "label": strategy_label(one.strategy),
+    }
 
 
 def thin(explored: Sequence[Explored]) -> list[Explored]:
@@ -293,7 +305,7 @@ def plan_answer(
             {**alternative_table(other), "strategy": strategy_table(other.strategy)}
             for other in result.alternatives
         ],
-        **({"constraints": search["constraints"]} if "constraints" in search else {}),
+        **{key: search[key] for key in ("constraints", "tradeoffs") if key in search},
     }
 
 

@@ -120,6 +120,29 @@ def print_explanation(
     if search["alternatives"]:
         console.print()
         console.print(table)
+    if len(search.get("tradeoffs", ())) > 1:
+        console.print()
+        console.print(_tradeoffs(search["tradeoffs"], priced="cost" in predicted))
+
+
+def _tradeoffs(points: Sequence[Mapping[str, Any]], *, priced: bool) -> Table:
+    """With less memory, or with fewer devices: what the step then takes and costs."""
+    table = Table(
+        title="less memory, fewer devices",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for name in ("devices", "peak memory", "step time", "price of a step" if priced else "device-seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("strategy", overflow="fold")
+    for one in points:
+        table.add_row(
+            f"{one['devices']:,}", gib(one["peak_memory_gib"]), seconds(one["step_time_s"]),
+            significant(one["device_cost"]), one["label"],
+        )  # fmt: skip
+    return table
 
 
 def print_outcomes(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:

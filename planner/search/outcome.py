@@ -56,6 +56,17 @@ class ConstraintCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOff:
+    """A strategy that no other found beats in all of time, memory and price."""
+
+    strategy: Strategy
+    step_time_s: float
+    peak_memory_gib: float
+    devices: int
+    device_cost: float  # price of a step; device-seconds where not every device has a price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
     """One strategy that was simulated on the way, for the time-memory scatter."""
 
@@ -85,7 +96,8 @@ class PlanResult:
     seconds: float
     alternatives: tuple[Alternative, ...] = ()
     explored: tuple[Explored, ...] = ()
-    constraints: tuple[ConstraintCost, ...] = ()  # where it was asked for
+    constraints: tuple[ConstraintCost, ...] = ()  # where an explanation was asked for
+    tradeoffs: tuple[TradeOff, ...] = ()  # likewise: the frontier of time, memory and price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class Outer:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
         if self.capacity_bytes > max(capacities(self.problem)):  # a search without limits
             return ceil(found.peak_bytes - self.capacity_bytes)
-        return ceil(found.excess_bytes)
+        return ceil(max(found.excess_bytes, found.peak_bytes - self.capacity_bytes))
 
 
 def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None:

@@ -15,6 +15,7 @@ from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
 from autoparallel.planner.search.outcome import GIB, ConstraintCost, Explored, PlanResult
 from autoparallel.planner.search.outer import Outer
+from autoparallel.planner.search.tradeoffs import tradeoffs
 from autoparallel.planner.strategy.types import Strategy
 
 
@@ -41,6 +42,7 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
         alternatives=alternatives(outer, frontier.incumbent, frontier.seen, work=work),
         constraints=_constraints(outer, frontier.incumbent) if explain else (),
         explored=explored(outer, frontier),
+        tradeoffs=tradeoffs(outer, frontier.incumbent) if explain else (),
     )
 
 
