@@ -11,7 +11,7 @@ from autoparallel.answer import strategy_label
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
-from autoparallel.report.words import choices, cluster_words, constraint_words, why
+from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,15 +45,6 @@ def print_score(console: Console, cluster: Cluster, strategy: Strategy, predicte
         )
 
 
-def _confidence_words(found: Mapping[str, Any]) -> str:
-    """The interval, and what the step time rests on."""
-    low, high = seconds(found["step_time_low_s"]), seconds(found["step_time_high_s"])
-    kinds = ", ".join(
-        f"{percent(share)} {kind}" for kind, share in found["rests_on"].items() if share >= 0.01
-    )
-    return f"{low} to {high} in nine of ten of {found['basis']}; rests on figures {kinds}"
-
-
 def _print_numbers(
     console: Console, cluster: Cluster, strategy: Strategy, predicted: Mapping[str, Any]
 ) -> None:
@@ -82,7 +73,7 @@ def _print_numbers(
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
         ("time goes to", ", ".join(parts)),
-        ("how sure", _confidence_words(predicted["confidence"])),
+        ("how sure", sureness(predicted["confidence"])),
         *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
     ):
         console.print(f"  {name:<13} {text}", markup=False)

@@ -16,7 +16,7 @@ from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles import Cluster, cluster_from_dict
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
-from autoparallel.report.words import choices, cluster_words, places, why
+from autoparallel.report.words import choices, cluster_words, constraint_words, places, sureness, why
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
 NEARLY_FULL = 0.95
@@ -82,7 +82,12 @@ def resource(name: str) -> str:
 
 def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[str, Any]:
     predicted = file.predicted
-    search = {"alternatives": (), "candidates": None, **file.search}  # what an edited file may lack
+    search = {
+        "alternatives": (),
+        "tradeoffs": (),
+        "candidates": None,
+        **file.search,
+    }  # what an edited file may lack
     assert file.problem is not None
     cut_us = predicted.get("timeline", {}).get("cut_us")
     cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
@@ -91,6 +96,13 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         charts.Candidate(step_time_s=time_s, peak_gib=peak, fits=fits, label=label)
         for time_s, peak, fits, label in search.get("explored", ())
     ]
+    explored += [
+        charts.Candidate(
+            step_time_s=one["step_time_s"], peak_gib=one["peak_memory_gib"], fits=one.get("feasible", True),
+            label=one["label"],
+        )
+        for one in (*search["alternatives"], *search["tradeoffs"])
+    ]  # fmt: skip
     chosen = charts.Candidate(
         step_time_s=predicted["step_time_s"],
         peak_gib=predicted["peak_memory_gib"],
@@ -109,6 +121,9 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "cluster_words": cluster_words(cluster),
         "choices": choices(strategy, cluster, predicted),
         "why": why(search),
+        "constraints": [constraint_words(cost) for cost in search.get("constraints", ())],
+        "confidence": predicted.get("confidence"),
+        "sureness": sureness(predicted["confidence"]) if "confidence" in predicted else "",
         "places": places(strategy.mesh, cluster),
         "cost": predicted.get("cost"),
         "breakdown": charts.breakdown_bar(predicted["breakdown_s"]),

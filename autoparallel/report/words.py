@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles.hardware import Cluster, Level
@@ -14,7 +15,7 @@ from autoparallel.report.numbers import bandwidth, percent, seconds, times
 _SCHEDULES = {
     "gpipe": "GPipe: all forward passes, then all backward passes",
     "1f1b": "1F1B: after the fill, every stage alternates one forward and one backward pass",
-    "interleaved-1f1b": "interleaved 1F1B: every rank holds several chunks of the model and alternates among them",
+    "interleaved-1f1b": "Interleaved 1F1B: every rank holds several chunks of the model and alternates among them",
     "zb1p": "ZB-1P: weight gradients are computed where the pipeline would idle",
     "zbv": "ZB-V: two chunks a rank in a V, weight gradients fill the idle time",
     "dualpipev": "DualPipe-V: forward and backward passes of the two directions run side by side",
@@ -77,6 +78,8 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
     found = []
     if "pp" in where:
         found.append(_pipeline(strategy, where["pp"], predicted))
+        if len(set(strategy.mesh.groups)) > 1:
+            found.append(_groups(strategy, cluster))
     found.extend(_data(strategy, where, predicted))
     if "cp" in where:
         text = f"Each sequence is split over {where['cp'].size} devices, which talk {_over(where['cp'])}"
@@ -125,6 +128,20 @@ def _pipeline(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) ->
         setting=setting,
         text=text + _cost(predicted, "bubble", "Idle time while the pipeline fills and drains takes"),
     )
+
+
+def _groups(strategy: Strategy, cluster: Cluster) -> Choice:
+    mesh, chunks = strategy.mesh, strategy.pipeline.stage_blocks
+    home = rank_of_stage(strategy.pipeline.schedule, mesh.pp, strategy.pipeline.virtual_stages)
+    each = mesh.devices // mesh.pp
+    parts = []
+    for rank, group in enumerate(mesh.groups):
+        blocks = sum(n for n, at in zip(chunks, home, strict=True) if at == rank)
+        parts.append(
+            f"rank {rank} on {each} {cluster.groups[group].device.name} with {times(blocks, 'block')}"
+        )
+    text = f"Each pipeline rank has devices of one kind, and stages in proportion: {', '.join(parts)}."
+    return Choice(name="Device groups", setting=f"groups = {list(mesh.groups)}", text=text)
 
 
 def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str, Any]) -> list[Choice]:
@@ -225,3 +242,12 @@ def constraint_words(cost: Mapping[str, Any]) -> str:
     if cost["proved"]:
         return f"{what} {verb} nothing: no strategy is better without."
     return f"{what} {verb} you no more than {percent(cost['at_most'])}; nothing better was found without."
+
+
+def sureness(found: Mapping[str, Any]) -> str:
+    """The interval of the step time, what it was seen on, and what kinds of figures the prediction rests on."""
+    low, high = seconds(found["step_time_low_s"]), seconds(found["step_time_high_s"])
+    kinds = ", ".join(
+        f"{percent(share)} {kind}" for kind, share in found["rests_on"].items() if share >= 0.01
+    )
+    return f"{low} to {high} in nine of ten of {found['basis']}; rests on figures {kinds}"

@@ -125,3 +125,18 @@ def test_a_browser_renders_it_without_errors_or_requests(tmp_path: Path) -> None
     requests = set(re.findall(r'"url":"((?:https?|ftp|wss?):[^"]*)"', net_log.read_text()))
     own = {url for url in requests if not re.match(r"https?://[^/]*(google|gstatic|googleapis)\.com", url)}
     assert own == set(), "the page asked for something"
+
+
+def test_the_price_of_constraints_and_of_less_memory_stand_on_the_page(tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "s.toml")
+    text = path.read_text()
+    extra = (
+        "[[search.constraints]]\nkey = 'mesh.tp'\nvalue = 4\ninstead = 1\ncost = 0.273\nat_most = 0.3\n"
+        "proved = false\nstep_time_s = 1.0\nlabel = 'dp_shard 16'\n"
+        "[[search.tradeoffs]]\nstep_time_s = 1.0\npeak_memory_gib = 60.0\ndevices = 16\ndevice_cost = 16.0\nlabel = 'a'\n"
+        "[[search.tradeoffs]]\nstep_time_s = 2.0\npeak_memory_gib = 30.0\ndevices = 8\ndevice_cost = 16.0\nlabel = 'b'\n"
+    )
+    path.write_text(text + "\n" + extra)
+    page = Page(render_report(read_strategy_file(path)))
+    assert "mesh.tp = 4 costs you 27.3 % against 1 (dp_shard 16), and no more than 30.0 %" in page.text
+    assert "With less memory, or fewer devices" in page.text
