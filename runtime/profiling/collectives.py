@@ -41,12 +41,17 @@ def group_places(world: int, per_node: int) -> tuple[GroupPlace, ...]:
 
 
 def measure_collectives(
-    per_node: int, *, quick: bool = False, tell: Callable[[int, int, str], None] = lambda *_: None
+    per_node: int,
+    *,
+    quick: bool = False,
+    sizes: Sequence[int] | None = None,
+    tell: Callable[[int, int, str], None] = lambda *_: None,
 ) -> tuple[CollectiveSample, ...]:
-    """Times collectives while every rank takes part in one like it. Needs an initialised process group."""
+    """Times collectives of `sizes` (bytes; the usual ones) while every rank takes part in one like it. Needs an
+    initialised process group."""
     world = dist.get_world_size()
     places = group_places(world, per_node)
-    cases = list(product(places, OPS, SIZES[is_cuda()]))
+    cases = list(product(places, OPS, sizes or SIZES[is_cuda()]))
     samples = []
     groups = {place: _own_group(place, world) for place in places}
     for done, (place, op, size) in enumerate(cases):
