@@ -73,7 +73,7 @@ _KINDS: dict[OpKind, frozenset[str]] = {
             "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin",
             "prod", "norm", "linalg_vector_norm", "logsumexp", "cumsum", "cumprod", "topk", "sort", "histc",
             "bincount",
-           
+
         }
     ),
 }  # fmt: skip

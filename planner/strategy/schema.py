@@ -22,7 +22,9 @@ Compression = Annotated[
         pattern=r"^(none|fp16|bf16|fp8|int8|int4|int2|sign|topk:(0?\.\d+|1|1\.0)|powersgd:[1-9]\d*)$"
     ),
 ]
-Layout = Annotated[str, StringConstraints(pattern=r"^(replicate|partial|shard\(-?\d+(, strided [2-9]\d*)?\))$")]
+Layout = Annotated[
+    str, StringConstraints(pattern=r"^(replicate|partial|shard\(-?\d+(, strided [2-9]\d*)?\))$")
+]
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 StoredPrecision = Literal["fp64", "fp32", "bf16", "fp16"]
