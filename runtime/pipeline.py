@@ -7,8 +7,8 @@ edge and positional inputs on the first stage only, and builds its own actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from autoparallel.runtime.pipeline_channels import (
     gradient_part,
     rebuild,
 )
+from autoparallel.runtime.split_backward import WeightHalf, backward_input, backward_input_recomputed
 
 Loss = Callable[[Any, Any], Tensor]  # (the model's output, target) -> scalar
 _LAST_OF_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
@@ -50,9 +51,7 @@ class _Flight:
 
     received: list[Tensor]
     outputs: list[Tensor]  # what was handed on, or the loss
-    gradients: list[Tensor | None] = field(
-        default_factory=list
-    )  # of the outputs, while input and weight split
+    rest: WeightHalf | None = None  # of a backward pass whose first half has run
 
 
 class PipelineRunner:
@@ -60,7 +59,7 @@ class PipelineRunner:
 
     `stages` are the stages of this rank by index, `rows` the actions of every rank of the pipeline, `groups`
     two process groups of these ranks (messages up, messages down), `mesh` the tensor-parallel mesh that
-    activations are laid out on, if any.
+    activations are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole.
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class PipelineRunner:
         device: torch.device,
         mesh: DeviceMesh | None = None,
         hooks: Hooks | None = None,
+        recomputed: Collection[int] = (),
     ) -> None:
         group = groups[0]
         self.stages, self.row = stages, rows[dist.get_rank(group)]
@@ -81,7 +81,7 @@ class PipelineRunner:
         assert set(stages) == {a.stage for a in self.row}, "the program runs other stages than were cut"
         self._final = {a.stage: a for a in self.row if a.kind in _LAST_OF_BACKWARD}
         self._group, self._device, self._mesh = group, device, mesh
-        self._hooks = hooks or Hooks()
+        self._hooks, self._recomputed = hooks or Hooks(), recomputed
         self._channels = Channels(rows, self._home, groups, device)
         self._do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self._forward,
@@ -169,14 +169,14 @@ class PipelineRunner:
     def _backward_input(self, action: Action) -> None:
         """Gradients of what the stage received; those of its weights follow with `W`."""
         flight = self._flights[action.stage, _micro(action)]
-        outputs, flight.gradients = self._take_gradients(action)
+        outputs, gradients = self._take_gradients(action)
         wanted = [t for t in flight.received if t.requires_grad]
-        if not wanted or not outputs:
-            self._hand_back(action, flight.received, [None] * len(flight.received))
-            return
-        found = iter(
-            torch.autograd.grad(outputs, wanted, flight.gradients, retain_graph=True, allow_unused=True)
-        )
+        if action.stage in self._recomputed:
+            weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
+            grads, flight.rest = backward_input_recomputed(outputs, gradients, wanted, weights)
+        else:
+            grads, flight.rest = backward_input(outputs, gradients, wanted)
+        found = iter(grads)
         self._hand_back(
             action, flight.received, [next(found) if t.requires_grad else None for t in flight.received]
         )
@@ -184,10 +184,8 @@ class PipelineRunner:
     def _backward_weight(self, action: Action) -> None:
         flight = self._flights.pop((action.stage, _micro(action)))
         self._hooks.before_backward(action.stage, action == self._final[action.stage])
-        outputs = [t for t in flight.outputs if t.requires_grad]
-        weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
-        if outputs and weights:
-            torch.autograd.backward(outputs, flight.gradients, inputs=weights)
+        assert flight.rest is not None, "W without I"
+        flight.rest.run()
 
     def _hand_back(self, action: Action, received: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if action.stage > 0:

@@ -131,6 +131,13 @@ def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorR
     return found or ((TensorRule(module=""),) if rules else ())
 
 
+def recomputed_stages(strategy: Strategy) -> frozenset[int]:
+    """Stages with blocks that are recomputed whole."""
+    if strategy.recompute.mode == "full":
+        return frozenset(range(len(strategy.pipeline.stage_blocks)))
+    return frozenset(n for n, count in enumerate(strategy.recompute.per_stage) if count)
+
+
 def _aliases(module: nn.Module) -> dict[str, str]:
     """Every name in the module's state and the first name of the same tensor."""
     first: dict[int, str] = {}
@@ -176,6 +183,7 @@ class PipelineModule(nn.Module):
             device=mesh.device,
             mesh=tensor_axis,
             hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
+            recomputed=recomputed_stages(strategy),
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
