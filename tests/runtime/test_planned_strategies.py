@@ -16,7 +16,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.candidates import candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal
-from autoparallel.planner.search.plan import with_rules
+from autoparallel.planner.search.result import with_rules
 from autoparallel.planner.search.space import build_space, variants
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
