@@ -11,12 +11,14 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.alternatives import alternatives
 from autoparallel.planner.search.check import check_plan
 from autoparallel.planner.search.constraints import constraint_costs
-from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
-from autoparallel.planner.search.outcome import GIB, ConstraintCost, Explored, PlanResult
+from autoparallel.planner.search.outcome import GIB, Alternative, ConstraintCost, Explored, PlanResult
 from autoparallel.planner.search.outer import Outer
 from autoparallel.planner.search.tradeoffs import tradeoffs
 from autoparallel.planner.strategy.types import Strategy
+
+IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's place
 
 
 def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -> PlanResult:
@@ -24,6 +26,7 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     are still to come."""
     assert frontier.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
+    rivals = _rivals(outer, frontier, work)
     strategy = with_rules(expander, frontier.incumbent.strategy)
     prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction)
@@ -39,11 +42,27 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
         candidates=candidates,
         pruned=max(candidates - frontier.solved, 0),
         seconds=0.0,
-        alternatives=alternatives(outer, frontier.incumbent, frontier.seen, work=work),
+        alternatives=rivals,
         constraints=_constraints(outer, frontier.incumbent) if explain else (),
         explored=explored(outer, frontier),
         tradeoffs=tradeoffs(outer, frontier.incumbent) if explain else (),
     )
+
+
+def _rivals(outer: Outer, frontier: Frontier, work: float) -> tuple[Alternative, ...]:
+    """The best of each other kind. Where the search was not proved, one of them may be better than what it found:
+    then that is the answer, and its rivals are looked for."""
+    assert frontier.incumbent is not None
+    found = alternatives(outer, frontier.incumbent, frontier.seen, work=work)
+    for _ in range(IMPROVEMENTS):
+        better = [a for a in found if a.feasible and frontier.may_win(a.value)]
+        if not better:
+            break
+        one = evaluate(outer.book.expander, better[0].strategy)
+        frontier.seen.append(one)
+        frontier.consider(one)
+        found = alternatives(outer, frontier.incumbent, frontier.seen, work=work)
+    return tuple(a for a in found if not a.feasible or not frontier.may_win(a.value))
 
 
 def explored(outer: Outer, frontier: Frontier) -> tuple[Explored, ...]:
