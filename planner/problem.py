@@ -17,7 +17,7 @@ from autoparallel.profiles.hardware import Cluster
 class Objective(StrEnum):
     """What the best strategy is best in."""
 
-    TIME = "time"  # seconds per step; every device of the cluster works
+    TIME = "time"  # seconds per step; every device of the cluster works, unless the batch does not divide
     COST = "cost"  # price of a step; fewer devices may win
     MEMORY = "memory"  # peak bytes of the fullest device, then seconds
 

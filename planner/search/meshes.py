@@ -25,6 +25,7 @@ MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LEAST_TOKENS = (
     1024  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
 )
+INNER_SIZES = (1, 2, 3, 4, 6, 8)  # of pp x tp x cp that `_where_more_do_not_help` tries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Sizes of pp, dp_replicate, dp_shard, cp, tp, ep whose product (ep aside) is a device count in use."""
     graph = problem.graph
     fixed = {key: problem.fixed_int(f"mesh.{key}") for key in MESH_KEYS}
-    parts = divisors(_usable(problem))
+    parts = tuple(sorted({d for count in device_counts(problem) for d in divisors(count)}))
     choices = {key: only(fixed[key], parts) for key in MESH_KEYS}
     lengths, experts = sequence_lengths(graph), expert_counts(graph)
     if fixed["cp"] is None:
@@ -107,7 +108,18 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
         used = int(np.prod(known))
         return (used,) if used <= total else ()
-    return divisors(total) if problem.objective == Objective.COST else (total,)
+    if problem.objective == Objective.COST:
+        return divisors(total)
+    return (total, *_where_more_do_not_help(problem.global_batch, total))
+
+
+def _where_more_do_not_help(batch: int, total: int) -> tuple[int, ...]:
+    """Fewer devices than all, where the batch does not divide among all of them: for a few products of pp, tp and
+    cp, the most devices whose data-parallel ranks get equal shares of the batch."""
+    if batch % total == 0:
+        return ()
+    counts = {k * max(d for d in divisors(batch) if d * k <= total) for k in INNER_SIZES if k <= total}
+    return tuple(sorted((n for n in counts if total / 2 < n < total), reverse=True))
 
 
 def _usable(problem: Problem) -> int:

@@ -8,12 +8,12 @@ The space is a product in two levels, so that millions of strategies need no mil
 What is left to `planner/search/stages.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
 The bucket size follows from the rest (`planner/search/syncs.py`).
 
-Devices: all of the cluster, except that `objective = "cost"` may use any divisor of them, and that a user who
-fixes every mesh size fixes the number of devices. Tried only when the user asks for it: more than
+Devices: all of the cluster, or fewer where the batch does not divide among all; `objective = "cost"` may use any
+divisor of them, and a user who fixes every mesh size fixes the number of devices. Tried only when the user asks for it: more than
 `MAX_VIRTUAL_STAGES` chunks per rank; shares of the sequence shorter than `LEAST_TOKENS`; cp anywhere but right
-outside tp; cp and the micro-batch with a common divisor, which is better taken out of both and into dp_shard (as
-many tokens a rank, fewer to exchange); schedules with a split backward, whose bounds are too far from what they
-take for a proof.
+outside tp; tp beyond the innermost network level (and `MOST_TENSOR_RANKS`); of many sizes of ep every other; cp and
+the micro-batch with a common divisor, which is better taken out of both and into dp_shard (as many tokens a rank,
+fewer to exchange); schedules with a split backward, whose bounds are too far from what they take for a proof.
 """
 
 from __future__ import annotations
