@@ -194,7 +194,10 @@ class Expander:
 
     def _request(self, strategy: Strategy) -> TensorRequest:
         axis = next(a for a in mesh_axes(strategy) if a.name == "tp")
-        tp, ep = strategy.mesh.tp, strategy.mesh.ep
+        tp, ep = (
+            strategy.mesh.tp,
+            min(strategy.mesh.ep, 2),
+        )  # expert layers have one way to run, whatever ep is
         if tp == 1:  # nothing to solve: all such strategies share one plan
             return TensorRequest(tp=1, stride=1, sequence_parallel=False, execution=Execution(), ep=ep)
         return TensorRequest(

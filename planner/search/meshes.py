@@ -21,6 +21,9 @@ Bools = NDArray[np.bool_]
 
 T = TypeVar("T")
 
+MOST_EXPERT_SIZES = 6  # sizes of ep tried unasked; of more, every second. Kind: formula
+# Largest tp tried unasked where the innermost network level joins fewer devices. Kind: formula.
+MOST_TENSOR_RANKS = 8
 MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LEAST_TOKENS = (
     1024  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
@@ -70,6 +73,13 @@ def tensor_degrees(graph: ModelGraph, degrees: Iterable[int]) -> tuple[int, ...]
     )
 
 
+def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of many sizes every second, the largest among them, and one."""
+    if len(sizes) <= MOST_EXPERT_SIZES:
+        return sizes
+    return tuple(sorted({1, *sizes[::-2]}))
+
+
 def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Sizes of pp, dp_replicate, dp_shard, cp, tp, ep whose product (ep aside) is a device count in use."""
     graph = problem.graph
@@ -83,8 +93,13 @@ def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
             d for d in parts if d == 1 or (shortest >= d * LEAST_TOKENS and all(n % d == 0 for n in lengths))
         )
     if fixed["ep"] is None:
-        choices["ep"] = tuple(d for d in parts if d == 1 or (experts and all(n % d == 0 for n in experts)))
+        choices["ep"] = _thinned(
+            tuple(d for d in parts if d == 1 or (experts and all(n % d == 0 for n in experts)))
+        )
     choices["pp"] = tuple(p for p in choices["pp"] if p <= most_chunks(graph))
+    if fixed["tp"] is None:
+        near = max([MOST_TENSOR_RANKS, *(level.size for level in problem.cluster.levels[:1])])
+        choices["tp"] = tuple(d for d in choices["tp"] if d <= near)
     choices["tp"] = tensor_degrees(graph, choices["tp"])
     whole = device_counts(problem)
     for pp, tp, cp, ep in product(choices["pp"], choices["tp"], choices["cp"], choices["ep"]):
