@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
 
 GIB = 1024**3
+DAY_S = 86400.0
 # Spans per pipeline rank that a strategy file keeps of a timeline: enough to see fill, steady state and drain,
 # few enough to tell them apart in a picture.
 TIMELINE_SPANS_PER_RANK = 64
@@ -321,8 +322,9 @@ def score_answer(
     }
 
 
-def outcome_table(outcome: Outcome) -> dict[str, Any]:
-    """One case of a what-if: its settings, and its prediction or the reason why there is none."""
+def outcome_table(outcome: Outcome, tokens: float | None = None) -> dict[str, Any]:
+    """One case of a what-if: its settings, and its prediction or the reason why there is none; the days that
+    `tokens` take, and their price where the devices have one."""
     table: dict[str, Any] = {
         "settings": dict(outcome.case.settings),
         "cluster": outcome.cluster.name,
@@ -342,4 +344,8 @@ def outcome_table(outcome: Outcome) -> dict[str, Any]:
     }
     if "cost" in table:
         table["price_per_trillion_tokens"] = table["cost"]["per_trillion_tokens"]
+    if tokens is not None:
+        table["days"] = tokens / tokens_per_s / DAY_S
+        if "cost" in table:
+            table["price"] = table["cost"]["per_trillion_tokens"] * tokens / 1e12
     return table

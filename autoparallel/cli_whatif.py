@@ -55,9 +55,15 @@ def whatif(
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", min=0.0, metavar="SECONDS", help="For each case.")
     ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            "--tokens", min=1, metavar="N", help="Tokens to train on (1e12): how long, at what price."
+        ),
+    ] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Plan on several clusters, or with several values of a key, and compare."""
+    """Plan for several clusters or values of a key; compare."""
     from autoparallel.inputs import Request
 
     base = Request(
@@ -71,7 +77,7 @@ def whatif(
         allow_lossy=allow_lossy,
         objective=objective,
     )
-    run_whatif(base, clusters, vary or (), output, time_limit, json_=json_)
+    run_whatif(base, clusters, vary or (), output, time_limit, tokens=tokens, json_=json_)
 
 
 def run_whatif(
@@ -81,6 +87,7 @@ def run_whatif(
     output: Path | None,
     time_limit_s: float | None,
     *,
+    tokens: float | None = None,
     json_: bool,
 ) -> None:
     """Plan every case, compare, tell."""
@@ -97,7 +104,7 @@ def run_whatif(
     found = cases(base, clusters, vary)
     with working(console, "planning") as say:
         outcomes = run_cases(found, time_limit_s=time_limit_s, say=say)
-    rows = [outcome_table(outcome) for outcome in outcomes]
+    rows = [outcome_table(outcome, tokens) for outcome in outcomes]
     print_outcomes(console, rows)
     if output:
         write_text(output, render_comparison(base.model, rows))

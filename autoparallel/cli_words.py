@@ -142,14 +142,19 @@ def print_outcomes(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     names = list(rows[0]["settings"])
     for name in names:
         table.add_column(name, overflow="fold")
-    for name in ("tokens/s", "step time", "MFU", "peak memory"):
+    more = [key for key in ("days", "price") if any(key in row for row in rows)]
+    for name in ("devices", "tokens/s", "step time", "MFU", "peak memory", *more):
         table.add_column(name, justify="right")
     table.add_column("strategy", overflow="fold")
     for row in rows:
         given = [row["settings"][name] for name in names]
         if "reason" in row:
-            table.add_row(*given, "-", "-", "-", "-", row["reason"].splitlines()[0])
+            table.add_row(*given, *"-----", *("-" for _ in more), row["reason"].splitlines()[0])
         else:
             speed, peak = significant(row["tokens_per_s"]), gib(row["peak_memory_gib"])
-            table.add_row(*given, speed, seconds(row["step_time_s"]), percent(row["mfu"]), peak, row["label"])
+            told = [f"{row['devices']:,}", speed, seconds(row["step_time_s"]), percent(row["mfu"]), peak]
+            told += [
+                count(row[key]) if key == "price" else significant(row[key]) for key in more if key in row
+            ]
+            table.add_row(*given, *told, *("-" for key in more if key not in row), row["label"])
     console.print(table)

@@ -26,7 +26,8 @@ class DLRM(nn.Module):
         self, tables: int, rows: int, dim: int, dense: int, bottom: tuple[int, ...], top: tuple[int, ...]
     ) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum") for _ in range(tables))
+        # One category a table and sample: an EmbeddingBag of one, which DTensor could not shard.
+        self.embeddings = nn.ModuleList(nn.Embedding(rows, dim) for _ in range(tables))
         self.bottom = mlp((dense, *bottom, dim))
         pairs = (tables + 1) * tables // 2
         self.top = mlp((dim + pairs, *top, 1))
@@ -36,7 +37,7 @@ class DLRM(nn.Module):
 
     def forward(self, numbers: Tensor, categories: Tensor, clicked: Tensor | None = None) -> Tensor:
         dense = self.bottom(numbers)
-        looked_up = [table(categories[:, i : i + 1]) for i, table in enumerate(self.embeddings)]
+        looked_up = [table(categories[:, i]) for i, table in enumerate(self.embeddings)]
         features = torch.stack([dense, *looked_up], dim=1)
         products = torch.bmm(features, features.transpose(1, 2))
         interactions = products[:, self.first, self.second]

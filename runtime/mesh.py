@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import AXES, Mesh
+from autoparallel.runtime.leaving import leave_at_exit
 
 # What a plan that is to run here fixes: axes that can be planned, but not run yet.
 LIMITS: dict[str, object] = {"mesh.cp": 1, "mesh.ep": 1}
@@ -67,11 +68,14 @@ def start_ranks() -> tuple[int, torch.device]:
     as it is. Alone in one process no group is needed and none is started.
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if not dist.is_initialized() and launched:
+    ours = not dist.is_initialized() and launched
+    if ours:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        leave_at_exit(destroy=ours)
+    else:
         return 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

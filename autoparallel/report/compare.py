@@ -22,6 +22,7 @@ def render_comparison(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
         "model": model,
         "name": planned[0]["model"]["name"] if planned else model,
         "settings": list(rows[0]["settings"]),
+        "days": any("days" in row for row in planned),
         "priced": any("price_per_trillion_tokens" in row for row in planned),
         "planned": [
             {

@@ -23,7 +23,7 @@ from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.build import grown
 
 SIMULATED = 4  # deals simulated for each relaxation: enough to show that one fits
-MOST_TIMES_DEVICES = 64
+MOST_TIMES_DEVICES = 1024
 VALUES_SHOWN = 8
 UNLIMITED_BYTES = float(2**60)
 OFFLOADS = (("offload.optimizer",), ("offload.optimizer", "offload.activations"))
@@ -136,15 +136,19 @@ def _on_the_host(problem: Problem, expander: Expander) -> Iterator[Relaxation]:
 
 
 def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
-    """The problem on twice, four times … as many nodes, until something fits."""
+    """The problem on twice, four times … as many nodes, with its batch or with one that grows alike, until it fits."""
     times = 2
     while times <= MOST_TIMES_DEVICES:
         more = _with_devices(problem, times)
-        found = _try(more, None)
-        if found is not None:
-            devices = more.cluster.devices
-            yield _relaxation(f"{devices} devices instead of {problem.cluster.devices}{besides}", found)
-            return
+        for batch in (problem.global_batch, problem.global_batch * times):
+            found = _try(replace(more, global_batch=batch), None)
+            if found is not None:
+                larger = "" if batch == problem.global_batch else f" and batch.global = {batch}"
+                change = (
+                    f"{more.cluster.devices} devices instead of {problem.cluster.devices}{larger}{besides}"
+                )
+                yield _relaxation(change, found)
+                return
         times *= 2
 
 

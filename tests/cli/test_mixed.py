@@ -71,3 +71,15 @@ def test_named_groups_take_their_own_devices_at_their_own_price(graph: Path, mix
     assert cost["per_step"] == pytest.approx(4 * answer.json["step_time_s"] / 3600)
     assert "4 devices of 4 a100-sxm-40gb" in answer.err
     assert "an hour" in answer.err
+
+
+def test_how_long_and_at_what_price_some_tokens_take(graph: Path, mixed: Path, tmp_path: Path) -> None:
+    options = ("--set", "execution.dtype=fp16", "--global-batch", "16", "--vary", "mesh.groups=[0],[1]")
+    page = tmp_path / "w.html"
+    answer = run("whatif", graph, "--cluster", mixed, *options, "--tokens", "1e9", "-o", page, "--json")
+    assert answer.status == 0, answer
+    for case in answer.json["cases"]:
+        assert case["days"] == pytest.approx(1e9 / case["tokens_per_s"] / 86400)
+        assert case["price"] == pytest.approx(case["cost"]["per_hour"] * case["days"] * 24)
+    assert "Days" in page.read_text()
+    assert "days" in answer.err

@@ -1,0 +1,47 @@
+"""Embedding tables larger than a device are sharded, and smaller ones where that is faster than replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.load import load_model
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.plan import plan
+from autoparallel.planner.strategy.types import Execution
+from autoparallel.profiles.load import load_cluster
+
+CLUSTER = load_cluster("a100-sxm-80gb:1x8")
+
+
+def recommender(rows: int) -> ModelGraph:
+    loaded = load_model("examples/dlrm.py:dlrm", model_args={"rows": str(rows), "tables": "8"})
+    return capture(loaded.module, loaded.example_inputs, name=loaded.name)
+
+
+@pytest.mark.parametrize("rows", [1_000_000, 60_000_000])
+def test_tables_are_sharded_where_replicas_are_slower_or_do_not_fit(rows: int) -> None:
+    graph = recommender(rows)
+    execution = Execution(kernels="eager", dtype="fp32", param_dtype="fp32", optimizer="sgd")
+    problem = Problem(
+        graph=graph, cluster=CLUSTER, global_batch=4096, execution=execution,
+        constraints={"mesh.pp": 1, "recompute.mode": "none"},
+    )  # fmt: skip
+    best = plan(problem)
+    assert best.prediction.feasible
+    tables = {n for block in graph.blocks for p in block.parameters for n in [p.name] if p.shape[0] == rows}
+    placed = {
+        place
+        for block in Expander(graph, CLUSTER).tensor_plan(best.strategy).blocks
+        for name, place in block.params
+        if name in tables
+    }
+    assert best.strategy.mesh.tp > 1, best.strategy.mesh
+    assert any(place.startswith("S") for place in placed)
+    if rows == 1_000_000:
+        replicas = plan(replace(problem, constraints={**problem.constraints, "mesh.tp": 1}))
+        assert best.prediction.step_time_s < replicas.prediction.step_time_s / 2
