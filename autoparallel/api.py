@@ -21,8 +21,9 @@ from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
+from autoparallel.runtime.limits import limits
 from autoparallel.runtime.lower import Dtypes, dtype_name, module_dtypes
-from autoparallel.runtime.mesh import LIMITS, start_ranks, world_size
+from autoparallel.runtime.mesh import start_ranks, world_size
 from autoparallel.runtime.start import parallelize
 
 
@@ -119,7 +120,7 @@ def _decide(module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inpu
         cache=given.cache,
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,
-        limits=LIMITS,
+        limits=limits(source.constraints),
     )
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 

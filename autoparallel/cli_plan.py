@@ -70,6 +70,9 @@ TimeLimit = Annotated[
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print the answer as one JSON object on standard output.")
 ]
+Runnable = Annotated[
+    bool, typer.Option("--runnable", help="Choose only what auto_parallelize runs in this version.")
+]
 SaveGraph = Annotated[
     Path | None, typer.Option("--save-graph", metavar="GRAPH.json", help="Keep the captured model graph.")
 ]
@@ -98,6 +101,7 @@ def plan(
     model_args: ModelArgs = None,
     allow_lossy: AllowLossy = False,
     objective: ObjectiveOption = None,
+    runnable: Runnable = False,
     time_limit: TimeLimit = None,
     json_: JsonFlag = False,
     save_graph: SaveGraph = None,
@@ -117,6 +121,7 @@ def plan(
         model_args=model_args or (),
         allow_lossy=allow_lossy,
         objective=objective,
+        runnable=runnable,
     )
     run_plan(request, output, save_graph, time_limit, json_=json_, explain=explain, started=started)
 

@@ -23,6 +23,7 @@ from autoparallel.planner.strategy.file import (
 )
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
+from autoparallel.runtime.limits import limits
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
 
@@ -40,6 +41,7 @@ class Request:
     model_args: Sequence[str] = ()
     allow_lossy: bool = False
     objective: str | None = None
+    runnable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ def check_request(request: Request) -> Checked:
         batch = {"batch.global": request.global_batch}
         constraints = merge_constraints(constraints, batch, name="--global-batch:")
     constraints = apply_settings(constraints, request.settings)
+    if request.runnable:
+        constraints = merge_constraints(constraints, limits(constraints), name="--runnable:")
     record = file.problem if file else None
     if file and record:
         _check_record(file, record, request, cluster)

@@ -13,9 +13,6 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import AXES, Mesh
 from autoparallel.runtime.leaving import leave_at_exit
 
-# What a plan that is to run here fixes: axes that can be planned, but not run yet.
-LIMITS: dict[str, object] = {"mesh.cp": 1, "mesh.ep": 1}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:

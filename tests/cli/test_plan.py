@@ -227,3 +227,12 @@ def test_planning_from_a_saved_graph_never_imports_torch(graph: Path, tmp_path: 
             [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, (command, done.stderr)
+
+
+def test_a_plan_that_is_to_run_here_keeps_to_what_runs(graph: Path) -> None:
+    common = ("plan", graph, "--cluster", CLUSTER, "--global-batch", "16", "--runnable")
+    answer = run(*common, "--set", "pipeline.schedule=zb1p", "--set", "mesh.pp=2", "--json")
+    assert answer.status == 0, answer
+    mesh = answer.json["strategy"]["mesh"]
+    assert (mesh["cp"], mesh["ep"], mesh["dp_shard"]) == (1, 1, 1)
+    refused(*common, "--set", "mesh.cp=2", words=["--runnable: mesh.cp=1", "mesh.cp = 2"])

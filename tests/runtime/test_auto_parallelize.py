@@ -23,7 +23,7 @@ from autoparallel.planner.search.outcome import PlanResult
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard
 from autoparallel.planner.strategy.write import write_strategy
-from autoparallel.runtime.mesh import LIMITS
+from autoparallel.runtime.limits import limits
 from tests.runtime.models import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
     path.write_text('schema = 1\n[batch]\nglobal = 8\n[recompute]\nmode = "full"\n')
     auto_parallelize(Mlp(), _inputs(), strategy=path, cache=None)
     (problem,) = planner.problems
-    assert problem.constraints == {"batch.global": 8, "recompute.mode": "full", **LIMITS}
+    assert problem.constraints == {"batch.global": 8, "recompute.mode": "full", **limits({})}
     assert problem.global_batch == 8
 
 

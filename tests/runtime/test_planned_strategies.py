@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Mapping
 from functools import cache
 
 import pytest
@@ -14,13 +16,14 @@ from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.candidates import candidate, strategy_of
-from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.result import with_rules
 from autoparallel.planner.search.space import build_space, variants
-from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.strategy.legal import least_blocks, strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster
+from autoparallel.runtime.limits import limits
 from tests.runtime.compare import TOLERANCE, run_strategy
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES
@@ -30,6 +33,7 @@ pytestmark = pytest.mark.distributed
 
 GLOBAL_BATCH = 8
 SAMPLES = {1: 1, 2: 1, 4: 3}  # strategies per model by number of processes: what the time for tests allows
+SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")  # planned only when asked for
 
 
 @cache
@@ -38,21 +42,38 @@ def _graph(name: str) -> ModelGraph:
     return capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
 
 
-def space_of(name: str, devices: int) -> list[Strategy]:
-    """Every legal strategy of the space but for tensor rules, with blocks dealt evenly."""
+def _dealt(order: random.Random, graph: ModelGraph, chosen: Candidate) -> Deal | None:
+    """Blocks dealt to the chunks by chance, some of them recomputed; None where there are too few."""
+    dealt = list(least_blocks(graph, chosen.chunks))
+    if sum(dealt) > len(graph.repeated_positions):
+        return None
+    for _ in range(len(graph.repeated_positions) - sum(dealt)):
+        dealt[order.randrange(chosen.chunks)] += 1
+    full = (0 if chosen.mode == "full" else order.randint(0, count) for count in dealt)
+    return Deal(blocks=tuple(dealt), recomputed=tuple(full))
+
+
+def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None) -> list[Strategy]:
+    """Every legal strategy of what is searched for a run, but for tensor rules, with blocks dealt by chance."""
     graph, cluster = _graph(name), load_cluster(f"cpu-gloo:1x{devices}")
     execution = Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager")
-    problem = Problem(graph=graph, cluster=cluster, global_batch=GLOBAL_BATCH, execution=execution)
+    problem = Problem(
+        graph=graph,
+        cluster=cluster,
+        global_batch=GLOBAL_BATCH,
+        execution=execution,
+        constraints={**limits(asked or {}), **(asked or {})},
+    )
     space = build_space(problem)
     columns = variants(space, torch.arange(len(space.shapes.pp)).numpy())
+    order = random.Random(f"{name} {devices}")
     found = []
     for row in range(len(columns.shape)):
         chosen = candidate(space, columns, row)
-        blocks = len(graph.repeated_positions)
-        try:
-            strategy = strategy_of(problem, chosen, even_deal(blocks, chosen.chunks))
-        except UserError:
+        deal = _dealt(order, graph, chosen)
+        if deal is None:
             continue
+        strategy = strategy_of(problem, chosen, deal)
         if not strategy_problems(graph, cluster, strategy):
             found.append(strategy)
     return found
@@ -67,10 +88,10 @@ def complete(name: str, strategy: Strategy) -> Strategy | None:
         return None
 
 
-def drawn(name: str, devices: int, count: int) -> list[Strategy]:
+def drawn(name: str, devices: int, count: int, asked: Mapping[str, object] | None = None) -> list[Strategy]:
     """`count` strategies, the same ones every time, of as many kinds as there are."""
     order = random.Random(f"{name} {devices}")
-    pool = space_of(name, devices)
+    pool = space_of(name, devices, asked)
     order.shuffle(pool)
     kinds: set[object] = set()
     found = []
@@ -90,8 +111,21 @@ def drawn(name: str, devices: int, count: int) -> list[Strategy]:
 def test_strategies_of_the_space_give_the_gradients_of_one_process(
     gloo: Processes, model: str, devices: int
 ) -> None:
-    limit = TOLERANCE[getattr(torch, MODELS[model])]
     for strategy in drawn(model, devices, SAMPLES[devices]):
-        found = gloo.run(devices, run_strategy, name=model, strategy=strategy, dtype=MODELS[model])[0]
-        assert found.loss <= limit, (found, strategy)
-        assert found.gradient <= limit, (found, strategy)
+        _compare(gloo, model, strategy)
+
+
+@pytest.mark.parametrize(("model", "schedule"), zip(MODELS, itertools.cycle(SPLIT_BACKWARD), strict=False))
+def test_schedules_that_are_asked_for_are_planned_as_they_can_run(
+    gloo: Processes, model: str, schedule: str
+) -> None:
+    (strategy,) = drawn(model, 4, 1, {"pipeline.schedule": schedule})
+    assert strategy.pipeline.schedule == schedule
+    _compare(gloo, model, strategy)
+
+
+def _compare(gloo: Processes, model: str, strategy: Strategy) -> None:
+    limit, devices = TOLERANCE[getattr(torch, MODELS[model])], strategy.mesh.devices
+    found = gloo.run(devices, run_strategy, name=model, strategy=strategy, dtype=MODELS[model])[0]
+    assert found.loss <= limit, (found, strategy)
+    assert found.gradient <= limit, (found, strategy)
