@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from autoparallel.planner.strategy.types import Strategy
 WORK = 50.0
 EXPLAINED_WORK = 500.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
+MOST_ACTIONS = 16_000  # of a schedule that is laid out for an alternative
+DIVES = 2  # strategies of a kind simulated before its search
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 EFFORT = 0.05  # of each stage problem: what is shown beside the answer need not be proved
 
@@ -126,7 +129,7 @@ def _best_of(
     if found is not None:
         return _alternative(outer, kind.name, found.strategy, reference, proved=proved)
     order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:SMALLEST]
-    least = smallest(outer, order, kind.variants)
+    least = smallest(outer, order, kind.variants, most_actions=MOST_ACTIONS)
     return _alternative(outer, kind.name, least, reference, proved=False) if least is not None else None
 
 
@@ -139,7 +142,10 @@ def _searched(
         if frontier.work >= work:
             raise Stopped
 
-    frontier = Frontier(outer=outer, check=check, only=kind.variants, effort=EFFORT, dives=not known)
+    frontier = Frontier(
+        outer=outer, check=check, only=kind.variants, effort=EFFORT, dives=0 if known else DIVES,
+        most_actions=MOST_ACTIONS,
+    )  # fmt: skip
     for one in known:
         frontier.consider(one)
     proved = False
@@ -167,13 +173,20 @@ def _belongs(kind: Kind, strategy: Strategy) -> bool:
 
 
 def smallest(
-    outer: Outer, rows: Ints, belongs: Callable[[Variants, Shapes], Bools] | None = None
+    outer: Outer,
+    rows: Ints,
+    belongs: Callable[[Variants, Shapes], Bools] | None = None,
+    *,
+    most_actions: float = inf,
 ) -> Strategy | None:
-    """Of the variants of some shapes the one that needs least memory, with everything recomputed."""
-    found, bounds = expand_shapes(outer, rows, float("inf"), memory=True)
-    index = np.arange(len(found))
+    """Of the variants of some shapes the one that needs least memory, with everything recomputed; None where their
+    schedules have more actions than asked for."""
+    found, bounds = expand_shapes(outer, rows, inf, memory=True)
+    shapes = outer.space.shapes.take(found.shape)
+    fits = 2 * shapes.pp * found.virtual_stages * shapes.micro_batches <= most_actions
     if belongs is not None:
-        index = np.flatnonzero(belongs(found, outer.space.shapes.take(found.shape)))
+        fits &= belongs(found, shapes)
+    index = np.flatnonzero(fits)
     if not len(index):
         return None
     row = int(index[np.argmin(bounds.memory_bytes[index])])

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.meshes import Bools
 from autoparallel.planner.search.ranks import RankBounds, Rows, all_state_bytes, rates_of
 from autoparallel.planner.search.space import WHOLE_BACKWARD, Space
 from autoparallel.planner.search.tables import Floats, Units
 
-HALVINGS = 14  # of the bracket in which a bound is found: a ten-thousandth of it is left
+HALVINGS = 14  # of the bracket in which a bound is found, at most
+CLOSE = 1e-4  # of a bound: a bracket this narrow is not halved again
+AT_ONCE = 65_536  # numbers in a column by rank and variant: what a core's cache holds. Kind: formula
 FOREVER = 1e18  # seconds; longer than any step
 
 
@@ -62,32 +63,39 @@ def _whole_backward(space: Space) -> bool:
     return all(schedule < len(WHOLE_BACKWARD) for schedule, _ in space.schedules)
 
 
+def quick_bounds(problem: Problem, rows: Rows, capacity_bytes: float) -> Bounds:
+    """What of the variants' bounds needs no look at each rank: "shared", and the state of the whole model."""
+    time_s = _shared_s(rows)
+    share = all_state_bytes(problem, rows.shapes, rows.units, rows.zero) / rows.shapes.pp
+    time_s[(share > capacity_bytes) | ~np.isfinite(rows.units.unit_forward_s)] = np.inf
+    return Bounds(time_s=time_s, memory_bytes=share)
+
+
 def variant_bounds(
     problem: Problem, rows: Rows, capacity_bytes: float, below_s: float, *, memory: bool
 ) -> Bounds:
     """Bounds of each variant; one that cannot be shorter than `below_s` is only known to be that long. Bytes are
     bounded where `memory` asks for it, else 0."""
-    shared_s = _shared_s(rows)
-    time_s, least_bytes = np.maximum(shared_s, below_s), np.zeros(len(rows.zero))
-    wanted = np.isfinite(rows.units.unit_forward_s) & ((shared_s < below_s) | memory)
-    time_s[~np.isfinite(rows.units.unit_forward_s)] = np.inf
-    for pp in np.unique(rows.shapes.pp[wanted]):
+    quick = quick_bounds(problem, rows, capacity_bytes)
+    time_s, least_bytes = np.maximum(quick.time_s, below_s), np.zeros(len(rows.zero))
+    wanted = np.isfinite(rows.units.unit_forward_s) & ((quick.time_s < below_s) | memory)
+    for pp in np.unique(rows.shapes.pp[wanted]).tolist():
         index = np.flatnonzero(wanted & (rows.shapes.pp == pp))
-        part = rows.take(index)
-        ranks = [RankBounds(problem, part, r, int(pp)) for r in range(int(pp))]
-        share = all_state_bytes(problem, part.shapes, part.units, part.zero) / pp
-        if memory:
-            least_bytes[index] = np.maximum(_least_memory(part, ranks), share)
-        top_s = np.minimum(time_s[index], FOREVER)
-        open_ = _dealt(part, ranks, top_s, capacity_bytes) & (share <= capacity_bytes)
-        time_s[index[share > capacity_bytes]] = np.inf
-        if below_s > FOREVER:  # then what cannot be dealt does not fit
-            time_s[index[~open_]] = np.inf
-        if open_.any():
-            kept = np.flatnonzero(open_)
-            some = part.take(kept)
-            inner = [RankBounds(problem, some, r, int(pp)) for r in range(int(pp))]
-            time_s[index[kept]] = _least_time(some, inner, capacity_bytes, shared_s[index[kept]], top_s[kept])
+        for part in np.array_split(index, -(-len(index) * pp // AT_ONCE)):
+            some = rows.take(part)
+            if memory:
+                ranks = RankBounds(problem, some, pp)
+                least_bytes[part] = np.maximum(_least_memory(some, ranks), quick.memory_bytes[part])
+            time_s[part] = _least_time(
+                problem,
+                some,
+                pp,
+                capacity_bytes,
+                quick.time_s[part],
+                np.minimum(time_s[part], FOREVER),
+                below_s,
+            )
+    time_s[np.isinf(quick.time_s)] = np.inf
     return Bounds(time_s=time_s, memory_bytes=least_bytes)
 
 
@@ -104,8 +112,7 @@ def _shared_s(rows: Rows) -> Floats:
     last_s = np.where(plain & (rows.chunks == 1), ended_s, backward_s)
     work_s = m * forward_s + (m - 1) * backward_s + last_s
     stepped_s = np.where(plain, rows.step_s, 0.0) * u.all_trainable
-    most = int(pp.max(initial=1))
-    fill = np.array([np.where(rank < pp, rows.before(rank), 0) for rank in range(most)]).sum(axis=0)
+    fill = rows.filled()
     sent_s = pp * (pp - 1) / 2 * rows.send_s
     fill_s, drain_s = fill * u.unit_forward_s + sent_s, fill * u.unit_backward_s + sent_s
     filled_s = (work_s + stepped_s + np.where(plain, fill_s, 0.0)) / pp
@@ -113,40 +120,44 @@ def _shared_s(rows: Rows) -> Floats:
     return np.maximum(np.maximum(np.where(plain, whole_s + sends_s, 0.0), filled_s), work_s / pp)
 
 
-def _dealt(rows: Rows, ranks: list[RankBounds], time_s: Floats, capacity: float | Floats) -> Bools:
-    """Whether every block can be dealt: each rank has at least its chunks, and all of them enough."""
-    total, fits = np.zeros(len(time_s)), np.ones(len(time_s), dtype=np.bool_)
-    for rank in ranks:
-        n = rank.most_blocks(time_s, capacity)
-        fits &= n >= rank.least
-        total += n
-    return np.asarray(fits & (total >= rows.repeated))
-
-
 def _least_time(
-    rows: Rows, ranks: list[RankBounds], capacity_bytes: float, low_s: Floats, top_s: Floats
+    problem: Problem, rows: Rows, pp: int, capacity_bytes: float, low_s: Floats, top_s: Floats, below_s: float
 ) -> Floats:
-    """The least time, `low_s` or more, in which all blocks can be dealt (they can in `top_s`)."""
-    early = _dealt(rows, ranks, low_s, capacity_bytes)
+    """The least time, `low_s` or more, in which all blocks can be dealt, and `top_s` where that is not less."""
+    found_s = top_s.copy()
+    ranks = RankBounds(problem, rows, pp)
+    open_ = ranks.dealt(rows.repeated, top_s, capacity_bytes)
+    if below_s > FOREVER:  # then what cannot be dealt does not fit
+        found_s[~open_] = np.inf
+    kept = np.flatnonzero(open_ & (low_s < top_s))
+    if not len(kept):
+        return found_s
+    if len(kept) < len(open_):
+        rows = rows.take(kept)
+        ranks, low_s, top_s = RankBounds(problem, rows, pp), low_s[kept], top_s[kept]
+    early = ranks.dealt(rows.repeated, low_s, capacity_bytes)
     low, high = low_s, np.minimum(2 * low_s, top_s)
-    while not (done := early | _dealt(rows, ranks, high, capacity_bytes)).all():
+    while not (done := early | ranks.dealt(rows.repeated, high, capacity_bytes)).all():
         low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
+        if (early | (high - low <= CLOSE * low)).all():
+            break
         middle = (low + high) / 2
-        done = _dealt(rows, ranks, middle, capacity_bytes)
+        done = ranks.dealt(rows.repeated, middle, capacity_bytes)
         high, low = np.where(done, middle, high), np.where(done, low, middle)
-    return np.where(early, low_s, low)
+    found_s[kept] = np.where(early, low_s, low)
+    return found_s
 
 
-def _least_memory(rows: Rows, ranks: list[RankBounds]) -> Floats:
+def _least_memory(rows: Rows, ranks: RankBounds) -> Floats:
     """The least capacity under which all blocks can be dealt, however long the step takes."""
     size = len(rows.zero)
     forever = np.full(size, FOREVER)
     low, high = np.zeros(size), np.ones(size)
-    while not (done := _dealt(rows, ranks, forever, high)).all():
+    while not (done := ranks.dealt(rows.repeated, forever, high)).all():
         high = np.where(done, high, high * 4)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        done = _dealt(rows, ranks, forever, middle)
+        done = ranks.dealt(rows.repeated, forever, middle)
         high, low = np.where(done, middle, high), np.where(done, low, middle)
     return low

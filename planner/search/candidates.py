@@ -61,8 +61,9 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
     )  # fmt: skip
 
 
-def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:
-    """The complete strategy, tensor placements aside: those follow from it."""
+def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bool = True) -> Strategy:
+    """The complete strategy, tensor placements aside: those follow from it. Without `bucketed` the size of buckets
+    is left as it is."""
     fixed = problem.constraints
     sync: dict[str, Any] = {
         key: fixed[f"grad_sync.{key}"]
@@ -88,7 +89,7 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal) -> Strategy:
         grad_sync=GradSync(**sync, compression=chosen.compression),
         tensor=_rules(problem),
     )
-    if "bucket_mib" in sync:
+    if "bucket_mib" in sync or not bucketed:
         return strategy
     return with_bucket(strategy, problem.graph.parameter_count, problem.cluster)
 

@@ -139,13 +139,13 @@ def quick_deal(problem: StageProblem) -> Deal | None:
 def _recomputed(problem: StageProblem, deal: Deal) -> Deal:
     """Raise each chunk's number of recomputed blocks until every row over it fits, or nothing is left."""
     chunks_of = [sorted({chunk for _, chunk, _ in row.terms}) for row in problem.memory]
-    most = list(deal.blocks)
+    most, known = list(deal.blocks), dict[tuple[int, int, int], int]()
     for row, chunks in zip(problem.memory, chunks_of, strict=True):
         low, high = 0, sum(most[c] - deal.recomputed[c] for c in chunks)
         while low < high:  # the fewest further blocks, dealt round the row's chunks, with which the row fits
             middle = (low + high) // 2
             if (
-                _weight(problem, row.terms, _with_more(deal, chunks, middle)) + row.constant
+                _weight(problem, row.terms, _with_more(deal, chunks, middle), known) + row.constant
                 <= problem.capacity_bytes
             ):
                 high = middle
@@ -167,5 +167,17 @@ def _with_more(deal: Deal, chunks: list[int], more: int) -> Deal:
     return replace(deal, recomputed=tuple(recomputed))
 
 
-def _weight(problem: StageProblem, terms: tuple[tuple[int, int, int], ...], deal: Deal) -> int:
-    return sum(n * chunk_amount(problem, problem.quantities[q], deal, c) for q, c, n in terms)
+def _weight(
+    problem: StageProblem,
+    terms: tuple[tuple[int, int, int], ...],
+    deal: Deal,
+    known: dict[tuple[int, int, int], int],
+) -> int:
+    """A row's sum; `known` has what was added up before, by quantity, chunk and its recomputed blocks."""
+    total = 0
+    for q, c, factor in terms:
+        key = (q, c, deal.recomputed[c])
+        if key not in known:
+            known[key] = chunk_amount(problem, problem.quantities[q], deal, c)
+        total += factor * known[key]
+    return total

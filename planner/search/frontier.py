@@ -14,11 +14,13 @@ from autoparallel.planner.problem import Objective
 from autoparallel.planner.search.bounds import Bounds
 from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.deals import quick_deal
+from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.forms import PS
 from autoparallel.planner.search.inner import path_row, price_candidate, stage_problem, with_paths
 from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.outer import Outer, expand_shapes, refined_bounds
+from autoparallel.planner.search.outer import Outer, bound_variants, expand_quickly, refined_bounds
+from autoparallel.planner.search.runs import Known, Run, Value, Values, priced_alike, values_of
 from autoparallel.planner.search.space import Shapes, Variants
 from autoparallel.planner.search.stage_problem import Deal, Row, StageAnswer, StageProblem
 from autoparallel.planner.search.stages import EFFORT, solve_stages
@@ -26,13 +28,15 @@ from autoparallel.planner.search.wires import tensor_strides
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
-SHAPES_AT_ONCE = 96  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
-SHAPES_DIVED = 6  # shapes of each size of pp and tp looked at before the search proper
-MOST_ACTIONS = 8192  # stages times micro-batches of these: larger schedules take a second to lay out
-# Work in milliseconds, as measured once on one core (two for CP-SAT's larger models): only its order matters, for
-# a limit that is the same on every machine. Kind: measured.
-PER_STAGE_PROBLEM, PER_SIMULATION, PER_CHUNK, PER_ACTION = 3.0, 5.0, 1.5, 0.02
-Value = tuple[float, float]
+SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
+VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
+MUCH = 0.02  # share by which a stage problem promises more than the incumbent, to be simulated at once
+DIVES = 12  # strategies simulated before the search proper
+# Work in milliseconds, as measured once on one core: only its order matters, for a limit that is the same on every
+# machine. A schedule is laid out once, and walked by every simulation. Kind: measured.
+PER_STAGE_PROBLEM, PER_SIMULATION, PER_CHUNK = 3.0, 4.0, 0.5
+PER_ACTION_LAID_OUT, PER_ACTION_WALKED = 0.012, 0.0004
+PER_VARIANT, PER_RANK = 0.004, 0.001  # of a bound on the model as a whole, and on each rank
 NOTHING: Value = (inf, inf)
 
 
@@ -51,21 +55,6 @@ class Node:
     deal: Deal
 
 
-@dataclass(slots=True)
-class Run:
-    """Variants of some shapes in the order of their bounds; `at` is the next one.
-
-    `strides`: how far apart tensor parallelism is placed. Bounds assume neighbours, until the run is `refined`.
-    """
-
-    variants: Variants
-    bounds: list[Value]
-    rows: Ints
-    strides: Ints
-    refined: bool
-    at: int = 0
-
-
 @dataclass(slots=True, kw_only=True)
 class Frontier:
     """The state of a search. `check` is called before every step and raises `Stopped` at a limit."""
@@ -73,8 +62,9 @@ class Frontier:
     outer: Outer
     check: Callable[[Frontier], None]
     effort: float = EFFORT  # of each stage problem
-    dives: bool = True  # look for something to measure by before the search proper
+    dives: int = DIVES  # strategies simulated before the search proper, to have something to measure by
     only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
+    most_actions: int | None = None  # variants with larger schedules are left open
     incumbent: Evaluation | None = None
     value: Value = NOTHING
     solved: int = 0
@@ -143,13 +133,11 @@ class Frontier:
         bounds, devices = outer.bounds, outer.space.shapes.devices
         fits = bounds.memory_bytes <= outer.capacity_bytes
         kept = np.flatnonzero(fits) if rows is None else rows[fits[rows]]
-        values = [
-            self.value_of(float(bounds.time_s[i]), float(bounds.memory_bytes[i]), int(devices[i]))
-            for i in kept
-        ]
-        order = sorted(range(len(kept)), key=lambda i: (values[i], i))
+        kept_bounds = Bounds(time_s=bounds.time_s[kept], memory_bytes=bounds.memory_bytes[kept])
+        values = values_of(outer.problem, kept_bounds, devices[kept])
+        order = values.order()
         self._order = kept[order]
-        self._values = [values[i] for i in order]
+        self._values = [values.at(i) for i in order]
 
     def _upcoming(self) -> Value:
         return self._values[self._next] if self._next < len(self._order) else NOTHING
@@ -177,83 +165,87 @@ class Frontier:
         rows = self._order[self._next : stop]
         self._current = self._upcoming()
         self._next = stop
-        devices = self.outer.space.shapes.devices
-        below_s = max(self._below_s(int(d)) for d in np.unique(devices[rows]))
-        memory = self.outer.problem.objective == Objective.MEMORY
-        found, bounds = expand_shapes(self.outer, rows, below_s, memory=memory)
+        found, bounds = expand_quickly(self.outer, rows)
+        self.work += PER_VARIANT * len(found)
         open_ = np.isfinite(bounds.time_s)
         if self.only is not None:
             open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
-        self._queue(found, bounds, np.flatnonzero(open_))
+        self._queue(found.take(open_), _taken(bounds, open_), Known.WHOLE)
 
-    def _queue(self, found: Variants, bounds: Bounds, kept: Ints, *, refined: bool = False) -> None:
-        """Put the variants `kept` among the open ones: those whose bounds are as good as they get, and others."""
-        devices = self.outer.space.shapes.devices
-        values = [
-            self.value_of(
-                float(bounds.time_s[i]), float(bounds.memory_bytes[i]), int(devices[found.shape[i]])
-            )
-            for i in kept
-        ]
-        order = sorted((i for i in range(len(kept)) if self.may_win(values[i])), key=lambda i: (values[i], i))
-        rows = kept[order]
-        strides = tensor_strides(self.outer.problem, self.outer.space, found.take(rows))
-        for far in (False, True):
-            here = [n for n in range(len(order)) if (strides[n] > 1 and not refined) == far]
-            if here:
-                ordered = [values[order[n]] for n in here]
-                run = Run(
-                    variants=found, bounds=ordered, rows=rows[here], strides=strides[here], refined=not far
-                )
-                self._push(ordered[0], run)
+    def _queue(self, found: Variants, bounds: Bounds, known: Known) -> None:
+        """Put variants among the open ones, best first; those that cannot win are dropped."""
+        space = self.outer.space
+        values = values_of(self.outer.problem, bounds, space.shapes.devices[found.shape])
+        rows = values.order()
+        rows = rows[self._open_rows(values.take(rows))]
+        strides = (
+            np.ones(len(rows), dtype=np.int64)
+            if known == Known.WHOLE
+            else tensor_strides(self.outer.problem, space, found.take(rows))
+        )
+        run = Run(variants=found.take(rows), values=values.take(rows), strides=strides, known=known)
+        apart = strides > 1
+        for part in (run.take(~apart), run.take(apart)) if known == Known.RANKS else (run,):
+            self._push_run(part)
+
+    def _push_run(self, run: Run) -> None:
+        if len(run):
+            self._push(run.bound, run)
+
+    def _open_rows(self, values: Values) -> Bools:
+        """Which rows could win."""
+        if self.outer.problem.objective == Objective.MEMORY:
+            best, then = self.value[0], self.value[1] * (1 - TOLERANCE)
+            return np.asarray((values.first < best) | ((values.first == best) & (values.second < then)))
+        return np.asarray(values.first < self.value[0] * (1 - TOLERANCE))
+
+    def _bound_ranks(self, run: Run) -> None:
+        """Bound the first variants of a run rank by rank; the rest of it goes back."""
+        self._push_run(run.take(slice(VARIANTS_AT_ONCE, None)))
+        found = run.variants.take(slice(VARIANTS_AT_ONCE))
+        self.work += PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
+        bounds = bound_variants(self.outer, found, self._below_all_s(found), memory=self._by_memory)
+        open_ = np.isfinite(bounds.time_s)
+        self._queue(found.take(open_), _taken(bounds, open_), Known.RANKS)
 
     def _refine(self, run: Run) -> None:
-        """Price tensor parallelism where the run's next variant has it, and bound all variants like it again."""
-        shapes = self.outer.space.shapes
-        rows, strides = run.rows[run.at :], run.strides[run.at :]
-        owners = run.variants.shape[rows]
-        same = strides == strides[0]
-        for column in (
-            shapes.tp,
-            shapes.sequence_parallel,
-            shapes.recompute,
-            shapes.cp,
-            shapes.ep,
-            shapes.micro,
-        ):
-            same &= column[owners] == column[owners[0]]
-        same &= (shapes.micro_batches[owners] > 1) == (shapes.micro_batches[owners[0]] > 1)
-        others = np.flatnonzero(~same)
-        if len(others):
-            bounds = [run.bounds[run.at + int(n)] for n in others]
-            rest = Run(
-                variants=run.variants,
-                bounds=bounds,
-                rows=rows[others],
-                strides=strides[others],
-                refined=False,
-            )
-            self._push(bounds[0], rest)
-        found = run.variants.take(rows[same])
-        memory = self.outer.problem.objective == Objective.MEMORY
-        below_s = max(self._below_s(int(d)) for d in np.unique(shapes.devices[found.shape]))
+        """Price tensor parallelism where the run's first variant has it, and bound all variants like it again."""
+        same = priced_alike(self.outer.space.shapes, run)
+        self._push_run(run.take(~same))
+        found, stride = run.variants.take(same), int(run.strides[0])
+        self.work += PER_STAGE_PROBLEM + PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
         try:
-            bounds_ = refined_bounds(self.outer, found, int(strides[0]), below_s, memory=memory)
+            bounds = refined_bounds(
+                self.outer, found, stride, self._below_all_s(found), memory=self._by_memory
+            )
         except UserError as error:
             self._errors.append(error)
             return
-        self._queue(found, bounds_, np.flatnonzero(np.isfinite(bounds_.time_s)), refined=True)
+        open_ = np.isfinite(bounds.time_s)
+        self._queue(found.take(open_), _taken(bounds, open_), Known.PLACED)
+
+    @property
+    def _by_memory(self) -> bool:
+        return self.outer.problem.objective == Objective.MEMORY
+
+    def _below_all_s(self, found: Variants) -> float:
+        """Seconds that one of these variants must stay below to be better than the incumbent."""
+        devices = self.outer.space.shapes.devices[found.shape]
+        return max(self._below_s(int(d)) for d in np.unique(devices))
 
     def _open(self, run: Run) -> None:
         """Give the first variant of a run its stage problem; the rest of the run goes back."""
-        if not run.refined:
+        if run.known == Known.WHOLE:
+            self._bound_ranks(run)
+            return
+        if run.known == Known.RANKS and run.strides[0] > 1:
             self._refine(run)
             return
-        row, bound = int(run.rows[run.at]), run.bounds[run.at]
-        run.at += 1
-        if run.at < len(run.rows):
-            self._push(run.bounds[run.at], run)
-        chosen = candidate(self.outer.space, run.variants, row)
+        self._push_run(run.take(slice(1, None)))
+        bound, chosen = run.bound, candidate(self.outer.space, run.variants, 0)
+        if self.most_actions is not None and _actions(chosen) > self.most_actions:
+            self._given_up = min(self._given_up, bound)
+            return
         problem = self._problem(chosen)
         if problem is not None:
             self._resolve(chosen, bound, problem, ())
@@ -266,40 +258,30 @@ class Frontier:
         except UserError as error:
             self._errors.append(error)
             return None
-        self.work += PER_STAGE_PROBLEM + PER_CHUNK * chosen.chunks + PER_ACTION * _actions(chosen)
+        self.work += PER_STAGE_PROBLEM + PER_CHUNK * chosen.chunks
+        key = _schedule_key(chosen)
+        if key not in self._paths:
+            self.work += PER_ACTION_LAID_OUT * _actions(chosen)
+            self._paths[key] = []
         states = outer.book.expander.prepared(priced.strategy).states
         problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes)
-        return with_paths(problem, self._paths.get(_schedule_key(chosen), ()))
+        return with_paths(problem, self._paths[key])
 
     def _dive(self) -> None:
-        """Simulate easily found deals of promising variants, so that the rest has something to be measured by: for
-        each size of pp and tp, of the variants of its most promising shapes the one with the least bound."""
-        space = self.outer.space
-        sizes = space.shapes.pp * (space.shapes.tp.max(initial=0) + 1) + space.shapes.tp
-        rows = [
-            self._order[sizes[self._order] == size][:SHAPES_DIVED] for size in np.unique(sizes[self._order])
-        ]
-        found, bounds = expand_shapes(self.outer, np.concatenate([self._order[:0], *rows]), inf)
-        actions = (
-            space.shapes.pp[found.shape] * found.virtual_stages * space.shapes.micro_batches[found.shape]
-        )
-        open_ = np.isfinite(bounds.time_s) & (actions <= MOST_ACTIONS)
-        if self.only is not None:
-            open_ &= self.only(found, space.shapes.take(found.shape))
-        kept = np.flatnonzero(open_)
-        kept = kept[tensor_strides(self.outer.problem, self.outer.space, found.take(kept)) == 1]
-        kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
-        _, first = np.unique(sizes[found.shape[kept]], return_index=True)
-        devices = space.shapes.devices
-        for row in kept[np.sort(first)]:
+        """Simulate easily found deals of promising variants, so that the rest has something to be measured by."""
+        promises, looked_at = promising(self.outer, self._order, self.only, self.most_actions)
+        self.work += PER_VARIANT * looked_at
+        left = self.dives
+        for promise in promises:
             self.check(self)
-            if not bounds.time_s[row] < self._below_s(int(devices[found.shape[row]])):
+            chosen = promise.chosen
+            if not left or not promise.bound_s < self._below_s(chosen.mesh.devices):
                 continue
-            chosen = candidate(space, found, int(row))
             problem = self._problem(chosen)
             deal = quick_deal(problem) if problem is not None else None
             if problem is None or deal is None:
                 continue
+            left -= 1
             simulated = self._evaluate(chosen, deal)
             excess = self.outer.excess_bytes(simulated)
             if excess > 0:  # the rows bound memory from below: leave that much room, once
@@ -329,7 +311,7 @@ class Frontier:
             self._given_up = min(self._given_up, value)
             return
         node = Node(chosen=chosen, bound=value, problem=problem, excluded=excluded, deal=answer.deal)
-        if self.incumbent is None and not excluded:  # something to measure the rest by
+        if not excluded and value[0] < self.value[0] * (1 - MUCH):  # something to measure the rest by
             self._simulate(node)
         else:
             self._push(value, node)
@@ -351,7 +333,7 @@ class Frontier:
         found = self._evaluate(node.chosen, node.deal)
         if not _has_choice(node.problem):
             return
-        rows = self._paths.setdefault(_schedule_key(node.chosen), [])
+        rows = self._paths[_schedule_key(node.chosen)]
         row = path_row(found.path())
         if row not in rows:
             rows.append(row)
@@ -359,7 +341,7 @@ class Frontier:
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""
-        self.work += PER_SIMULATION + PER_ACTION * _actions(chosen)
+        self.work += PER_SIMULATION + PER_ACTION_WALKED * _actions(chosen)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
         self.seen.append(found)
         self.consider(found)
@@ -370,6 +352,10 @@ class Frontier:
         value = self.value_of(found.step_time_s, found.peak_bytes, found.strategy.mesh.devices)
         if self.outer.excess_bytes(found) <= 0 and value < self.value:
             self.incumbent, self.value = found, value
+
+
+def _taken(bounds: Bounds, rows: Bools) -> Bounds:
+    return Bounds(time_s=bounds.time_s[rows], memory_bytes=bounds.memory_bytes[rows])
 
 
 def _actions(chosen: Candidate) -> int:

@@ -126,7 +126,7 @@ def stage_problem(
         chunks=chosen.chunks,
         quantities=(*_seconds(problem, book, priced), *_bytes(priced)),
         paths=split_rows(strategy) if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
-        memory=memory_rows(states),
+        memory=book.memory_rows(states, memory_rows),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
         least=least,

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds import Bounds, shape_bounds, variant_bounds
+from autoparallel.planner.search.bounds import Bounds, quick_bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.forms import Chain, units_of
 from autoparallel.planner.search.meshes import Ints
@@ -93,15 +93,35 @@ def refined_bounds(outer: Outer, found: Variants, stride: int, below_s: float, *
     return bound_variants(outer, found, below_s, memory=memory, units=units)
 
 
+def expand_quickly(outer: Outer, rows: Ints) -> tuple[Variants, Bounds]:
+    """The variants of some shapes, with bounds that do not look at each rank."""
+    found = variants(outer.space, rows)
+    priced = _rows(outer, found)
+    bounds = quick_bounds(outer.problem, priced, outer.capacity_bytes)
+    least = np.maximum(bounds.memory_bytes, outer.bounds.memory_bytes[found.shape])
+    return found, Bounds(
+        time_s=np.maximum(bounds.time_s, outer.bounds.time_s[found.shape]), memory_bytes=least
+    )
+
+
 def bound_variants(
     outer: Outer, found: Variants, below_s: float, *, memory: bool = False, units: Units | None = None
 ) -> Bounds:
     """Bounds of variants: their communication is priced once per distinct setting."""
+    rows = _rows(outer, found, units)
+    bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
+    if outer.pace is None:
+        return bounds
+    return no_faster_than(bounds, rows.shapes, rows.units, outer.pace[:, found.shape])
+
+
+def _rows(outer: Outer, found: Variants, units: Units | None = None) -> Rows:
+    """Variants with their prices."""
     shapes = outer.space.shapes.take(found.shape)
     constants = outer.book.device.constants
     wires = outer.wires.price(found)
     least, ends, most = _blocks_per_chunk(outer, shapes.pp, found.virtual_stages)
-    rows = Rows(
+    return Rows(
         shapes=shapes,
         units=take_units(outer.units, found.shape) if units is None else units,
         zero=found.zero,
@@ -120,10 +140,6 @@ def bound_variants(
         slower=None if outer.pace is None else 1.0 / outer.pace[:, found.shape],
         lacking_bytes=lacking_bytes(outer.problem),
     )
-    bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
-    if outer.pace is None:
-        return bounds
-    return no_faster_than(bounds, shapes, rows.units, outer.pace[:, found.shape])
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> tuple[Ints, Ints, Ints]:

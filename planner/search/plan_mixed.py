@@ -14,12 +14,13 @@ from autoparallel.planner.search.check import check_plan
 from autoparallel.planner.search.constraints import ALL
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.explain import explain_empty, explain_infeasible
-from autoparallel.planner.search.frontier import NOTHING, TOLERANCE, Frontier, Stopped, Value
+from autoparallel.planner.search.frontier import NOTHING, TOLERANCE, Frontier, Stopped
 from autoparallel.planner.search.mixed import Part, parts
 from autoparallel.planner.search.outcome import GIB, Alternative, Explored, PlanResult, SearchTimeout
 from autoparallel.planner.search.outer import Outer, outer_of
 from autoparallel.planner.search.reasons import reason
 from autoparallel.planner.search.result import explored, lower_bound_s, result_of, with_rules
+from autoparallel.planner.search.runs import Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,11 @@ that a bound can be compared with the simulated step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.graph import ITEM_BYTES
+from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
 from autoparallel.planner.expand import state
@@ -16,6 +18,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.stage_problem import Row
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 
@@ -70,6 +73,7 @@ class PriceBook:
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
     _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
+    _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
     _others: dict[str, PriceBook] = field(default_factory=dict, repr=False)
 
     def on(self, device: Device) -> PriceBook:
@@ -79,6 +83,16 @@ class PriceBook:
         if device.name not in self._others:
             self._others[device.name] = PriceBook(expander=self.expander, pricer=self.pricer, device=device)
         return self._others[device.name]
+
+    def memory_rows(
+        self,
+        states: Sequence[Sequence[LiveState]],
+        rows_of: Callable[[Sequence[Sequence[LiveState]]], tuple[Row, ...]],
+    ) -> tuple[Row, ...]:
+        """`rows_of(states)`: the expander keeps the states of every schedule alive."""
+        if id(states) not in self._moments:
+            self._moments[id(states)] = rows_of(states)
+        return self._moments[id(states)]
 
     def link(
         self, strategy: Strategy, block: int, mode: str, *, held: bool = True, axes: tuple[Axis, ...] = ()

@@ -1,4 +1,4 @@
-"""One pipeline rank in the bounds: how many units it can hold in a given time and memory, for many variants at once.
+"""Pipeline ranks in the bounds: how many units each can hold in a given time and memory, for many variants at once.
 
 With n units on rank r, k of them recomputed, m micro-batches, and seconds f, b of a unit's forward and backward:
 
@@ -9,7 +9,7 @@ With n units on rank r, k of them recomputed, m micro-batches, and seconds f, b 
 
 fill and drain are one micro-batch through the stages before r and the messages between them; M(n) is the least that
 n units of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most that k
-of them do. Every term is one that no deal of blocks to stages goes below.
+of them do. Every term is one that no deal of blocks to stages goes below. Arrays are [rank, variant] or [variant].
 """
 
 from __future__ import annotations
@@ -80,15 +80,26 @@ class Rows:
         more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
         return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)
 
-    def before(self, rank: int) -> Ints:
+    def before(self, rank: Ints) -> Ints:
         """Units in the stages that a rank's first input passes: the others cannot hold all the rest."""
         others = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
-        least = (rank - 1) * self.least_per_chunk + self.least_per_end if rank else 0
+        least = np.where(rank > 0, (rank - 1) * self.least_per_chunk + self.least_per_end, 0)
         return np.asarray(np.maximum(np.maximum(least, self.repeated - others), 0))
 
-    def first_chunk(self, rank: int) -> Ints:
+    def filled(self) -> Ints:
+        """The sum of `before` over the ranks."""
+        columns = (self.shapes.pp, self.chunks, self.least_per_chunk, self.least_per_end, self.most_per_chunk)
+        distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        sums = np.zeros(distinct.shape[1], dtype=np.int64)
+        for at, (pp, chunks, least, end, most) in enumerate(distinct.T.tolist()):
+            rank = np.arange(pp)
+            fewest = np.where(rank > 0, (rank - 1) * least + end, 0)
+            sums[at] = np.maximum(np.maximum(fewest, self.repeated - (pp * chunks - rank) * most), 0).sum()
+        return np.asarray(sums[which.reshape(-1)])
+
+    def first_chunk(self, rank: Ints) -> Ints:
         """Units of the rank's first stage at least."""
-        return self.least_per_chunk if rank else self.least_per_end
+        return np.where(rank > 0, self.least_per_chunk, self.least_per_end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +147,14 @@ def all_state_bytes(problem: Problem, shapes: Shapes, units: Units, zero: Ints) 
 
 
 class RankBounds:
-    """Coefficients of one pipeline rank: time and bytes are linear in its blocks n and recomputed blocks k."""
+    """Coefficients of all pipeline ranks of variants with as many: time and bytes are linear in a rank's blocks n and
+    recomputed blocks k."""
 
-    def __init__(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
-        self.first: bool = rank == 0
+    def __init__(self, problem: Problem, rows: Rows, pp: int) -> None:
+        rank = np.arange(pp)[:, None]
+        self.first: Bools = np.asarray(rank == 0)
         self.last: Bools = np.where(rows.v_shaped, rank == 0, rank == pp - 1)
-        self.ends = (self.first + self.last.astype(np.int64)) * (pp > 1)
+        self.ends = (self.first.astype(np.int64) + self.last) * (pp > 1)
         fewer = rows.least_per_chunk - rows.least_per_end
         self.least = np.maximum(rows.chunks * rows.least_per_chunk - self.ends * fewer, 0) * bool(
             rows.repeated
@@ -150,11 +163,11 @@ class RankBounds:
         self._time(rows, rank, pp)
         self._memory(problem, rows, rank, pp)
 
-    def _time(self, rows: Rows, rank: int, pp: int) -> None:
+    def _time(self, rows: Rows, rank: Ints, pp: int) -> None:
         u, m, plain = rows.units, rows.shapes.micro_batches, rows.plain
         first, last = self.first, self.last
         others_f, _, _, others_b = _passes(rows, 1.0)  # of units on other ranks
-        f, gathered_s, ended_s, b = _passes(rows, 1.0 if rows.slower is None else rows.slower[rank])
+        f, gathered_s, ended_s, b = _passes(rows, 1.0 if rows.slower is None else rows.slower[:pp])
         single = plain & (rows.chunks == 1)
         own_s = m * (u.head_s * first + u.tail_s * last)
         before, sends_s = rows.before(rank), rank * rows.send_s
@@ -168,7 +181,7 @@ class RankBounds:
         self.base_s = own_s + np.where(plain, before * others_f + sends_s + exposed_s, 0.0) + step_s * ends
         self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
         self.drained_base_s = own_s + np.where(
-            plain, (0.0 if first else u.head_s) + before * (others_f + others_b) + 2 * sends_s, 0.0
+            plain, np.where(first, 0.0, u.head_s) + before * (others_f + others_b) + 2 * sends_s, 0.0
         )
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
@@ -177,7 +190,7 @@ class RankBounds:
         self.round_base_s = np.where(single, whole_s, 0.0)
         self.recompute_s = m * u.recompute_s
 
-    def _memory(self, problem: Problem, rows: Rows, rank: int, pp: int) -> None:
+    def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:
         u, (rates, expert_rates) = rows.units, rates_of(problem, rows.shapes, rows.zero)
         state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
         state_bytes += u.unit_experts * expert_rates.parameter
@@ -197,7 +210,8 @@ class RankBounds:
             (flight.least * freed, None),
         )
         base = self._base_bytes(problem, rows, pp) + self._end_bytes(rows, rates, flight)
-        base = base + (rows.lacking_bytes[rank] if rows.lacking_bytes else 0.0)
+        if rows.lacking_bytes:
+            base = base + np.array(rows.lacking_bytes)[:, None]
         self.base_bytes, self.base_all_bytes = base + spread * u.saved, base + spread * u.least_saved
 
     def _base_bytes(self, problem: Problem, rows: Rows, pp: int) -> Floats:
@@ -215,7 +229,7 @@ class RankBounds:
         if pp == 1 and rows.repeated:
             return np.asarray(np.maximum(peak, u.tail_peak))
         # An end stage may hold glue alone: then no unit's peak stands on top.
-        inside: Floats = np.zeros_like(peak) if self.first else peak
+        inside = np.where(self.first, 0.0, peak)
         return np.asarray(np.where(self.last, u.tail_peak, inside), dtype=np.float64)
 
     def _end_bytes(self, rows: Rows, rates: Rates, flight: InFlight) -> Floats:
@@ -228,6 +242,11 @@ class RankBounds:
             np.where(self.first, head + again * u.head_saved, 0.0)
             + np.where(self.last, tail + again * u.tail_saved, 0.0)
         )
+
+    def dealt(self, repeated: int, time_s: Floats, capacity_bytes: float | Floats) -> Bools:
+        """Whether every block can be dealt: each rank has at least its chunks, and all of them enough."""
+        n = self.most_blocks(time_s, capacity_bytes)
+        return np.asarray((n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated))
 
     def most_blocks(self, time_s: Floats, capacity_bytes: float | Floats) -> Floats:
         """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do."""
@@ -268,7 +287,7 @@ class RankBounds:
 
     def _recomputed(self, lacking_bytes: Floats) -> Floats:
         """The fewest blocks whose recomputation frees so many bytes, those of the fullest chunks first."""
-        found = np.zeros(len(lacking_bytes))
+        found = np.zeros_like(lacking_bytes)
         left = lacking_bytes * (1 - EPSILON)
         for freed, most in self.freeing:
             with np.errstate(divide="ignore"):
@@ -304,7 +323,7 @@ class InFlight:
     all: Ints
 
 
-def in_flight(rows: Rows, rank: int, pp: int) -> InFlight:
+def in_flight(rows: Rows, rank: Ints, pp: int) -> InFlight:
     """1F1B and its interleaved form take turns in rounds; GPipe holds all; other schedules hold one at least and
     all at most."""
     m, v = rows.shapes.micro_batches, rows.chunks

@@ -89,7 +89,7 @@ class Variants:
     def __len__(self) -> int:
         return len(self.shape)
 
-    def take(self, rows: Ints | Bools) -> Variants:
+    def take(self, rows: Ints | Bools | slice) -> Variants:
         return Variants(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 

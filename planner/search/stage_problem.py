@@ -5,6 +5,7 @@ What a deal needs is computed here without a solver; `planner/search/stages.py` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -92,9 +93,19 @@ def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: i
 
 def row_value(problem: StageProblem, row: Row, deal: Deal) -> int:
     """A row's value under a deal, without a solver."""
-    return row.constant + sum(
-        factor * chunk_amount(problem, problem.quantities[q], deal, c) for q, c, factor in row.terms
-    )
+    return next(row_values(problem, (row,), deal))
+
+
+def row_values(problem: StageProblem, rows: Sequence[Row], deal: Deal) -> Iterator[int]:
+    """The values of many rows under a deal; what a chunk needs is added up once."""
+    known: dict[tuple[int, int], int] = {}
+    for row in rows:
+        value = row.constant
+        for q, c, factor in row.terms:
+            if (q, c) not in known:
+                known[q, c] = chunk_amount(problem, problem.quantities[q], deal, c)
+            value += factor * known[q, c]
+        yield value
 
 
 def deal_fits(problem: StageProblem, deal: Deal) -> bool:
@@ -107,10 +118,10 @@ def deal_fits(problem: StageProblem, deal: Deal) -> bool:
         and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
         and problem.blocks in (None, deal.blocks)
         and problem.recomputed in (None, deal.recomputed)
-        and all(row_value(problem, row, deal) <= problem.capacity_bytes for row in problem.memory)
+        and all(value <= problem.capacity_bytes for value in row_values(problem, problem.memory, deal))
     )
 
 
 def deal_value(problem: StageProblem, deal: Deal) -> int:
     """The longest of the paths under a deal: what the model minimises."""
-    return max((row_value(problem, row, deal) for row in problem.paths), default=0)
+    return max(row_values(problem, problem.paths, deal), default=0)

@@ -148,7 +148,7 @@ def _placements(space: Space) -> Ints:
 def _price(
     problem: Problem, book: PriceBook, units: Units, chosen: Candidate, shape: int
 ) -> tuple[float, float, float]:
-    strategy = strategy_of(problem, chosen, Deal(blocks=(), recomputed=()))
+    strategy = strategy_of(problem, chosen, Deal(blocks=(), recomputed=()), bucketed=False)
     axes, mode = mesh_axes(strategy), strategy.execution.kernels
     whole = max(problem.graph.parameter_count, 1)
     updates = state.optimizer_kernel(whole, strategy)

@@ -1,0 +1,66 @@
+"""Where to look first: variants that are likely good, so that all others have something to be measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from autoparallel.planner.search.candidates import Candidate, candidate
+from autoparallel.planner.search.meshes import Bools, Ints
+from autoparallel.planner.search.outer import Outer, bound_variants, expand_quickly
+from autoparallel.planner.search.space import Shapes, Variants
+from autoparallel.planner.search.wires import tensor_strides
+
+SHAPES_DIVED = 3  # shapes of each size of pp, tp and cp looked at
+VARIANTS_DIVED = 24  # of these shapes' variants, that are bounded rank by rank
+MOST_ACTIONS = 80_000  # of a schedule: larger ones take a second to lay out. Kind: measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """A variant and the seconds that it does not go below."""
+
+    chosen: Candidate
+    bound_s: float
+
+
+def promising(
+    outer: Outer,
+    order: Ints,
+    only: Callable[[Variants, Shapes], Bools] | None,
+    most_actions: int | None,
+) -> tuple[list[Promise], int]:
+    """For each size of pp, tp and cp, of the variants of its most promising shapes (`order` has them best first) the one
+    with the least bound, best first; and how many variants were looked at."""
+    space = outer.space
+    sizes = space.shapes.pp
+    for other in (space.shapes.tp, space.shapes.cp):
+        sizes = sizes * (other.max(initial=0) + 1) + other
+    rows = [order[sizes[order] == size][:SHAPES_DIVED] for size in np.unique(sizes[order])]
+    found, bounds = expand_quickly(outer, np.concatenate([order[:0], *rows]))
+    chunks = space.shapes.pp[found.shape] * found.virtual_stages
+    actions = 2 * chunks * space.shapes.micro_batches[found.shape]
+    open_ = np.isfinite(bounds.time_s) & (actions <= (most_actions or MOST_ACTIONS))
+    if only is not None:
+        open_ &= only(found, space.shapes.take(found.shape))
+    kept = np.flatnonzero(open_)
+    kept = kept[tensor_strides(outer.problem, space, found.take(kept)) == 1]
+    kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
+    kept = _first_of_each(sizes[found.shape[kept]], kept, VARIANTS_DIVED)
+    time_s = bound_variants(outer, found.take(kept), inf).time_s
+    best = np.argsort(time_s, kind="stable")
+    best = best[np.isfinite(time_s[best])]
+    best = best[np.sort(np.unique(sizes[found.shape[kept[best]]], return_index=True)[1])]
+    promises = [Promise(chosen=candidate(space, found, int(kept[i])), bound_s=float(time_s[i])) for i in best]
+    return promises, len(found)
+
+
+def _first_of_each(groups: Ints, rows: Ints, number: int) -> Ints:
+    """Of each group the first `number` of its rows, in the order of the rows."""
+    by_group = np.argsort(groups, kind="stable")
+    _, start, size = np.unique(groups[by_group], return_index=True, return_counts=True)
+    place = np.arange(len(rows)) - np.repeat(start, size)
+    return np.asarray(rows[np.sort(by_group[place < number])])

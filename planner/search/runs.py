@@ -1,0 +1,90 @@
+"""Variants in the order of their bounds, and how much is known of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.bounds import Bounds
+from autoparallel.planner.search.meshes import Bools, Ints
+from autoparallel.planner.search.space import Shapes, Variants
+from autoparallel.planner.search.tables import Floats
+
+Value = tuple[float, float]
+
+
+class Known(IntEnum):
+    """What bounds take into account: each is no lower than the one before."""
+
+    WHOLE = 0  # the model as a whole (`bounds.quick_bounds`)
+    RANKS = 1  # each pipeline rank (`bounds.variant_bounds`), tensor parallelism on neighbouring devices
+    PLACED = 2  # likewise where it is placed (`outer.refined_bounds`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """Bounds in the objective's units, by row: what counts, and what counts among equals."""
+
+    first: Floats
+    second: Floats
+
+    def take(self, rows: Ints | Bools | slice) -> Values:
+        return Values(first=self.first[rows], second=self.second[rows])
+
+    def order(self) -> Ints:
+        """The rows from the best bound on."""
+        return np.lexsort((np.arange(len(self.first)), self.second, self.first))
+
+    def at(self, row: int) -> Value:
+        return float(self.first[row]), float(self.second[row])
+
+
+def values_of(problem: Problem, bounds: Bounds, devices: Ints) -> Values:
+    """The objective, from bounds on seconds and bytes."""
+    nothing = np.zeros(len(devices))
+    match problem.objective:
+        case Objective.COST:
+            distinct, which = np.unique(devices, return_inverse=True)
+            rates = np.array([problem.rate_per_s(int(d)) for d in distinct], dtype=np.float64)
+            return Values(first=bounds.time_s * rates[which.reshape(-1)], second=nothing)
+        case Objective.MEMORY:
+            return Values(first=bounds.memory_bytes, second=bounds.time_s)
+        case _:
+            return Values(first=bounds.time_s, second=nothing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Variants of some shapes, the one with the least bound first; `strides`: how far apart tensor parallelism is
+    placed."""
+
+    variants: Variants
+    values: Values
+    strides: Ints
+    known: Known
+
+    def __len__(self) -> int:
+        return len(self.strides)
+
+    def take(self, rows: Ints | Bools | slice) -> Run:
+        return Run(
+            variants=self.variants.take(rows), values=self.values.take(rows), strides=self.strides[rows],
+            known=self.known,
+        )  # fmt: skip
+
+    @property
+    def bound(self) -> Value:
+        return self.values.at(0)
+
+
+def priced_alike(shapes: Shapes, run: Run) -> Bools:
+    """Which variants of a run have the same prices of blocks as its first one."""
+    owners = run.variants.shape
+    same = run.strides == run.strides[0]
+    for column in (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep, shapes.micro):
+        same &= column[owners] == column[owners[0]]
+    several = shapes.micro_batches[owners] > 1
+    return np.asarray(same & (several == several[0]))
