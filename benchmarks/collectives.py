@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from autoparallel.costmodel.collectives import collective_s
+from autoparallel.costmodel.collectives import alone_collective_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.profiles import Cluster, load_cluster
 
@@ -62,7 +62,7 @@ def predict_s(row: Row) -> float:
     cluster = cluster_of(row)
     ranks = int(row["num_gpus"])
     collective = Collective(op=OPS[row["op"]], axes=("all",), size_bytes=int(float(row["size_bytes"])))
-    seconds = collective_s(collective, (Axis(name="all", size=ranks, stride=1),), cluster)
+    seconds = alone_collective_s(collective, (Axis(name="all", size=ranks, stride=1),), cluster)
     if row["origin"].startswith(THROUGH_TORCH):
         constants = cluster.device.constants
         peers = ranks - 1 if collective.op == CollectiveOp.ALL_TO_ALL else 0

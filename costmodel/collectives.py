@@ -30,7 +30,15 @@ _FACTORS = {
 
 
 def collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
-    """Seconds of one collective when every device of the cluster takes part in one like it.
+    """Seconds of one collective in a training step; a message between two ranks takes as long as alone."""
+    alone_s = alone_collective_s(collective, axes, cluster)
+    if collective.op == CollectiveOp.SEND:
+        return alone_s
+    return alone_s * cluster.device.constants["collective.in_step"]
+
+
+def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
+    """Seconds of one collective, as nccl-tests measure it, when every device takes part in one like it.
 
     `axes` are all mesh axes of the program: the group's place on the topology follows from the size and
     stride of the axes that it spans. One rank, or no bytes, costs nothing. `auto` takes the cheapest

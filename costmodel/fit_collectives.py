@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.costmodel.collectives import collective_s
+from autoparallel.costmodel.collectives import alone_collective_s
 from autoparallel.costmodel.fit import Vector, least_logs, residual, with_constants
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.costmodel.topology import crossings
@@ -47,7 +47,7 @@ class CollectiveSample:
     def predicted_s(self, cluster: Cluster) -> float:
         """Seconds by the cost model."""
         collective = Collective(op=self.op, axes=("all",), size_bytes=self.size_bytes)
-        return collective_s(collective, (self.place.axis(),), cluster)
+        return alone_collective_s(collective, (self.place.axis(),), cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

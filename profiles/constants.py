@@ -51,6 +51,8 @@ _SINGLE = {
     "collective.all_to_all_efficiency": "all-to-all's bandwidth relative to a ring's",
     "collective.peer_s": "further start of each peer in an all-to-all",
     "collective.send_efficiency": "point-to-point bandwidth relative to a ring's",
+    "collective.in_step": "time of a collective in a training step relative to calls back to back: its ranks arrive at "
+    "different moments, and other groups use the same links",
     "collective.ramp_bytes": "message at which filling the chunk pipeline doubles the time on the wire",
     "collective.host_s": "host time of a torch.distributed call: the shortest that back-to-back calls take",
     "overlap.compute_slowdown": "further time of computation per second that it runs beside a collective, as a share",
