@@ -34,9 +34,10 @@ class Bounds:
     memory_bytes: Floats
 
 
-def shape_bounds(problem: Problem, space: Space, units: Units) -> Bounds:
-    """Bounds of each shape over all of its variants: no communication, the most sharded state."""
-    shapes, n = space.shapes, max(space.repeated, 1)
+def shape_bounds(problem: Problem, space: Space, units: Units, repeated: int) -> Bounds:
+    """Bounds of each shape over all of its variants: no communication, the most sharded state; `repeated` units are
+    of the kinds that count."""
+    shapes, n = space.shapes, max(repeated, 1)
     most = -(-n // shapes.pp)
     unit_s = units.unit_forward_s + units.unit_backward_s
     whole_s = units.all_forward_s + units.all_backward_s
@@ -45,7 +46,7 @@ def shape_bounds(problem: Problem, space: Space, units: Units) -> Bounds:
     rates, _ = rates_of(problem, shapes, best)
     per_unit = units.unit_parameters * rates.parameter + units.unit_trainable * rates.trainable
     tail = units.tail_parameters * rates.parameter + units.tail_trainable * rates.trainable
-    blocks = most if space.repeated else np.zeros_like(most)
+    blocks = most if repeated else np.zeros_like(most)
     middle = blocks * (per_unit + units.least_saved) + units.peak
     # The last of several stages may be the tail alone.
     before = np.where(shapes.pp > 1, 0.0, n * (per_unit + units.least_saved))
@@ -104,14 +105,14 @@ def _shared_s(rows: Rows) -> Floats:
     u, m, pp, plain = rows.units, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
     whole_s = u.all_forward_s + u.all_backward_s
-    gathers_s = rows.repeated * rows.gather_s
+    gathers_s = rows.all_gather_s
     forward_s = rows.beside(u.all_forward_s, gathers_s)
     backward_s = rows.beside(u.all_backward_s, gathers_s)
-    ended_s = rows.beside(u.all_backward_s, gathers_s + rows.reduce_s * u.all_trainable)
+    ended_s = rows.beside(u.all_backward_s, gathers_s + rows.all_reduce_s)
     backward_s = np.where(rows.zero >= 2, ended_s, backward_s)
     last_s = np.where(plain & (rows.chunks == 1), ended_s, backward_s)
     work_s = m * forward_s + (m - 1) * backward_s + last_s
-    stepped_s = np.where(plain, rows.step_s, 0.0) * u.all_trainable
+    stepped_s = np.where(plain, rows.all_step_s, 0.0)
     fill = rows.filled()
     sent_s = pp * (pp - 1) / 2 * rows.send_s
     fill_s, drain_s = fill * u.unit_forward_s + sent_s, fill * u.unit_backward_s + sent_s

@@ -24,7 +24,14 @@ from autoparallel.planner.search.space import (
     even_share,
     variants,
 )
-from autoparallel.planner.search.tables import Floats, Units, placed_row, take_units, unit_table
+from autoparallel.planner.search.tables import (
+    Floats,
+    Units,
+    kinds_that_count,
+    placed_row,
+    take_units,
+    unit_table,
+)
 from autoparallel.planner.search.unlike import capacities, fastest, lacking_bytes, rank_devices
 from autoparallel.planner.search.wires import WireBook
 
@@ -43,6 +50,11 @@ class Outer:
     counts: Ints  # variants of each shape
     capacity_bytes: float
     pace: Floats | None = None  # by rank and shape, over unlike devices: `planner.search.pace.pace_of_ranks`
+
+    @property
+    def repeated(self) -> int:
+        """Units of the kinds that bounds look at."""
+        return _counted(self.chain)
 
     def excess_bytes(self, found: Evaluation) -> int:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
@@ -67,7 +79,7 @@ def build_outer(
     """Price every shape of a space."""
     units = unit_table(problem, chain, book, space.shapes, capacity_bytes)
     pace = pace_of_ranks(problem, chain, book, space.shapes)
-    bounds = shape_bounds(problem, space, units)
+    bounds = shape_bounds(problem, space, units, _counted(chain))
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, units, pace)
     return Outer(
@@ -75,6 +87,10 @@ def build_outer(
         wires=WireBook.of(problem, space, units, book),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
+
+
+def _counted(chain: Chain) -> int:
+    return sum(chain.kinds.count(kind) for kind in kinds_that_count(chain))
 
 
 def expand_shapes(
@@ -120,18 +136,30 @@ def _rows(outer: Outer, found: Variants, units: Units | None = None) -> Rows:
     shapes = outer.space.shapes.take(found.shape)
     constants = outer.book.device.constants
     wires = outer.wires.price(found)
+    units = take_units(outer.units, found.shape) if units is None else units
+    gather_s = wires.gather_s + wires.gather_expert_s * units.unit_experts
     least, ends, most = _blocks_per_chunk(outer, shapes.pp, found.virtual_stages)
     return Rows(
         shapes=shapes,
-        units=take_units(outer.units, found.shape) if units is None else units,
+        units=units,
         zero=found.zero,
         schedule=found.schedule,
         chunks=found.virtual_stages,
-        reduce_s=wires.reduce_s,
-        gather_s=wires.gather_s,
+        unit_reduce_s=wires.reduce_s * units.unit_trainable
+        + wires.reduce_expert_s * units.unit_expert_trainable,
+        all_reduce_s=wires.reduce_s * units.all_trainable
+        + wires.reduce_expert_s * units.all_expert_trainable,
+        unit_gather_s=gather_s,
+        all_gather_s=np.maximum(
+            outer.repeated * gather_s,
+            wires.gather_each_s * units.all_parameters + wires.gather_expert_s * units.all_experts,
+        ),
+        unit_step_s=wires.step_s * units.unit_trainable + wires.step_expert_s * units.unit_expert_trainable,
+        all_step_s=wires.step_s * units.all_trainable + wires.step_expert_s * units.all_expert_trainable,
         step_s=wires.step_s,
         send_s=wires.send_s,
-        repeated=outer.space.repeated,
+        repeated=outer.repeated,
+        others=outer.space.repeated - outer.repeated,
         least_per_chunk=least,
         least_per_end=ends,
         most_per_chunk=most,

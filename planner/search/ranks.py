@@ -39,11 +39,16 @@ class Rows:
     zero: Ints
     schedule: Ints
     chunks: Ints  # per rank
-    reduce_s: Floats  # per trainable parameter
-    gather_s: Floats  # of a unit's parameters, ZeRO-3
-    step_s: Floats  # optimizer and gather of updated parameters, per trainable parameter
+    unit_reduce_s: Floats  # the gradients of a unit
+    all_reduce_s: Floats  # of the whole model
+    unit_gather_s: Floats  # the parameters of a unit, ZeRO-3
+    all_gather_s: Floats
+    unit_step_s: Floats  # the optimizer and the gather of updated parameters of a unit
+    all_step_s: Floats
+    step_s: Floats  # likewise per trainable parameter, experts aside
     send_s: Floats  # the shortest message between neighbouring stages
-    repeated: int
+    repeated: int  # units of the kinds that count
+    others: int  # units of other kinds, which may stand anywhere and count for nothing
     least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
     least_per_end: Ints  # of one that is
     most_per_chunk: Ints  # of any
@@ -65,11 +70,14 @@ class Rows:
         return np.isin(self.schedule, [SCHEDULES.index(name) for name in ("zbv", "dualpipev")])
 
     def take(self, index: Ints) -> Rows:
-        columns = ("zero", "schedule", "chunks", "reduce_s", "gather_s", "step_s", "send_s")
+        columns = (
+            "zero", "schedule", "chunks", "unit_reduce_s", "all_reduce_s", "unit_gather_s", "all_gather_s",
+            "unit_step_s", "all_step_s", "step_s", "send_s",
+        )  # fmt: skip
         return Rows(
             shapes=self.shapes.take(index), units=take_units(self.units, index),
             **{name: getattr(self, name)[index] for name in columns},
-            repeated=self.repeated, least_per_chunk=self.least_per_chunk[index],
+            repeated=self.repeated, others=self.others, least_per_chunk=self.least_per_chunk[index],
             least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
             slower=None if self.slower is None else self.slower[:, index], lacking_bytes=self.lacking_bytes,
         )  # fmt: skip
@@ -82,9 +90,9 @@ class Rows:
 
     def before(self, rank: Ints) -> Ints:
         """Units in the stages that a rank's first input passes: the others cannot hold all the rest."""
-        others = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
-        least = np.where(rank > 0, (rank - 1) * self.least_per_chunk + self.least_per_end, 0)
-        return np.asarray(np.maximum(np.maximum(least, self.repeated - others), 0))
+        after = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
+        least = np.where(rank > 0, (rank - 1) * self.least_per_chunk + self.least_per_end, 0) - self.others
+        return np.asarray(np.maximum(np.maximum(least, self.repeated - after), 0))
 
     def filled(self) -> Ints:
         """The sum of `before` over the ranks."""
@@ -93,13 +101,14 @@ class Rows:
         sums = np.zeros(distinct.shape[1], dtype=np.int64)
         for at, (pp, chunks, least, end, most) in enumerate(distinct.T.tolist()):
             rank = np.arange(pp)
-            fewest = np.where(rank > 0, (rank - 1) * least + end, 0)
+            fewest = np.where(rank > 0, (rank - 1) * least + end, 0) - self.others
             sums[at] = np.maximum(np.maximum(fewest, self.repeated - (pp * chunks - rank) * most), 0).sum()
         return np.asarray(sums[which.reshape(-1)])
 
     def first_chunk(self, rank: Ints) -> Ints:
         """Units of the rank's first stage at least."""
-        return np.where(rank > 0, self.least_per_chunk, self.least_per_end)
+        least = np.where(rank > 0, self.least_per_chunk, self.least_per_end)
+        return np.asarray(np.maximum(least - self.others, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +165,8 @@ class RankBounds:
         self.last: Bools = np.where(rows.v_shaped, rank == 0, rank == pp - 1)
         self.ends = (self.first.astype(np.int64) + self.last) * (pp > 1)
         fewer = rows.least_per_chunk - rows.least_per_end
-        self.least = np.maximum(rows.chunks * rows.least_per_chunk - self.ends * fewer, 0) * bool(
-            rows.repeated
-        )
+        least = rows.chunks * rows.least_per_chunk - self.ends * fewer - rows.others
+        self.least = np.maximum(least, 0) * bool(rows.repeated)
         self.most = np.minimum(rows.chunks * rows.most_per_chunk, rows.repeated)
         self._time(rows, rank, pp)
         self._memory(problem, rows, rank, pp)
@@ -177,7 +185,7 @@ class RankBounds:
         final_s = np.where(single, ended_s, b)
         exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
         self.per_block_s = m * f + np.where(plain, (m - 1) * b + final_s, m * gathered_s)
-        self.per_block_s += step_s * u.unit_trainable
+        self.per_block_s += np.where(plain, rows.unit_step_s, 0.0)
         self.base_s = own_s + np.where(plain, before * others_f + sends_s + exposed_s, 0.0) + step_s * ends
         self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
         self.drained_base_s = own_s + np.where(
@@ -212,7 +220,9 @@ class RankBounds:
         base = self._base_bytes(problem, rows, pp) + self._end_bytes(rows, rates, flight)
         if rows.lacking_bytes:
             base = base + np.array(rows.lacking_bytes)[:, None]
-        self.base_bytes, self.base_all_bytes = base + spread * u.saved, base + spread * u.least_saved
+        # Where other kinds may be what fills a chunk, no unit is counted on to keep more than the least of any kind.
+        self.base_bytes = base + spread * (u.any_least_saved if rows.others else u.saved)
+        self.base_all_bytes = base + spread * (u.any_least_saved if rows.others else u.least_saved)
 
     def _base_bytes(self, problem: Problem, rows: Rows, pp: int) -> Floats:
         """The peak of one action above what is held."""
@@ -305,9 +315,9 @@ def _passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats,
     """Seconds of a unit's forward, its backward, its last backward, and the backwards before that, with what runs
     beside them, where computation is so much slower."""
     u = rows.units
-    f = rows.beside(u.unit_forward_s * slower, rows.gather_s)
-    gathered_s = rows.beside(u.unit_backward_s * slower, rows.gather_s)
-    ended_s = rows.beside(u.unit_backward_s * slower, rows.gather_s + rows.reduce_s * u.unit_trainable)
+    f = rows.beside(u.unit_forward_s * slower, rows.unit_gather_s)
+    gathered_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s)
+    ended_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s + rows.unit_reduce_s)
     return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)
 
 

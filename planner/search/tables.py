@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
+# Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
+NEARLY_ALL = 0.9
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Columns by shape; seconds, bytes, numbers. `unit_*` is the least of all kinds of unit, `all_*` the sum over
-    the model; `saved` is what a unit keeps, `least_saved` if it is recomputed in full where that may be chosen,
+    """Columns by shape; seconds, bytes, numbers. `unit_*` is the least of the kinds of unit that count
+    (`kinds_that_count`), `all_*` the sum over the model; `saved` is what a unit keeps, `least_saved` if it is recomputed in full where that may be chosen,
     which then costs `recompute_s` per micro-batch."""
 
     unit_forward_s: Floats
@@ -43,6 +45,7 @@ class Units:
     recompute_s: Floats
     saved: Floats
     least_saved: Floats
+    any_least_saved: Floats  # likewise the least of all kinds
     head_saved: Floats
     tail_saved: Floats
     peak: Floats  # of one action above what is saved
@@ -62,6 +65,15 @@ class Units:
     all_experts: Floats
     all_expert_trainable: Floats
     buffer_bytes: Floats  # of the whole model
+
+
+def kinds_that_count(chain: Chain) -> tuple[int, ...]:
+    """The kinds of unit that bounds look at: the one that nearly all units are of, or else all kinds alike."""
+    if chain.kinds:
+        most = max(range(len(chain.units)), key=chain.kinds.count)
+        if chain.kinds.count(most) >= NEARLY_ALL * len(chain.kinds):
+            return (most,)
+    return tuple(range(len(chain.units)))
 
 
 def unit_table(
@@ -163,8 +175,9 @@ def _row(
     counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
     forward = [_sum(unit, "forward_s") for unit in units]
     backward = [_sum(unit, "backward_s") for unit in units]
-    again = [_sum(b, "backward_s") - _sum(a, "backward_s") for a, b in zip(units, full, strict=True)]
     every = [*head, *tail, *(link for unit in units for link in unit)]
+    kept = [(units[kind], full[kind]) for kind in kinds_that_count(chain)]
+    least = [min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(units, full, strict=True)]
     last = [links[-1] for links in (*units, *full)]
     peaks = [max(p.forward_temp, p.recomputed + p.backward_temp) for p in last]
     backward_peaks = [p.recomputed + p.backward_temp for p in last]
@@ -175,21 +188,22 @@ def _row(
         _sum(tail, "backward_s"),
     )
     return (
-        min(forward, default=0.0),
-        min(backward, default=0.0),
+        min((_sum(unit, "forward_s") for unit, _ in kept), default=0.0),
+        min((_sum(unit, "backward_s") for unit, _ in kept), default=0.0),
         sum(n * f for n, f in zip(counts, forward, strict=True)) + sides[0] + sides[2],
         sum(n * b for n, b in zip(counts, backward, strict=True)) + sides[1] + sides[3],
         sides[0] + sides[1],
         sides[2] + sides[3],
-        max(min(again, default=0.0), 0.0),
-        min((_sum(unit, "saved") for unit in units), default=0.0),
-        min((min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(units, full, strict=True)), default=0.0),
+        max(min((_sum(b, "backward_s") - _sum(a, "backward_s") for a, b in kept), default=0.0), 0.0),
+        min((_sum(unit, "saved") for unit, _ in kept), default=0.0),
+        min((least[kind] for kind in kinds_that_count(chain)), default=0.0),
+        min(least, default=0.0),
         _sum(head, "saved"),
         _sum(tail, "saved"),
         min(peaks, default=0.0),
         min(backward_peaks, default=0.0),
         _tail_peak(tail) if tail else min(peaks, default=0.0),
-        *(min((_sum(unit, n) for unit in units), default=0.0) for n in NUMBERS),
+        *(min((_sum(unit, n) for unit, _ in kept), default=0.0) for n in NUMBERS),
         float(max((link.dense_trainable for link in every), default=0)),
         _sum(head, "dense"),
         _sum(tail, "dense"),

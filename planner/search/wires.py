@@ -20,9 +20,12 @@ from autoparallel.planner.search.space import Space, Variants
 from autoparallel.planner.search.stage_problem import Deal
 from autoparallel.planner.search.syncs import widest_bucket_mib
 from autoparallel.planner.search.tables import Floats, Units
-from autoparallel.planner.strategy.types import AXES
+from autoparallel.planner.strategy.types import AXES, Strategy
 
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+DATA_PRICES = (
+    "reduce_s", "gather_s", "gather_each_s", "step_s", "reduce_expert_s", "gather_expert_s", "step_expert_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,11 @@ class Wires:
 
     reduce_s: Floats  # to reduce the gradient of one trainable parameter
     gather_s: Floats  # to gather the parameters of the smallest unit, ZeRO-3
+    gather_each_s: Floats  # to gather one parameter, when all are gathered at once
     step_s: Floats  # to update one parameter and gather it again
+    reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
+    gather_expert_s: Floats
+    step_expert_s: Floats
     send_s: Floats  # the shortest message between neighbouring stages
 
 
@@ -45,7 +52,7 @@ class WireBook:
     book: PriceBook
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
     held: Ints  # by shape: the number of what its units hold
-    known: dict[int, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+    known: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(problem: Problem, space: Space, units: Units, book: PriceBook) -> WireBook:
@@ -66,10 +73,10 @@ class WireBook:
         """The communication of some variants."""
         data = self._data_parallel(found)
         sends_s = _sends_s(self.problem, self.space, self.book, found)
-        return Wires(reduce_s=data[:, 0], gather_s=data[:, 1], step_s=data[:, 2], send_s=sends_s)
+        return Wires(**{name: data[:, i] for i, name in enumerate(DATA_PRICES)}, send_s=sends_s)
 
     def _data_parallel(self, found: Variants) -> Floats:
-        """Columns reduce_s, gather_s, step_s."""
+        """Columns DATA_PRICES."""
         keys = self.placed[self.space.shapes.mesh[found.shape], found.order]
         own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
         sizes = (4, len(self.space.compressions), int(self.held.max(initial=0)) + 1)
@@ -81,7 +88,7 @@ class WireBook:
                 chosen = candidate(self.space, found, row)
                 self.known[key] = _price(self.problem, self.book, self.units, chosen, int(found.shape[row]))
         prices = [self.known[key] for key in distinct.tolist()]
-        return np.array(prices, dtype=np.float64).reshape(-1, 3)[which.reshape(-1)]
+        return np.array(prices, dtype=np.float64).reshape(-1, len(DATA_PRICES))[which.reshape(-1)]
 
 
 def tensor_strides(problem: Problem, space: Space, found: Variants) -> Ints:
@@ -147,23 +154,64 @@ def _placements(space: Space) -> Ints:
 
 def _price(
     problem: Problem, book: PriceBook, units: Units, chosen: Candidate, shape: int
-) -> tuple[float, float, float]:
+) -> tuple[float, ...]:
+    """DATA_PRICES of one placement."""
     strategy = strategy_of(problem, chosen, Deal(blocks=(), recomputed=()), bucketed=False)
+    whole, experts = max(problem.graph.parameter_count, 1), int(units.all_experts[shape])
+    dense = _dense_s(problem, book, units, strategy, shape) if _reduces(strategy) else (0.0,) * 3
+    step_s = _step_s(book, strategy, whole, 0) / whole
+    if not experts:
+        return (*dense, step_s, 0.0, 0.0, 0.0)
+    return (
+        *dense, step_s, _reduce_expert_s(problem, book, strategy, experts),
+        _gather_s(book, strategy, experts, experts) / experts, _step_s(book, strategy, experts, experts) / experts,
+    )  # fmt: skip
+
+
+def _reduces(strategy: Strategy) -> bool:
+    return strategy.mesh.data_parallel * strategy.mesh.cp > 1
+
+
+def _step_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int) -> float:
+    """To update so many parameters at once and to gather them again."""
     axes, mode = mesh_axes(strategy), strategy.execution.kernels
-    whole = max(problem.graph.parameter_count, 1)
-    updates = state.optimizer_kernel(whole, strategy)
+    updates = state.optimizer_kernel(parameters, strategy, experts)
+    gathers = state.updated_gather(parameters, strategy, experts)
     step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
-    step_s += sum(book.pricer.collective_s(c, axes) for c in state.updated_gather(whole, strategy))
-    if chosen.mesh.data_parallel * chosen.mesh.cp == 1:
-        return 0.0, 0.0, step_s / whole
+    return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
+
+
+def _dense_s(
+    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, shape: int
+) -> tuple[float, float, float]:
+    """reduce_s, gather_s and gather_each_s."""
+    axes = mesh_axes(strategy)
     if state.zero_level(strategy) < 3:
         item = state.dtype_bytes(strategy.execution.grad_dtype)
         bucket = round(widest_bucket_mib(problem) * MIB)
-        return book.reduce_rate(strategy, axes, bucket) * item, 0.0, step_s / whole
+        return book.reduce_rate(strategy, axes, bucket) * item, 0.0, 0.0
     most = max(int(units.most_trainable[shape]), 1)
     reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most
-    parameters = int(units.unit_parameters[shape])
-    unit = BlockWork(name="unit", forward=(), backward_input=(), backward_weight=(), parameters=parameters)
-    gather = state.gather_of(unit, strategy)
-    gather_s = book.pricer.collective_s(gather, axes) if gather is not None else 0.0
-    return reduce_s, gather_s, step_s / whole
+    whole = max(problem.graph.parameter_count, 1)
+    unit = int(units.unit_parameters[shape])
+    return reduce_s, _gather_s(book, strategy, unit, 0), _gather_s(book, strategy, whole, 0) / whole
+
+
+def _gather_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int) -> float:
+    """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
+    work = BlockWork(
+        name="", forward=(), backward_input=(), backward_weight=(), parameters=parameters, expert_parameters=experts,
+    )  # fmt: skip
+    gathers = (state.gather_of(work, strategy), state.expert_gather_of(work, strategy))
+    return sum(book.pricer.collective_s(c, mesh_axes(strategy)) for c in gathers if c is not None)
+
+
+def _reduce_expert_s(problem: Problem, book: PriceBook, strategy: Strategy, experts: int) -> float:
+    """To reduce the gradient of one of so many parameters."""
+    axes = mesh_axes(strategy)
+    if state.zero_level(strategy) < 3:
+        item = state.dtype_bytes(strategy.execution.grad_dtype)
+        bucket = round(widest_bucket_mib(problem) * MIB)
+        return book.reduce_rate(strategy, axes, bucket, experts=True) * item
+    reduction = state.reduction_of(experts, strategy, experts)
+    return sum(book.pricer.collective_s(c, axes) for c in reduction) / experts
