@@ -30,11 +30,8 @@ _FACTORS = {
 
 
 def collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
-    """Seconds of one collective in a training step; a message between two ranks takes as long as alone."""
-    alone_s = alone_collective_s(collective, axes, cluster)
-    if collective.op == CollectiveOp.SEND:
-        return alone_s
-    return alone_s * cluster.device.constants["collective.in_step"]
+    """Seconds of one collective in a training step, where its ranks do not arrive together."""
+    return cluster.device.constants["collective.in_step"] * alone_collective_s(collective, axes, cluster)
 
 
 def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
