@@ -7,6 +7,7 @@ import sys
 import typer
 
 from autoparallel.cli_calibrate import calibrate
+from autoparallel.cli_dryrun import dryrun
 from autoparallel.cli_errors import INTERRUPTED
 from autoparallel.cli_plan import plan, score
 from autoparallel.cli_profile import profile
@@ -22,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-for command in (plan, score, whatif, report, export, profile, calibrate, profiles):
+for command in (plan, score, whatif, report, dryrun, export, profile, calibrate, profiles):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

@@ -80,6 +80,10 @@ class GradientSync:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
 
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are there now; `.grad` are views of them where dtypes agree."""
+        return sum(bucket.buffer.nbytes for bucket in self._buckets if bucket.buffer is not None)
+
     def begin(self, arrivals: int) -> None:
         """Start a step in which each gradient arrives `arrivals` times."""
         self._arrivals = arrivals

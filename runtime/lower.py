@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,7 @@ def lower_module(
     origin: nn.Module | None = None,
     seed: int = 0,
     weights: Weights | None = None,
+    memory: AbstractContextManager[object] | None = None,
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
@@ -114,7 +116,8 @@ def lower_module(
     wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
-    `weights` the shares are filled from files instead.
+    `weights` the shares are filled from files instead. `memory` surrounds the making of the shares (a dry run's
+    are fake tensors).
     """
     zero = strategy.shard.zero
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
@@ -137,24 +140,31 @@ def lower_module(
     copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
     if on_meta(module):
         whole = origin if origin is not None else module
-        materialise(module, mesh.device, seed=seed, origin=whole, given=weights or ())
+        with memory or nullcontext():
+            materialise(module, mesh.device, seed=seed, origin=whole, given=weights or ())
     else:
         module.to(mesh.device)
     if weights is not None:
         load_weights(module, weights)
-    group = mesh.group("dp_replicate") if mesh.sizes.dp_replicate > 1 else None
-    sharded = mesh.sizes.dp_shard > 1
-    sync = GradientSync(
+    copied = {module.get_parameter(name) for name in copied_names}
+    sync = _gradient_sync(module, strategy, mesh, dtypes, copied)
+    return Lowered(module, zero=zero, sharded=mesh.sizes.dp_shard > 1, sync=sync)
+
+
+def _gradient_sync(
+    module: nn.Module, strategy: Strategy, mesh: RankMesh, dtypes: Dtypes, copied: set[nn.Parameter]
+) -> GradientSync:
+    """What brings gradients to the mean over the replicas; `copied` are parameters that FSDP2 leaves alone."""
+    return GradientSync(
         module.parameters(),
         replica_reducer(strategy, mesh),
-        group=group,
+        group=mesh.group("dp_replicate") if mesh.sizes.dp_replicate > 1 else None,
         grad_dtype=dtypes.grad,
         bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
         overlap=strategy.grad_sync.overlap,
-        copied={module.get_parameter(name) for name in copied_names},
-        copied_group=mesh.group("dp_shard") if sharded else None,
+        copied=copied,
+        copied_group=mesh.group("dp_shard") if mesh.sizes.dp_shard > 1 else None,
     )
-    return Lowered(module, zero=zero, sharded=sharded, sync=sync)
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 # What the names below were seen to work with; a test compares. Torch 2.11 does not keep the parts of a strided
@@ -89,3 +93,49 @@ def parts_of(placement: Placement) -> tuple[int, int] | None:
     if isinstance(placement, _StridedShard):
         return placement.dim, int(placement.split_factor)
     return None
+
+
+@contextmanager
+def as_one_of(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of `ranks` that are not there: collectives return at once and move nothing.
+
+    Tensors that change the dim they are sharded along are exchanged, as on GPUs, and not gathered and cut, as torch
+    does on CPUs.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    names = vars(placement_types)
+    before = names["shard_dim_alltoall"]
+    names["shard_dim_alltoall"] = _exchange
+    try:
+        yield
+    finally:
+        names["shard_dim_alltoall"] = before
+        dist.destroy_process_group()
+
+
+def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+    name = mesh.get_group(mesh_dim).group_name
+    result: Tensor = torch.ops._dtensor.shard_dim_alltoall(part, gather_dim, shard_dim, name)
+    return result
+
+
+def fake_tensors() -> FakeTensorMode:
+    """While active, tensors have shapes and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def group_name_of(group: Any) -> str:
+    """The name of a process group, as operators of collectives get it: by name, or boxed."""
+    return group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
+
+
+def accumulated_bytes(module: nn.Module) -> int:
+    """Bytes of whole gradients that FSDP2 keeps between micro-batches, outside of `.grad`."""
+    found = 0
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        for parameter in group.fsdp_params if group else ():
+            whole = parameter.unsharded_accumulated_grad
+            part = whole.to_local() if isinstance(whole, DTensor) else whole
+            found += 0 if part is None else part.nbytes
+    return found

@@ -1,0 +1,186 @@
+"""A strategy file lowered without memory and processes, beside what was predicted of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.costmodel.graph_json import graph_hash
+from autoparallel.costmodel.program import Program
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.expand.state import zero_level
+from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import AXES, Strategy
+from autoparallel.profiles import cluster_from_dict
+from autoparallel.runtime.messages import Message, program_messages, sent_bytes
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.dryrun import LoweredStage
+
+MEMORY = ("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One figure of a rank: of the lowered model, and predicted."""
+
+    lowered: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankComparison:
+    """One pipeline rank: bytes that it holds, bytes that it sends in a step by mesh axis, and in which messages.
+
+    `gathered_bytes` are ZeRO-3 parameters that stand gathered at the end of a forward pass, which is no part of the
+    prediction's `parameters`.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    held_bytes: Mapping[str, Pair]
+    sent_bytes: Mapping[str, Pair]
+    gathered_bytes: int
+    messages: Mapping[Message, Pair]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What came of a dry run: one comparison for each distinct rank."""
+
+    model: str
+    strategy: Strategy
+    ranks: tuple[RankComparison, ...]
+
+
+def dry_run_file(path: Path, model: str | None = None) -> DryRun:
+    """Capture the model that `path` was planned for (or `model`), lower it by the strategy, compare."""
+    file = read_strategy_file(path)
+    record = file.problem or ProblemRecord()
+    strategy = strategy_from_constraints(file.constraints, name=file.path)
+    spec = _model(file.path, record, model)
+    if record.cluster is None:
+        raise UserError(
+            f"{path}: [problem] has no cluster, so nothing was predicted; give a file that plan wrote"
+        )
+    cluster = cluster_from_dict(record.cluster, f"{path}: problem.cluster")
+
+    from autoparallel.planner.capture import capture
+    from autoparallel.planner.capture.load import load_model
+    from autoparallel.runtime.dryrun import dry_run
+
+    seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
+    loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
+    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    if record.graph_hash is not None and record.graph_hash != graph_hash(graph):
+        raise UserError(
+            f"{path}: [problem] graph_hash does not match {spec}: the file was planned for another model, sequence "
+            "length or version of it; plan again"
+        )
+    if problems := strategy_problems(graph, cluster, strategy):
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    program = Expander(graph, cluster).program(strategy)
+    blocks = [link.path for link in graph.chain if link.repeated]
+    levels = tuple(level.size for level in cluster.levels)
+    lowered = dry_run(loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels)
+    return DryRun(model=graph.name, strategy=strategy, ranks=compare(strategy, program, lowered))
+
+
+def _model(path: str, record: ProblemRecord, given: str | None) -> str:
+    spec = given or record.model
+    if spec is None:
+        raise UserError(f"{path}: [problem] does not say which model; give it with --model")
+    if spec.endswith(".json") and not spec.startswith("hf:"):
+        raise UserError(
+            f"{path}: planned from the saved graph {spec}, which has no modules to lower; give the model that it was "
+            "captured from with --model hf:PATH or --model FILE.py:NAME"
+        )
+    return spec
+
+
+def compare(
+    strategy: Strategy, program: Program, lowered: Sequence[LoweredStage]
+) -> tuple[RankComparison, ...]:
+    """Each pipeline rank's stages added up, lowered and predicted."""
+    pipeline, mesh = strategy.pipeline, strategy.mesh
+    homes = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
+    predicted = program_messages(program)
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    keeps_gathered = zero_level(strategy) in (1, 2)
+    found = []
+    for rank in range(mesh.pp):
+        mine = [stage for stage, home in enumerate(homes) if home == rank]
+        made, works = [lowered[s] for s in mine], [program.stages[s] for s in mine]
+        gathered = sum(m.gathered_bytes for m in made)
+        owned = sum(m.parameter_bytes for m in made) + (gathered if keeps_gathered else 0)
+        sums = {
+            "parameters": Pair(lowered=owned, predicted=sum(w.parameter_bytes for w in works)),
+            "gradients": Pair(
+                lowered=sum(m.gradient_bytes for m in made), predicted=sum(w.gradient_bytes for w in works)
+            ),
+            "optimizer": Pair(
+                lowered=sum(m.optimizer_bytes for m in made), predicted=sum(w.optimizer_bytes for w in works)
+            ),
+        }
+        ours, theirs = _added(m.traffic for m in made), _added(predicted[s] for s in mine)
+        found.append(
+            RankComparison(
+                rank=rank,
+                stages=tuple(mine),
+                held_bytes=sums,
+                sent_bytes=_by_axis(ours, theirs, sizes),
+                gathered_bytes=0 if keeps_gathered else gathered,
+                messages={m: Pair(lowered=ours[m], predicted=theirs[m]) for m in _ordered({*ours, *theirs})},
+            )
+        )
+    return tuple(found)
+
+
+def _added(counters: Iterable[Counter[Message]]) -> Counter[Message]:
+    total: Counter[Message] = Counter()
+    for counter in counters:
+        total += counter
+    return total
+
+
+def _by_axis(
+    lowered: Counter[Message], predicted: Counter[Message], sizes: Mapping[str, int]
+) -> dict[str, Pair]:
+    def total(messages: Counter[Message], axis: str) -> float:
+        return sum(sent_bytes(m, sizes) * count for m, count in messages.items() if m.axis == axis)
+
+    axes = sorted({m.axis for m in (*lowered, *predicted)})
+    return {axis: Pair(lowered=total(lowered, axis), predicted=total(predicted, axis)) for axis in axes}
+
+
+def _ordered(messages: Iterable[Message]) -> list[Message]:
+    return sorted(messages, key=lambda m: (m.axis, m.op, -m.size_bytes))
+
+
+def dry_run_answer(found: DryRun) -> dict[str, Any]:
+    """What `--json` prints."""
+
+    def pair(value: Pair) -> dict[str, float]:
+        return {"lowered": value.lowered, "predicted": value.predicted}
+
+    ranks = [
+        {
+            "rank": rank.rank,
+            "stages": list(rank.stages),
+            "held_bytes": {name: pair(value) for name, value in rank.held_bytes.items()},
+            "gathered_bytes": rank.gathered_bytes,
+            "sent_bytes": {axis: pair(value) for axis, value in rank.sent_bytes.items()},
+            "messages": [
+                {"axis": m.axis, "op": str(m.op), "size_bytes": m.size_bytes, **pair(count)}
+                for m, count in rank.messages.items()
+            ],
+        }
+        for rank in found.ranks
+    ]
+    return {"model": found.model, "devices": found.strategy.mesh.devices, "ranks": ranks}

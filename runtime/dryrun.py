@@ -1,0 +1,315 @@
+"""A dry run: the module lowered for one rank of a strategy and run for one step, on tensors without memory.
+
+Everything is what `parallelize` does — the same shards, hooks and collectives — but the process group is a fake
+one, whose collectives return at once, and the tensors are fake ones. Stages of a pipeline are lowered and run one
+after another in this one process; what they would send each other is handed over and noted. The rank is the first
+of each data- and tensor-parallel group: where sizes do not divide, it is the one that holds most.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.strategy.types import AXES, Execution, Strategy
+from autoparallel.runtime.cross_entropy import VocabParallel
+from autoparallel.runtime.cut import StageModule, cut
+from autoparallel.runtime.lower import Dtypes, Lowered, lower_module, torch_dtype
+from autoparallel.runtime.mesh import RankMesh, build_mesh
+from autoparallel.runtime.messages import Message
+from autoparallel.runtime.micro_batches import as_call
+from autoparallel.runtime.parallel_module import numerics
+from autoparallel.runtime.pipeline_channels import describe, gradient_part, rebuild
+from autoparallel.runtime.pipeline_module import rules_within
+from autoparallel.runtime.pipeline_ties import separate_ties
+from autoparallel.runtime.replicas import with_levels
+from autoparallel.runtime.start import check_strategy
+from autoparallel.runtime.tensor_tools import local, to_plain
+from autoparallel.runtime.torch_private import accumulated_bytes, as_one_of, fake_tensors, traced_as
+from autoparallel.runtime.traffic import TrafficRecorder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredStage:
+    """What one stage (chunk) holds on one rank, bytes, and what a step of it communicates.
+
+    `gathered_bytes` are whole parameters that data parallelism has gathered, beside the `parameter_bytes` that the
+    rank owns, at the end of a forward pass; `gradient_bytes` the most that is held at the end of a micro-batch.
+    """
+
+    parameter_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    traffic: Counter[Message]
+
+
+def dry_run(
+    module: nn.Module,
+    example_inputs: Any,
+    strategy: Strategy,
+    *,
+    blocks: Sequence[str],
+    level_sizes: tuple[int, ...] = (),
+) -> tuple[LoweredStage, ...]:
+    """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
+
+    `example_inputs` may be of any batch size. Raises UserError for a strategy that does not fit, and for a model
+    whose forward reads values of its tensors, which are not there.
+    """
+    dtypes = _dtypes(strategy.execution)
+    module.to(dtypes.param)
+    with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
+        check_strategy(module, strategy, blocks, level_sizes)
+        mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
+        inputs = _one_micro_batch(example_inputs, strategy.batch.micro)
+        stages = _stages(module, inputs, strategy, blocks, mesh)
+        memory = fake_tensors()
+        lowered = [_lowered(stage, module, strategy, blocks, mesh, dtypes, memory) for stage in stages]
+        try:
+            with memory:
+                return _Step(stages, lowered, strategy, mesh, dtypes).run(_on_cpu(inputs))
+        except (
+            torch._subclasses.fake_tensor.DataDependentOutputException,
+            torch._subclasses.fake_tensor.DynamicOutputShapeException,
+        ) as error:
+            raise UserError(
+                f"the model's forward reads values of its tensors ({error}), which a dry run does not have: run it "
+                "under torchrun instead"
+            ) from error
+
+
+def _dtypes(execution: Execution) -> Dtypes:
+    return Dtypes(
+        compute=torch_dtype(execution.dtype),
+        param=torch_dtype(execution.param_dtype),
+        grad=torch_dtype(execution.grad_dtype),
+    )
+
+
+def _one_micro_batch(example_inputs: Any, micro: int) -> Any:
+    """The inputs with `micro` samples, without values, on the meta device."""
+    samples = next(
+        leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim()
+    )
+
+    def sized(leaf: Tensor) -> Tensor:
+        shape = (micro, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == samples else leaf.shape
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    return tree_map_only(Tensor, sized, example_inputs)
+
+
+def _on_cpu(inputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), inputs)
+
+
+def _stages(
+    module: nn.Module, inputs: Any, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh
+) -> tuple[nn.Module, ...]:
+    """The whole module, or with a pipeline all of its stages, each with parameters of its own."""
+    if strategy.mesh.pp == 1:
+        return (module,)
+    stages = cut(
+        module, inputs, repeated_paths=blocks, stage_blocks=strategy.pipeline.stage_blocks, device=mesh.device
+    )
+    separate_ties(stages)
+    return stages
+
+
+def _lowered(
+    stage: nn.Module, module: nn.Module, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh, dtypes: Dtypes,
+    memory: Any,
+) -> Lowered:  # fmt: skip
+    full, rules = strategy.recompute.per_stage, strategy.tensor
+    if isinstance(stage, StageModule):
+        blocks, index = stage.stage_cut.blocks, stage.stage_cut.index
+        rules = rules_within(rules, stage) if strategy.mesh.tp > 1 else ()
+    else:
+        index = 0
+    return lower_module(
+        stage, blocks, strategy, mesh, dtypes,
+        recomputed_in_full=full[index] if full else 0, rules=rules, origin=module, memory=memory,
+    )  # fmt: skip
+
+
+class _Step:
+    """Runs the stages of a step in model order, and back, noting what each of them holds and sends."""
+
+    def __init__(
+        self, stages: Sequence[nn.Module], lowered: Sequence[Lowered], strategy: Strategy, mesh: RankMesh,
+        dtypes: Dtypes,
+    ) -> None:  # fmt: skip
+        self._stages, self._lowered, self._strategy = stages, lowered, strategy
+        self._mesh, self._dtypes = mesh, dtypes
+        self._axes = _group_names(mesh)
+        self._tensor_axis = mesh.axis("tp") if mesh.sizes.tp > 1 else None
+        pipeline = strategy.pipeline
+        self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
+        self._owned = [_bytes_of(stage.parameters()) for stage in stages]
+        self._gathered = [0] * len(stages)
+        self._gradients = [0] * len(stages)
+        self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
+
+    def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
+        """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
+        count = self._strategy.micro_batches
+        for lowered in self._lowered:
+            lowered.begin(min(count, 3))
+        if count > 1:
+            self._micro_batch(inputs)
+        if count > 2:
+            self._micro_batch(inputs, often=count - 2)
+        self._micro_batch(inputs, last=True)
+        for stage, lowered in enumerate(self._lowered):
+            with self._counting(stage):
+                lowered.finish()
+        self._exchange_tied()
+        return tuple(
+            LoweredStage(
+                parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer_bytes(stage, self._strategy.execution),
+                traffic=self._traffic[i],
+            )
+            for i, stage in enumerate(self._stages)
+        )  # fmt: skip
+
+    def _exchange_tied(self) -> None:
+        """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
+        first = self._stages[0]
+        for tie in first.stage_cut.ties if isinstance(first, StageModule) else ():
+            for stage, name in zip(tie.stages, tie.names, strict=True):
+                if len({self._homes[s] for s in tie.stages}) > 1:
+                    size = local(self._stages[stage].get_parameter(name)).nbytes
+                    self._traffic[stage][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += 1
+
+    def _micro_batch(self, inputs: Any, *, last: bool = False, often: int = 1) -> None:
+        """Forward and backward of one micro-batch, which stands for `often` equal ones."""
+        received: list[Tensor] = []
+        flights: list[tuple[list[Tensor], list[Tensor]]] = []
+        for i, lowered in enumerate(self._lowered):
+            lowered.announce(last=last)
+            with self._counting(i, often):
+                outputs = self._forward(i, received, inputs)
+            self._gathered[i] = max(self._gathered[i], self._whole_bytes(i))
+            flights.append((received, outputs))
+            received = [value.detach().requires_grad_(value.requires_grad) for value in outputs]
+            self._sent(i, i + 1, [local(value) for value in outputs], often)
+        gradients: list[Tensor | None] = [None]
+        for i in reversed(range(len(self._stages))):
+            received, outputs = flights[i]
+            with self._counting(i, often):
+                torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
+            wanted = [t for t in received if t.requires_grad]
+            parts = [gradient_part(t.grad, t) for t in wanted]
+            self._sent(i, i - 1, parts, often)
+            gradients = [
+                rebuild(p, describe(t), self._tensor_axis) for p, t in zip(parts, wanted, strict=True)
+            ]
+            self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
+
+    @contextmanager
+    def _counting(self, stage: int, often: int = 1) -> Iterator[None]:
+        with TrafficRecorder(self._axes) as recorder:
+            yield
+        self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
+
+    def _forward(self, index: int, received: list[Tensor], inputs: Any) -> list[Tensor]:
+        stage, is_last = self._stages[index], index == len(self._stages) - 1
+        with numerics(self._strategy, self._dtypes, self._mesh), VocabParallel():
+            if isinstance(stage, StageModule):
+                output = stage(received, inputs)
+            else:
+                args, kwargs = as_call(inputs)
+                output = stage(*args, **kwargs)
+            return [_loss(output)] if is_last else list(output)
+
+    def _sent(self, source: int, target: int, parts: Sequence[Tensor], often: int) -> None:
+        """Note a message between two stages, if they are on two ranks."""
+        if 0 <= target < len(self._homes) and self._homes[source] != self._homes[target]:
+            size = sum(part.nbytes for part in parts)
+            self._traffic[source][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += often
+
+    def _whole_bytes(self, index: int) -> int:
+        """Parameters that stand gathered in the module now, other than those that the rank owns."""
+        owned = {id(p) for p in self._stages[index].parameters()} if self._mesh.sizes.dp_shard == 1 else set()
+        whole = [p for p in self._stages[index].parameters() if id(p) not in owned and not self._is_share(p)]
+        return _bytes_of(whole)
+
+    def _is_share(self, parameter: nn.Parameter) -> bool:
+        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        return "dp_shard" in (names or ())
+
+    def _gradient_bytes(self, index: int) -> int:
+        stage, sync = self._stages[index], self._lowered[index].sync
+        held = [p.grad for p in stage.parameters() if p.grad is not None]
+        return max(_bytes_of(held), sync.buffer_bytes()) + accumulated_bytes(stage)
+
+
+def _group_names(mesh: RankMesh) -> dict[str, str]:
+    """The axis of each process group of this rank, by the group's name."""
+    found: dict[str, str] = {
+        mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
+    }
+    for group in mesh.levels or ():
+        found[group.group_name] = "dp_replicate"
+    return found
+
+
+def _loss(output: Any) -> Tensor:
+    """The output's loss, or a stand-in for one: the sum of the means of its floating-point tensors."""
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return to_plain(loss)  # type: ignore[no-any-return]
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return to_plain(output.reshape(()))  # type: ignore[no-any-return]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([to_plain(leaf).float().mean() for leaf in leaves]).sum()
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's parts, a tensor that several names stand for once."""
+    return sum(local(tensor).nbytes for tensor in {id(t): t for t in tensors}.values())
+
+
+def optimizer_bytes(stage: nn.Module, execution: Execution) -> int:
+    """Bytes of the state that the optimizer keeps for this rank's parameters, after an update."""
+    parameters = [nn.Parameter(local(p)) for p in dict.fromkeys(stage.parameters()) if p.requires_grad]
+    copies = 0
+    if execution.master_weights and execution.param_dtype in ("bf16", "fp16"):
+        parameters = [nn.Parameter(p.detach().float()) for p in parameters]
+        copies = _bytes_of(parameters)
+    optimizer = _optimizer(execution.optimizer, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    with traced_as(eager=False):  # the count of steps stays a tensor: its value is not there to be read
+        optimizer.step()
+    state = [
+        value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)
+    ]
+    return copies + _bytes_of(state)
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if not parameters:
+        parameters = [nn.Parameter(torch.zeros(0))]
+    kinds = {
+        "adamw": lambda: torch.optim.AdamW(parameters, foreach=False),
+        "adam": lambda: torch.optim.Adam(parameters, foreach=False),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-3),
+        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(parameters, foreach=False),
+    }
+    return kinds[name]()

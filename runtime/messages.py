@@ -1,0 +1,84 @@
+"""What a rank sends in a step: by the program that is priced, in the form in which a run is counted. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autoparallel.costmodel.compression import wire_bytes
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Program, StageWork, Step
+
+# Of a tensor, what each of n ranks sends: this often times (n - 1) / n. Kind: formula, a ring's.
+_PASSES = {
+    CollectiveOp.ALL_REDUCE: 2,
+    CollectiveOp.ALL_GATHER: 1,
+    CollectiveOp.REDUCE_SCATTER: 1,
+    CollectiveOp.ALL_TO_ALL: 1,
+    CollectiveOp.BROADCAST: 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One kind of collective: `size_bytes` is the full tensor, as in `costmodel.program.Collective`."""
+
+    op: CollectiveOp
+    axis: str
+    size_bytes: int
+
+
+def sent_bytes(message: Message, sizes: Mapping[str, int]) -> float:
+    """What one rank sends for it; `sizes` are those of the mesh axes. Says the same of an all-reduce as of the
+    reduce-scatter and all-gather that it can be made of."""
+    if message.op is CollectiveOp.SEND:
+        return message.size_bytes
+    ranks = 1
+    for name in message.axis.split(" x "):
+        ranks *= sizes.get(name, 1)
+    return _PASSES[message.op] * message.size_bytes * (ranks - 1) / ranks
+
+
+def program_messages(program: Program) -> tuple[Counter[Message], ...]:
+    """For each stage what its ranks send in one step: `program` is the one that is priced."""
+    found = [_stage_messages(stage, program) for stage in program.stages]
+    homes = {action.stage: rank for rank, row in enumerate(program.ranks) for action in row}
+    for index, stage in enumerate(program.stages[:-1]):
+        if (
+            homes[index] != homes[index + 1] and stage.send is not None
+        ):  # activations on, their gradients back
+            for end in (index, index + 1):
+                found[end][_message(stage.send)] += program.micro_batches
+                if stage.received is not None:
+                    found[end][_message(stage.received)] += program.micro_batches
+    return tuple(found)
+
+
+def _stage_messages(stage: StageWork, program: Program) -> Counter[Message]:
+    found: Counter[Message] = Counter()
+    micro_batches = program.micro_batches
+    for work, count in stage.blocks:
+        for step in _passes(work):
+            if isinstance(step, Collective):
+                found[_message(step)] += count * micro_batches
+        for gather in (work.gather, work.expert_gather):
+            if gather is not None:  # before the forward and before the backward
+                found[_message(gather)] += 2 * count * micro_batches
+        for reduction in work.reduce:
+            often = micro_batches if program.reduce_every_micro and reduction.label == "dp" else 1
+            found[_message(reduction)] += count * often
+    for collective in (*stage.after_step, *stage.tied_reduce):
+        found[_message(collective)] += 1
+    return found
+
+
+def _passes(work: BlockWork) -> Iterable[Step]:
+    return (*work.forward, *work.recompute, *work.backward_input, *work.backward_weight)
+
+
+def _message(collective: Collective) -> Message:
+    """As it travels: compressed by the method of the outermost network level."""
+    size = collective.size_bytes
+    if collective.compression:
+        size = round(wire_bytes(collective.compression[-1], size, collective.item_bytes))
+    return Message(op=collective.op, axis=" x ".join(collective.axes), size_bytes=size)

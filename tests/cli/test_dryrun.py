@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import refused, run, save, strategy_toml
+from tests.toy_graphs import toy_transformer
+
+MLP = "examples/mlp.py:mlp"
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dry") / "strategy.toml"
+    fixed = ("--set", "mesh.dp_shard=2", "--set", "mesh.dp_replicate=1", "--set", "execution.kernels=eager")
+    answer = run("plan", MLP, "--cluster", "h100-sxm:1x4", "--global-batch", "16", *fixed, "-o", path)
+    assert answer.status == 0, answer
+    return path
+
+
+def test_each_pipeline_rank_is_compared_with_its_prediction(planned: Path) -> None:
+    answer = run("dryrun", planned, "--json")
+    assert answer.status == 0, answer
+    found = answer.json
+    assert found["devices"] >= 2
+    assert [rank["rank"] for rank in found["ranks"]] == list(range(len(found["ranks"])))
+    for rank in found["ranks"]:
+        assert rank["held_bytes"].keys() == {"parameters", "gradients", "optimizer"}
+        optimizer = rank["held_bytes"]["optimizer"]
+        assert optimizer["lowered"] == pytest.approx(optimizer["predicted"], rel=0.01)
+        assert rank["sent_bytes"]["dp_shard"]["lowered"] > 0
+        assert {"axis", "op", "size_bytes", "lowered", "predicted"} == rank["messages"][0].keys()
+    for word in ("parameters", "optimizer state", "sent over dp_shard"):
+        assert word in answer.err
+
+
+def test_what_cannot_be_lowered_is_refused_with_a_remedy(planned: Path, tmp_path: Path) -> None:
+    text = planned.read_text(encoding="utf-8")
+    refused("dryrun", tmp_path / "missing.toml", words=["missing.toml"])
+    part = tmp_path / "part.toml"
+    part.write_text("schema = 1\n[mesh]\ntp = 2\n", encoding="utf-8")
+    refused("dryrun", part, words=["not a complete strategy"])
+    whole = tmp_path / "whole.toml"
+    whole.write_text(strategy_toml(), encoding="utf-8")
+    refused("dryrun", whole, words=["which model", "--model"])
+    other = tmp_path / "other.toml"
+    hash_line = next(line for line in text.splitlines() if line.startswith("graph_hash"))
+    other.write_text(text.replace(hash_line, 'graph_hash = "0123456789abcdef"'), encoding="utf-8")
+    refused("dryrun", other, words=["graph_hash does not match"])
+    graph = save(toy_transformer(layers=4, hidden=256, heads=4, seq=128), tmp_path / "graph.json")
+    saved = tmp_path / "saved.toml"
+    assert run("plan", graph, "--cluster", "h100-sxm:1x2", "-o", saved).status == 0
+    refused("dryrun", saved, words=["saved graph", "--model hf:PATH"])

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoparallel.dryrun import compare
+from autoparallel.errors import UserError
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.load import keyword_inputs
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.search.result import with_rules
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
+from autoparallel.profiles import load_cluster
+from autoparallel.runtime.dryrun import dry_run
+from autoparallel.runtime.messages import Message
+from autoparallel.runtime.start import parallelize
+from autoparallel.runtime.traffic import TrafficRecorder
+from tests.runtime.harness import Processes
+from tests.runtime.models import EXAMPLES, Example
+from tests.runtime.shared import no_program
+
+CLUSTER = "cpu-gloo:1x4"
+SAMPLES = 8
+FP32 = Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager")
+STRATEGIES = {
+    "zero 3 beside sequence parallelism": Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=2, tp=2),
+        shard=Shard(zero=3, sequence_parallel=True), pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
+    ),
+    "zero 2": Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=4), shard=Shard(zero=2),
+        pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
+    ),
+    "replicas of a pipeline, tensor parallel": Strategy(
+        batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, tp=2),
+        pipeline=Pipeline(schedule="1f1b", stage_blocks=(1, 1)), execution=FP32,
+    ),
+}  # fmt: skip
+
+
+def _planned(name: str, strategy: Strategy) -> tuple[Expander, Strategy]:
+    example = EXAMPLES[name](4)
+    graph = capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
+    expander = Expander(graph, load_cluster(CLUSTER))
+    return expander, with_rules(expander, strategy)
+
+
+def _on_meta(name: str) -> tuple[Example, torch.nn.Module]:
+    with torch.device("meta"):
+        example = EXAMPLES[name](4)
+    return example, example.module
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+def test_what_a_dry_run_holds_and_sends_over_tp_and_pp_is_what_is_predicted(strategy: Strategy) -> None:
+    expander, strategy = _planned("llama_with_labels", strategy)
+    example, module = _on_meta("llama_with_labels")
+    lowered = dry_run(module, example.inputs, strategy, blocks=example.blocks, level_sizes=(4,))
+    assert not dist.is_initialized(), "the process is as it was before"
+    for rank in compare(strategy, expander.program(strategy), lowered):
+        assert rank.held_bytes["optimizer"].lowered == pytest.approx(
+            rank.held_bytes["optimizer"].predicted, rel=0.01
+        ), rank
+        if strategy.shard.zero != 2:  # FSDP2 keeps the shards beside what it has gathered
+            parameters = rank.held_bytes["parameters"]
+            assert parameters.lowered == pytest.approx(parameters.predicted, rel=0.01), rank
+        for axis in ("tp", "pp"):
+            if axis in rank.sent_bytes:
+                pair = rank.sent_bytes[axis]
+                assert pair.lowered == pytest.approx(pair.predicted, rel=0.05), rank
+
+
+def _traffic(rank: int, world_size: int, strategy: Strategy) -> tuple[Counter[Message], int]:
+    """One real step's collectives and parameter bytes, of models that no all-to-all runs in."""
+    example = EXAMPLES["mlp"](SAMPLES // strategy.mesh.data_parallel)
+    model = parallelize(example.module, None, strategy, blocks=example.blocks, program=no_program)
+    held = sum(p.detach().to_local().nbytes for p in model.parameters() if hasattr(p, "to_local"))
+    axes = {model._run.mesh.group(a).group_name: a for a in ("dp_shard",)}
+    with TrafficRecorder(axes) as recorder:
+        model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
+    return Counter({m: c for m, c in recorder.found.items() if m.axis == "dp_shard"}), held
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_dry_run_sends_over_dp_shard_what_a_run_sends(gloo: Processes, zero: int) -> None:
+    strategy = Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=2), shard=Shard(zero=zero),
+        pipeline=Pipeline(stage_blocks=(3,)), execution=FP32,
+    )  # fmt: skip
+    real, _ = gloo.run(2, _traffic, strategy=strategy)[0]
+    example, module = _on_meta("mlp")
+    (dry,) = dry_run(module, example.inputs, strategy, blocks=example.blocks)
+    counted = Counter({m: c for m, c in dry.traffic.items() if m.axis == "dp_shard"})
+    large = 64  # scalars and the loss's own reduction are not the model's units
+    assert {m: c for m, c in counted.items() if m.size_bytes > large} == {
+        m: c for m, c in real.items() if m.size_bytes > large
+    }
+
+
+def test_optimizer_state_follows_the_optimizer_and_its_master_weights() -> None:
+    def state(**execution: Any) -> int:
+        example, module = _on_meta("mlp")
+        strategy = Strategy(
+            batch=Batch(global_=1, micro=1), pipeline=Pipeline(stage_blocks=(3,)),
+            execution=Execution(dtype="bf16", param_dtype="bf16", grad_dtype="bf16", kernels="eager", **execution),
+        )  # fmt: skip
+        return dry_run(module, example.inputs, strategy, blocks=example.blocks)[0].optimizer_bytes
+
+    numbers = sum(p.numel() for p in EXAMPLES["mlp"](1).module.parameters())
+    assert state(optimizer="sgd", master_weights=False) == 0
+    assert state(optimizer="sgd", master_weights=True) == 4 * numbers
+    assert state(optimizer="sgd-momentum", master_weights=False) == 2 * numbers
+
+
+class _Reads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.sum() if float(y.sum()) > 0 else y.mean()
+
+
+def test_a_forward_that_reads_values_is_refused_in_words() -> None:
+    strategy = Strategy(batch=Batch(global_=1, micro=1), execution=replace(FP32))
+    with pytest.raises(UserError, match="reads values of its tensors"):
+        dry_run(_Reads().to("meta"), torch.randn(1, 4), strategy, blocks=())
+    assert not dist.is_initialized()
