@@ -119,12 +119,12 @@ class Expander:
         request = self._request(strategy) if mesh.tp > 1 else None
         repeated = any(self.graph.chain[i].block == block for i in self.graph.repeated_positions)
         offloaded = strategy.offload.activations if repeated else 0.0
-        micro = strategy.batch.micro
-        key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, mesh.ep, recompute, offloaded, execution)
+        micro, plan = strategy.batch.micro, self.tensor_plan(strategy).blocks[block]
+        ep = mesh.ep if plan.has_experts else 1  # elsewhere its size changes nothing
+        key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)
         if key not in self._works:
             setting = self._setting(strategy, recompute)
             index = self.index(block, dropout=execution.dropout > 0)
-            plan = self.tensor_plan(strategy).blocks[block]
             shape = (
                 block,
                 execution.dropout > 0,
@@ -133,7 +133,8 @@ class Expander:
             )
             if shape not in self._units:
                 self._units[shape] = fused_units(index, plan, execution.kernels)
-            made = localize(index, plan, setting, self._units[shape])
+            kept = replace(key, recompute="none", offloaded=0.0)
+            made = localize(index, plan, setting, self._units[shape], self._works.get(kept))
             self._works[key] = with_offloaded(made, offloaded)
         return self._works[key]
 

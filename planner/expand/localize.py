@@ -29,11 +29,16 @@ def barriers(plan: BlockPlan) -> frozenset[str]:
 
 
 def localize(
-    index: BlockIndex, plan: BlockPlan, setting: Setting, units: Sequence[Unit] | None = None
+    index: BlockIndex,
+    plan: BlockPlan,
+    setting: Setting,
+    units: Sequence[Unit] | None = None,
+    kept_work: BlockWork | None = None,
 ) -> BlockWork:
     """The block's work on one device, without what data parallelism adds (`gather`, `reduce`).
 
-    `units` are `fused_units` of the same block and plan, where the caller has them already.
+    `units` are `fused_units` of the same block and plan, `kept_work` the work of the same block, plan and setting
+    without recomputation, where the caller has them already.
 
     Recomputation: "selective" drops the inside of attention and runs its forward again; "full" keeps only the
     block's inputs and runs the forward again up to the last unit that keeps anything (checkpointing stops
@@ -53,19 +58,23 @@ def localize(
         kept = {"input:": memory.input_bytes(local)}
         recompute = _forward(local, units[: _last_keeper(units) + 1])
     total, saved = sum(full_kept.values()), sum(kept.values())
-    inputs, weights = _backward(local, units)
+    inputs, weights = _passes_of(kept_work) if kept_work else _backward(local, units)
     parameters = [(p.numel // setting.parts(place), p.trainable, place.startswith("E"))
                   for p, (_, place) in zip(index.block.parameters, plan.params, strict=True)]  # fmt: skip
     return BlockWork(
         name=index.block.name,
-        forward=tuple(_forward(local, units)),
+        forward=kept_work.forward if kept_work else tuple(_forward(local, units)),
         backward_input=tuple(inputs),
         backward_weight=tuple(weights),
         recompute=tuple(recompute),
         saved_bytes=saved,
         recomputed_bytes=max(total - saved, 0) if recompute else 0,
         forward_temp_bytes=_forward_temp(local, units, kept),
-        backward_temp_bytes=memory.backward_temp_bytes(local, units, full_kept),
+        backward_temp_bytes=(
+            kept_work.backward_temp_bytes
+            if kept_work
+            else memory.backward_temp_bytes(local, units, full_kept)
+        ),
         parameters=sum(n for n, _, _ in parameters),
         trainable=sum(n for n, trainable, _ in parameters if trainable),
         expert_parameters=sum(n for n, _, expert in parameters if expert),
@@ -74,6 +83,10 @@ def localize(
         buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in index.block.buffers),
         weight_saved_bytes=memory.weight_saved_bytes(local, units, kept) if not recompute else None,
     )
+
+
+def _passes_of(work: BlockWork) -> tuple[Sequence[Step], Sequence[Step]]:
+    return work.backward_input, work.backward_weight
 
 
 def _forward_temp(local: LocalBlock, units: Sequence[Unit], kept: dict[str, int]) -> int:
@@ -180,7 +193,7 @@ def _joined(local: LocalBlock, alone: Sequence[Kernel], moved: int, *, backward:
     )
 
 
-def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[list[Step], list[Step]]:
+def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[Sequence[Step], Sequence[Step]]:
     """Steps of the input and of the weight gradients, in the order they run."""
     inputs: list[Step] = []
     weights: list[Step] = []

@@ -57,6 +57,11 @@ class BlockPlan:
     partial_params: tuple[str, ...] = ()
     layouts: tuple[tuple[str, str, str], ...] = ()  # (value, module, layout of the value inside the module)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether anything depends on how many ranks share the experts."""
+        return bool(self.exchanges) or any(placement.startswith("E") for _, placement in self.params)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
