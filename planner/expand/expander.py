@@ -81,11 +81,13 @@ class Expander:
             self._pricers.append(Pricer(self.cluster))
         return self._pricers[0]
 
+    def lay_out(self, strategy: Strategy, prepared: Prepared) -> None:
+        """Take over what another expander prepared for the strategy's schedule."""
+        self._prepared[_schedule_key(strategy)] = prepared
+
     def prepared(self, strategy: Strategy) -> Prepared:
         """What of a strategy's simulation depends on its schedule alone."""
-        pipeline = strategy.pipeline
-        overlap = strategy.grad_sync.overlap
-        key = (pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches, overlap)
+        key, overlap = _schedule_key(strategy), strategy.grad_sync.overlap
         if key not in self._prepared:
             self._prepared[key] = prepare_simulation(self.schedule(strategy), overlap=overlap)
         return self._prepared[key]
@@ -368,3 +370,11 @@ def _buffers(parameters: int, trainable: int, gradient_bytes: int, strategy: Str
 
 def _compute_dtype(execution: Execution) -> str:
     return TENSOR_DTYPE[execution.dtype]
+
+
+def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool]:
+    pipeline = strategy.pipeline
+    return (
+        pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches,
+        strategy.grad_sync.overlap,
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.costmodel.simulate import Prepared
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
@@ -39,14 +40,18 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
         yield "lossy compression that nobody allowed"
 
 
-def plan_problems(problem: Problem, strategy: Strategy, prediction: Prediction) -> list[str]:
+def plan_problems(
+    problem: Problem, strategy: Strategy, prediction: Prediction, prepared: Prepared | None = None
+) -> list[str]:
     """Everything that is wrong with a plan: illegal, not what the user fixed, priced differently by an expander
-    that knows nothing of the search, or too large."""
+    that knows nothing of the search, or too large. `prepared` is the order of its actions, where it is known."""
     found = strategy_problems(problem.graph, problem.cluster, strategy)
     found += constraint_problems(problem, strategy)
     if found:
         return found
     fresh = Expander(graph=problem.graph, cluster=problem.cluster)
+    if prepared is not None:
+        fresh.lay_out(strategy, prepared)
     again = score(problem.graph, problem.cluster, strategy, fresh, spans=False)
     if abs(again.step_time_s - prediction.step_time_s) > SAME * prediction.step_time_s:
         found.append(f"a step of {again.step_time_s} s, not {prediction.step_time_s} s")
@@ -57,7 +62,9 @@ def plan_problems(problem: Problem, strategy: Strategy, prediction: Prediction) 
     return found
 
 
-def check_plan(problem: Problem, strategy: Strategy, prediction: Prediction) -> None:
+def check_plan(
+    problem: Problem, strategy: Strategy, prediction: Prediction, prepared: Prepared | None = None
+) -> None:
     """Stop before a wrong plan leaves the planner: that is a bug of ours."""
-    problems = plan_problems(problem, strategy, prediction)
+    problems = plan_problems(problem, strategy, prediction, prepared)
     assert not problems, f"the plan is not what it claims: {'; '.join(problems)}\n{strategy}"

@@ -32,15 +32,20 @@ def promising(
     order: Ints,
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
+    most_groups: int | None,
 ) -> tuple[list[Promise], int]:
     """For each size of pp, tp and cp, of the variants of its most promising shapes (`order` has them best first) the one
-    with the least bound, best first; and how many variants were looked at."""
+    with the least bound, best first; and how many variants were looked at. Not more than `most_groups` sizes, those with
+    the most promising shapes."""
     space = outer.space
     sizes = space.shapes.pp
     for other in (space.shapes.tp, space.shapes.cp):
         sizes = sizes * (other.max(initial=0) + 1) + other
-    rows = [order[sizes[order] == size][:SHAPES_DIVED] for size in np.unique(sizes[order])]
-    found, bounds = expand_quickly(outer, np.concatenate([order[:0], *rows]))
+    rows = _first_of_each(sizes[order], order, SHAPES_DIVED)
+    if most_groups is not None:
+        groups, first = np.unique(sizes[rows], return_index=True)
+        rows = rows[np.isin(sizes[rows], groups[np.argsort(first)][:most_groups])]
+    found, bounds = expand_quickly(outer, rows)
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
     actions = 2 * chunks * space.shapes.micro_batches[found.shape]
     open_ = np.isfinite(bounds.time_s) & (actions <= (most_actions or MOST_ACTIONS))

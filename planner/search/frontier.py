@@ -65,6 +65,7 @@ class Frontier:
     dives: int = DIVES  # strategies simulated before the search proper, to have something to measure by
     only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
     most_actions: int | None = None  # variants with larger schedules are left open
+    most_groups: int | None = None  # sizes of pp, tp and cp that are looked at before the search proper
     incumbent: Evaluation | None = None
     value: Value = NOTHING
     solved: int = 0
@@ -269,7 +270,9 @@ class Frontier:
 
     def _dive(self) -> None:
         """Simulate easily found deals of promising variants, so that the rest has something to be measured by."""
-        promises, looked_at = promising(self.outer, self._order, self.only, self.most_actions)
+        promises, looked_at = promising(
+            self.outer, self._order, self.only, self.most_actions, self.most_groups
+        )
         self.work += PER_VARIANT * looked_at
         left = self.dives
         for promise in promises:
@@ -282,12 +285,15 @@ class Frontier:
             if problem is None or deal is None:
                 continue
             left -= 1
-            simulated = self._evaluate(chosen, deal)
-            excess = self.outer.excess_bytes(simulated)
-            if excess > 0:  # the rows bound memory from below: leave that much room, once
-                deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - excess))
-                if deal is not None:
-                    self._evaluate(chosen, deal)
+            self._leave_room(chosen, problem, self._evaluate(chosen, deal))
+
+    def _leave_room(self, chosen: Candidate, problem: StageProblem, found: Evaluation) -> None:
+        """Where a simulated deal does not fit, as rows bound memory from below: one that leaves that much room."""
+        excess = self.outer.excess_bytes(found)
+        if excess > 0:
+            deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - excess))
+            if deal is not None:
+                self._evaluate(chosen, deal)
 
     def _resolve(
         self, chosen: Candidate, bound: Value, problem: StageProblem, excluded: tuple[Deal, ...]
@@ -333,6 +339,8 @@ class Frontier:
         found = self._evaluate(node.chosen, node.deal)
         if not _has_choice(node.problem):
             return
+        if not node.excluded:
+            self._leave_room(node.chosen, node.problem, found)
         rows = self._paths[_schedule_key(node.chosen)]
         row = path_row(found.path())
         if row not in rows:

@@ -80,7 +80,8 @@ class WireBook:
         keys = self.placed[self.space.shapes.mesh[found.shape], found.order]
         own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
         sizes = (4, len(self.space.compressions), int(self.held.max(initial=0)) + 1)
-        for column, size in zip((found.zero, found.compression, own), sizes, strict=True):
+        zero = np.where(found.zero == 2, 1, found.zero)  # which exchange the same, if not as often
+        for column, size in zip((zero, found.compression, own), sizes, strict=True):
             keys = keys * size + column
         distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
         for key, row in zip(distinct.tolist(), first.tolist(), strict=True):
