@@ -184,7 +184,8 @@ def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> 
     side = "backward" if kernel.backward else "forward"
     d, v = shape.head_size, shape.value_size
     flops_per_pair = 2.0 * ((3 * d + 2 * v) if kernel.backward else (d + v))
-    fill = constants["attention.head_fill"]
+    # The first generation is as fast with heads of 64 as with 128 (FlashAttention-2, arXiv:2307.08691, figure 5).
+    fill = 0.0 if shape.first_generation else constants["attention.head_fill"]
     head_share = min(1.0, d / (d + fill) * (128 + fill) / 128)
     if d > 128:
         head_share *= constants[f"attention.large_head_{side}"]
