@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.costmodel.collecting import without_collection
 from autoparallel.planner.capture.errors import ModelError
 
 
@@ -27,6 +28,7 @@ class LoadedModel:
     name: str
 
 
+@without_collection()
 def load_model(spec: str, *, model_args: Mapping[str, str], seq_len: int | None = None) -> LoadedModel:
     """Load `hf:PATH`, `FILE.py:NAME` or `package.module:NAME`. Raises ModelError (a UserError).
 

@@ -15,8 +15,9 @@ from autoparallel.planner.capture.errors import UntraceableError
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
 
 # Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
-# attention masks over the square of the sequence do not (kind: chosen; it bounds the memory of a capture).
-KNOWN_VALUES_LIMIT = 1 << 20
+# attention masks over the square of a long sequence do not (kind: chosen; it bounds the memory of a capture, and
+# leaves room for a million tokens).
+KNOWN_VALUES_LIMIT = 1 << 23
 
 # Factories whose contents are given by their arguments.
 _FACTORIES = frozenset(

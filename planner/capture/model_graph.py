@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.capture.build import build_graph
 from autoparallel.planner.capture.errors import ModelError, TraceError
@@ -22,6 +23,7 @@ from autoparallel.planner.capture.step import trace_step
 MICRO_BATCHES = (2, 3, 5)
 
 
+@without_collection()
 def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bool = True) -> ModelGraph:
     """The graph of one training step of `module`.
 

@@ -165,7 +165,7 @@ def _price(
         return (*dense, step_s, 0.0, 0.0, 0.0)
     return (
         *dense, step_s, _reduce_expert_s(problem, book, strategy, experts),
-        _gather_s(book, strategy, experts, experts) / experts, _step_s(book, strategy, experts, experts) / experts,
+        _gather_s(book, strategy, experts, experts) / experts, _step_s(book, strategy, whole, whole) / whole,
     )  # fmt: skip
 
 
@@ -174,7 +174,8 @@ def _reduces(strategy: Strategy) -> bool:
 
 
 def _step_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int) -> float:
-    """To update so many parameters at once and to gather them again."""
+    """To update so many parameters at once and to gather them again: experts and others are updated by one kernel, so
+    that the rate of either is that of all."""
     axes, mode = mesh_axes(strategy), strategy.execution.kernels
     updates = state.optimizer_kernel(parameters, strategy, experts)
     gathers = state.updated_gather(parameters, strategy, experts)
