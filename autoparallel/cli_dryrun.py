@@ -58,8 +58,8 @@ def _print(console: Console, found: DryRun) -> None:
     console.print(table)
     if found.strategy.execution.kernels == "fused":
         console.print(
-            'execution.kernels = "fused" is what was priced (it gathers some activations again in the backward pass); '
-            "the model was lowered with the kernels that it has.",
+            'execution.kernels = "fused" is what was priced: some activations gathered again in the backward pass, '
+            "messages of a pipeline shared among tensor-parallel ranks. The model was lowered with the kernels that it has.",
             markup=False,
         )
 

@@ -27,6 +27,7 @@ from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut
 from autoparallel.runtime.lower import Dtypes, Lowered, lower_module, torch_dtype
+from autoparallel.runtime.materialise import all_names
 from autoparallel.runtime.mesh import RankMesh, build_mesh
 from autoparallel.runtime.messages import Message
 from autoparallel.runtime.micro_batches import as_call
@@ -73,7 +74,7 @@ def dry_run(
     module.to(dtypes.param)
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
-        check_strategy(module, strategy, blocks, level_sizes)
+        check_strategy(module, strategy, blocks, level_sizes, given=all_names(module))
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
         inputs = _one_micro_batch(example_inputs, strategy.batch.micro)
         stages = _stages(module, inputs, strategy, blocks, mesh)

@@ -15,7 +15,7 @@ from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.gradients import GradientSync
-from autoparallel.runtime.materialise import materialise, on_meta
+from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.replicas import method_along, replica_reducer
@@ -116,8 +116,8 @@ def lower_module(
     wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
-    `weights` the shares are filled from files instead. `memory` surrounds the making of the shares (a dry run's
-    are fake tensors).
+    `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
+    get no values (a dry run's are fake tensors).
     """
     zero = strategy.shard.zero
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
@@ -140,8 +140,9 @@ def lower_module(
     copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
     if on_meta(module):
         whole = origin if origin is not None else module
+        given = weights or () if memory is None else all_names(module)
         with memory or nullcontext():
-            materialise(module, mesh.device, seed=seed, origin=whole, given=weights or ())
+            materialise(module, mesh.device, seed=seed, origin=whole, given=given)
     else:
         module.to(mesh.device)
     if weights is not None:

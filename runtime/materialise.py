@@ -28,6 +28,15 @@ def on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
 
 
+def all_names(module: nn.Module) -> frozenset[str]:
+    """Every name of a parameter or buffer, those of tied ones included."""
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return frozenset(name for name, _ in named)
+
+
 def check_initialisable(module: nn.Module, given: Container[str] = ()) -> None:
     """Refuse a module with tensors on the meta device that nothing initialises; `given` are loaded."""
     known = _initialises_others(module)

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 # What the names below were seen to work with; a test compares. Torch 2.11 does not keep the parts of a strided
@@ -102,6 +101,8 @@ def as_one_of(ranks: int) -> Iterator[None]:
     Tensors that change the dim they are sharded along are exchanged, as on GPUs, and not gathered and cut, as torch
     does on CPUs.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # parts of torch that only tests need
+
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     names = vars(placement_types)
     before = names["shard_dim_alltoall"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
 
 LLAMA = {
@@ -164,3 +165,11 @@ def test_a_file_that_does_not_import_is_named(tmp_path: Path) -> None:
     path.write_text("import no_such_thing_at_all")
     with pytest.raises(UserError, match="no_such_thing_at_all"):
         load_model(f"{path}:model", model_args={})
+
+
+def test_a_sequence_of_a_million_tokens_is_captured(tmp_path: Path) -> None:
+    length = 2**20
+    model = load_model(config(tmp_path), model_args={}, seq_len=length)
+    graph = capture(model.module, model.example_inputs, name="long")
+    assert graph.tokens_per_sample == length
+    assert graph.warnings == ()

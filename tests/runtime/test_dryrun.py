@@ -36,7 +36,7 @@ STRATEGIES = {
         batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=4), shard=Shard(zero=2),
         pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
     ),
-    "replicas of a pipeline, tensor parallel": Strategy(
+    "a pipeline, tensor parallel": Strategy(
         batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, tp=2),
         pipeline=Pipeline(schedule="1f1b", stage_blocks=(1, 1)), execution=FP32,
     ),
@@ -116,6 +116,14 @@ def test_optimizer_state_follows_the_optimizer_and_its_master_weights() -> None:
     assert state(optimizer="sgd", master_weights=False) == 0
     assert state(optimizer="sgd", master_weights=True) == 4 * numbers
     assert state(optimizer="sgd-momentum", master_weights=False) == 2 * numbers
+
+
+def test_initial_values_are_not_needed() -> None:
+    expander, strategy = _planned("vit", STRATEGIES["a pipeline, tensor parallel"])
+    example, module = _on_meta("vit")  # whose initialisation reads what it draws
+    lowered = dry_run(module, example.inputs, strategy, blocks=example.blocks, level_sizes=(4,))
+    assert [stage.optimizer_bytes > 0 for stage in lowered] == [True, True]
+    assert len(compare(strategy, expander.program(strategy), lowered)) == 2
 
 
 class _Reads(torch.nn.Module):
