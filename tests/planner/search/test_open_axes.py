@@ -14,10 +14,11 @@ from autoparallel.planner.search.candidates import candidate, strategy_of
 from autoparallel.planner.search.deals import even_deal
 from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.planner.search.inner import price_candidate, stage_problem
-from autoparallel.planner.search.outer import bound_variants, expand_shapes, outer_of
+from autoparallel.planner.search.outer import bound_variants, expand_quickly, expand_shapes, outer_of
 from autoparallel.planner.search.plan import plan
+from autoparallel.planner.search.sizes import chunk_sizes
 from autoparallel.planner.search.space import build_space, variants
-from autoparallel.planner.search.stage_problem import deal_value, row_value
+from autoparallel.planner.search.stage_problem import Deal, deal_value, row_value
 from autoparallel.planner.search.syncs import BUCKETS_MIB
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
@@ -70,6 +71,40 @@ def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
         stages = stage_problem(case, outer.chain, outer.book, priced, states, 1e18)
         assert deal_value(stages, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
         assert max(row_value(stages, r, deal) for r in stages.memory) <= found.peak_bytes, shown
+
+
+def nearly_alike(case: Problem, *, experts: int, dense: int) -> Problem:
+    """The model grown to so many blocks with experts after so many without."""
+    graph = case.graph
+    first, *_, last = graph.repeated_positions
+    of_block = {graph.chain[i].block: graph.chain[i] for i in graph.repeated_positions}
+    small, large = sorted(of_block, key=lambda b: sum(p.numel for p in graph.blocks[b].parameters))
+    links = (of_block[small],) * dense + (of_block[large],) * experts
+    named = tuple(replace(link, path=f"layers.{i}") for i, link in enumerate(links))
+    return replace(case, graph=replace(graph, chain=(*graph.chain[:first], *named, *graph.chain[last + 1 :])))
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_no_bound_of_a_model_of_nearly_equal_blocks_exceeds_the_simulation(ep: int) -> None:
+    """Bounds look at the blocks with experts alone; those without may stand anywhere."""
+    case = nearly_alike(problem("deepseek", "h100-sxm:2x4", mesh__ep=ep), experts=12, dense=1)
+    outer, rng = outer_of(case), random.Random(ep)
+    assert outer is not None
+    assert outer.repeated == 12
+    every, quick = expand_quickly(outer, np.arange(len(outer.space.shapes)))
+    for row in rng.sample(range(len(every)), 15):
+        chosen = candidate(outer.space, every, row)
+        blocks, most = chunk_sizes(case.graph, chosen)
+        while sum(blocks) < len(outer.chain.kinds):
+            more = rng.choice([c for c, n in enumerate(blocks) if n < most[c]])
+            blocks = tuple(n + (c == more) for c, n in enumerate(blocks))
+        free = chosen.mode != "full"
+        deal = Deal(blocks=blocks, recomputed=tuple(rng.randint(0, n) if free else 0 for n in blocks))
+        found = evaluate(outer.book.expander, strategy_of(case, chosen, deal))
+        tight = replace(outer, capacity_bytes=float(found.peak_bytes))
+        one, limit_s = every.take(np.array([row])), found.step_time_s * (1 + 1e-9)
+        assert bound_variants(tight, one, FOREVER).time_s[0] <= limit_s, f"{chosen}\n{deal}"
+        assert not np.isfinite(quick.time_s[row]) or quick.time_s[row] <= limit_s, f"{chosen}\n{deal}"
 
 
 def test_the_best_of_all_axes_is_found() -> None:
