@@ -30,6 +30,7 @@ WORK = 50.0
 EXPLAINED_WORK = 500.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
+AT_ONCE = 48  # shapes of a kind expanded together
 MOST_GROUPS = 8  # sizes of pp, tp and cp that are looked at before a kind's search
 DIVES = 2  # strategies of a kind simulated before its search
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
@@ -145,7 +146,7 @@ def _searched(
 
     frontier = Frontier(
         outer=outer, check=check, only=kind.variants, effort=EFFORT, dives=0 if known else DIVES,
-        most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS,
+        most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS, at_once=AT_ONCE,
     )  # fmt: skip
     for one in known:
         frontier.consider(one)

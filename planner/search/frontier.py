@@ -35,8 +35,9 @@ DIVES = 12  # strategies simulated before the search proper
 # Work in milliseconds, as measured once on one core: only its order matters, for a limit that is the same on every
 # machine. A schedule is laid out once, and walked by every simulation. Kind: measured.
 PER_STAGE_PROBLEM, PER_SIMULATION, PER_CHUNK = 3.0, 4.0, 0.5
+PER_BLOCK, MOST_BLOCKS = 0.08, 100  # of a solution; more blocks than that take hardly longer
 PER_ACTION_LAID_OUT, PER_ACTION_WALKED = 0.012, 0.0004
-PER_VARIANT, PER_RANK = 0.004, 0.001  # of a bound on the model as a whole, and on each rank
+PER_VARIANT, PER_RANK = 0.003, 0.001  # of a bound on the model as a whole, and on each rank
 NOTHING: Value = (inf, inf)
 
 
@@ -65,6 +66,7 @@ class Frontier:
     dives: int = DIVES  # strategies simulated before the search proper, to have something to measure by
     only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
     most_actions: int | None = None  # variants with larger schedules are left open
+    at_once: int = SHAPES_AT_ONCE
     most_groups: int | None = None  # sizes of pp, tp and cp that are looked at before the search proper
     incumbent: Evaluation | None = None
     value: Value = NOTHING
@@ -159,7 +161,7 @@ class Frontier:
 
     def _expand(self) -> None:
         """Bound the variants of the next shapes; keep those that could win."""
-        stop = min(self._next + SHAPES_AT_ONCE, len(self._order))
+        stop = min(self._next + self.at_once, len(self._order))
         if not self.may_win(self._upcoming()):
             self._next = len(self._order)
             return
@@ -300,7 +302,9 @@ class Frontier:
     ) -> None:
         """Solve a stage problem; the node goes back with the bound that it has now."""
         self.solved += 1
-        self.work += PER_CHUNK * chosen.chunks * (1 + len(excluded)) if _has_choice(problem) else 0.0
+        if _has_choice(problem):
+            self.work += PER_BLOCK * min(len(problem.kinds), MOST_BLOCKS)
+            self.work += PER_CHUNK * chosen.chunks * (1 + len(excluded))
         if self.outer.problem.objective == Objective.MEMORY:
             answer = self._least_memory(problem, excluded)
             value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING

@@ -181,12 +181,7 @@ def _row(
     last = [links[-1] for links in (*units, *full)]
     peaks = [max(p.forward_temp, p.recomputed + p.backward_temp) for p in last]
     backward_peaks = [p.recomputed + p.backward_temp for p in last]
-    sides = (
-        _sum(head, "forward_s"),
-        _sum(head, "backward_s"),
-        _sum(tail, "forward_s"),
-        _sum(tail, "backward_s"),
-    )
+    sides = [_sum(links, name) for links in (head, tail) for name in ("forward_s", "backward_s")]
     return (
         min((_sum(unit, "forward_s") for unit, _ in kept), default=0.0),
         min((_sum(unit, "backward_s") for unit, _ in kept), default=0.0),
