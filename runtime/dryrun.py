@@ -80,17 +80,8 @@ def dry_run(
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
         lowered = [_lowered(stage, module, strategy, blocks, mesh, dtypes, memory) for stage in stages]
-        try:
-            with memory:
-                return _Step(stages, lowered, strategy, mesh, dtypes).run(_on_cpu(inputs))
-        except (
-            torch._subclasses.fake_tensor.DataDependentOutputException,
-            torch._subclasses.fake_tensor.DynamicOutputShapeException,
-        ) as error:
-            raise UserError(
-                f"the model's forward reads values of its tensors ({error}), which a dry run does not have: run it "
-                "under torchrun instead"
-            ) from error
+        with memory:
+            return _Step(stages, lowered, strategy, mesh, dtypes).run(_on_cpu(inputs))
 
 
 def _dtypes(execution: Execution) -> Dtypes:
@@ -230,12 +221,15 @@ class _Step:
 
     def _forward(self, index: int, received: list[Tensor], inputs: Any) -> list[Tensor]:
         stage, is_last = self._stages[index], index == len(self._stages) - 1
+        args, kwargs = ((received, inputs), {}) if isinstance(stage, StageModule) else as_call(inputs)
         with numerics(self._strategy, self._dtypes, self._mesh), VocabParallel():
-            if isinstance(stage, StageModule):
-                output = stage(received, inputs)
-            else:
-                args, kwargs = as_call(inputs)
+            try:
                 output = stage(*args, **kwargs)
+            except Exception as error:
+                raise UserError(
+                    "the model's forward does not run on tensors without values "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]}): run it under torchrun instead"
+                ) from error
             return [_loss(output)] if is_last else list(output)
 
     def _sent(self, source: int, target: int, parts: Sequence[Tensor], often: int) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoparallel.planner.capture.leaf import TracedForward
+
 
 class FoldError(Exception):
     """The repeated modules are not what they seem: trace the model whole."""
@@ -181,7 +183,7 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         def stood_in(*args: Any, **kwargs: Any) -> Any:
             return tracer.stand_in(child, path, model, args, kwargs)
 
-        vars(child)["forward"] = stood_in if model else remembered
+        vars(child)["forward"] = TracedForward(stood_in if model else remembered)
         patched.append(child)
 
     def patch_leaf(path: str) -> None:
@@ -190,7 +192,7 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         def whole(*args: Any, **kwargs: Any) -> Any:
             return tracer.leaf(child, path, args, kwargs)
 
-        vars(child)["forward"] = whole
+        vars(child)["forward"] = TracedForward(whole)
         patched.append(child)
 
     replaced = (*plan.run, *plan.stood_in, *plan.leaves)

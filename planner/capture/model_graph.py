@@ -51,7 +51,9 @@ def _folded(
     module: torch.nn.Module, take: Callable[[FoldPlan], ModelGraph], leaves: tuple[str, ...]
 ) -> ModelGraph:
     """The graph with as little traced as can be proved to be enough."""
-    paths = repeated_paths(module)
+    # A leaf is priced whole, with what is in it.
+    within = tuple(f"{leaf}." if leaf else "" for leaf in leaves)
+    paths = [path for path in repeated_paths(module) if not path.startswith(within)]
     for last_differs in (False, True):
         try:
             return take(replace(fold_plan(module, paths, last_differs=last_differs), leaves=leaves))

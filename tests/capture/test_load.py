@@ -173,3 +173,23 @@ def test_a_sequence_of_a_million_tokens_is_captured(tmp_path: Path) -> None:
     graph = capture(model.module, model.example_inputs, name="long")
     assert graph.tokens_per_sample == length
     assert graph.warnings == ()
+
+
+class _Branches(torch.nn.Module):
+    """Repeated layers, and a forward that branches on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x if float(x.detach().sum()) > 0 else 2 * x
+
+
+def test_a_model_with_repeated_layers_that_branches_on_values_is_priced_whole() -> None:
+    graph = capture(_Branches().to("meta"), {"x": torch.zeros(2, 8)}, name="branches")
+    assert len(graph.warnings) == 1
+    assert "cannot be traced" in graph.warnings[0]
+    assert graph.parameter_count == 4 * 72
