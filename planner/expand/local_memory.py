@@ -11,6 +11,9 @@ from autoparallel.planner.expand.context import keeps_whole
 from autoparallel.planner.expand.local import LocalBlock
 
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
+# Gradients of the score matrix that unfused attention holds at once on its way back: of the probabilities and of the
+# scores; eager operators make a new one at the mask and one at the scale. Kind: formula.
+SCORE_GRADIENTS = {"eager": 4, "fused": 2, "compiled": 2}
 
 
 def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = True) -> dict[str, int]:
@@ -169,7 +172,8 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
             storage = index.storage[value]
             placement = local.placement(_reader(local, unit, value), value)
             live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
-        inside = 0 if local.setting.flash else 2 * sum(_attention_temp(local, op) for op in unit.ops)
+        gradients = SCORE_GRADIENTS[local.setting.execution.kernels]
+        inside = 0 if local.setting.flash else gradients * sum(_attention_temp(local, op) for op in unit.ops)
         inside += sum(_loss_temp(local, op) for op in unit.ops)
         if _overwrites(local, unit):
             remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
