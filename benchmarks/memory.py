@@ -115,7 +115,7 @@ def compare(row: dict[str, str], graph: ModelGraph) -> Compared:
         key=row["key"], layers=int(row["layers"]), rank=int(row["rank"]), states_mib=states / MIB,
         measured_states_mib=float(row["model_states_mib"]),
         kept_mib=activation_profile(work, reduce_every_micro=False).saved / MIB,
-        measured_kept_mib=float(row["activation_mib"]), peak_mib=memory.activations / MIB,
+        measured_kept_mib=float(row["activation_mib"]), peak_mib=(memory.peak - states) / MIB,
         measured_peak_mib=float(row["activation_peak_mib"]),
     )  # fmt: skip
 
