@@ -12,7 +12,13 @@ from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.outcome import Alternative, ConstraintCost, Explored, PlanResult, TradeOff
+from autoparallel.planner.search.answer.outcome import (
+    Alternative,
+    ConstraintCost,
+    Explored,
+    PlanResult,
+    TradeOff,
+)
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import times

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from autoparallel.costmodel.graph import ModelGraph
     from autoparallel.inputs import Checked, Request
-    from autoparallel.planner.search.outcome import PlanResult
+    from autoparallel.planner.search.answer.outcome import PlanResult
 
 Model = Annotated[
     str,
@@ -273,7 +273,7 @@ def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, cons
     from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy
     from autoparallel.planner.score import score as price
-    from autoparallel.planner.search.outcome import InfeasiblePlan
+    from autoparallel.planner.search.answer.outcome import InfeasiblePlan
     from autoparallel.planner.strategy.file import missing_keys, strategy_from_constraints
 
     constraints = {"batch.global": make_problem(checked, graph).global_batch, **checked.constraints}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.outcome import Progress
+from autoparallel.planner.search.answer.outcome import Progress
 from autoparallel.report.numbers import gib, seconds, significant
 
 # Shorter work shows nothing on a terminal that is not there to be redrawn.

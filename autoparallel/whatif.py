@@ -9,7 +9,7 @@ from itertools import product
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.inputs import Checked, Request, check_request, load_graph, make_problem
-from autoparallel.planner.search.outcome import InfeasiblePlan, PlanResult, SearchTimeout
+from autoparallel.planner.search.answer.outcome import InfeasiblePlan, PlanResult, SearchTimeout
 from autoparallel.planner.search.plan import plan
 from autoparallel.profiles import Cluster
 

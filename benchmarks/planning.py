@@ -97,7 +97,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     from autoparallel.costmodel.graph_json import graph_from_json
     from autoparallel.planner.problem import Problem
-    from autoparallel.planner.search.outer import outer_of
+    from autoparallel.planner.search.bounds.outer import outer_of
     from autoparallel.planner.search.plan import plan
     from autoparallel.profiles.load import load_cluster
 

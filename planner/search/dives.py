@@ -8,11 +8,11 @@ from math import inf
 
 import numpy as np
 
-from autoparallel.planner.search.candidates import Candidate, candidate
-from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.outer import Outer, bound_variants, expand_quickly
-from autoparallel.planner.search.space import Shapes, Variants
-from autoparallel.planner.search.wires import tensor_strides
+from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
+from autoparallel.planner.search.bounds.wires import tensor_strides
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate
+from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_DIVED = 3  # shapes of each size of pp, tp and cp looked at
 VARIANTS_DIVED = 24  # of these shapes' variants, that are bounded rank by rank

@@ -10,7 +10,7 @@ from autoparallel.costmodel.simulate import Prepared, capacities_bytes
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import PipelineTimes, pipeline_times
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.search.paths import Path, critical_path
+from autoparallel.planner.search.stages.paths import Path, critical_path
 from autoparallel.planner.strategy.types import Strategy
 
 

@@ -11,20 +11,20 @@ import numpy as np
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.bounds import Bounds
-from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.deals import quick_deal
+from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, refined_bounds
+from autoparallel.planner.search.bounds.runs import Known, Run, Value, Values, priced_alike, values_of
+from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.bounds.wires import tensor_strides
 from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
-from autoparallel.planner.search.forms import PS
-from autoparallel.planner.search.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.outer import Outer, bound_variants, expand_quickly, refined_bounds
-from autoparallel.planner.search.runs import Known, Run, Value, Values, priced_alike, values_of
-from autoparallel.planner.search.space import Shapes, Variants
-from autoparallel.planner.search.stage_problem import Deal, Row, StageAnswer, StageProblem
-from autoparallel.planner.search.stages import EFFORT, solve_stages
-from autoparallel.planner.search.wires import tensor_strides
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.stages.deals import quick_deal
+from autoparallel.planner.search.stages.forms import PS
+from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.stages.problem import Deal, Row, StageAnswer, StageProblem
+from autoparallel.planner.search.stages.solve import EFFORT, solve_stages
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6

@@ -15,11 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
-from autoparallel.planner.search.explain import explain_empty, explain_infeasible
-from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.mixed import is_mixed
-from autoparallel.planner.search.outcome import (
+from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
+from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
+from autoparallel.planner.search.answer.outcome import (
     Alternative,
     ConstraintCost,
     Explored,
@@ -29,9 +27,11 @@ from autoparallel.planner.search.outcome import (
     Relaxation,
     SearchTimeout,
 )
-from autoparallel.planner.search.outer import outer_of
+from autoparallel.planner.search.answer.result import result_of
+from autoparallel.planner.search.bounds.outer import outer_of
+from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.plan_mixed import plan_mixed
-from autoparallel.planner.search.result import result_of
+from autoparallel.planner.search.space.mixed import is_mixed
 
 __all__ = [
     "Alternative",

@@ -1,4 +1,4 @@
-"""Plan a cluster of unlike devices: the best of the searches of its parts (`planner/search/mixed.py`)."""
+"""Plan a cluster of unlike devices: the best of the searches of its parts (`planner/search/space/mixed.py`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.score import score
-from autoparallel.planner.search.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
-from autoparallel.planner.search.check import check_plan
-from autoparallel.planner.search.constraints import ALL
+from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
+from autoparallel.planner.search.answer.check import check_plan
+from autoparallel.planner.search.answer.constraints import ALL
+from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
+from autoparallel.planner.search.answer.outcome import GIB, Alternative, Explored, PlanResult, SearchTimeout
+from autoparallel.planner.search.answer.reasons import reason
+from autoparallel.planner.search.answer.result import explored, lower_bound_s, result_of, with_rules
+from autoparallel.planner.search.bounds.outer import Outer, outer_of
+from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.explain import explain_empty, explain_infeasible
 from autoparallel.planner.search.frontier import NOTHING, TOLERANCE, Frontier, Stopped
-from autoparallel.planner.search.mixed import Part, parts
-from autoparallel.planner.search.outcome import GIB, Alternative, Explored, PlanResult, SearchTimeout
-from autoparallel.planner.search.outer import Outer, outer_of
-from autoparallel.planner.search.reasons import reason
-from autoparallel.planner.search.result import explored, lower_bound_s, result_of, with_rules
-from autoparallel.planner.search.runs import Value
+from autoparallel.planner.search.space.mixed import Part, parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoparallel.answer import alternative_table, strategy_label, timeline_table
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Span
-from autoparallel.planner.search.outcome import Alternative
+from autoparallel.planner.search.answer.outcome import Alternative
 from autoparallel.planner.strategy.file import write_strategy
 from autoparallel.planner.strategy.types import (
     Batch,

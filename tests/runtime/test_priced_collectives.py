@@ -13,7 +13,7 @@ from autoparallel.costmodel.program import Collective, CollectiveOp
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.search.result import with_rules
+from autoparallel.planner.search.answer.result import with_rules
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.start import parallelize

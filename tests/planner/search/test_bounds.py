@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.deals import even_deal
-from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.search.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.outer import (
+from autoparallel.planner.search.bounds.outer import (
     Outer,
     bound_variants,
     expand_shapes,
     outer_of,
     refined_bounds,
 )
-from autoparallel.planner.search.space import Variants
-from autoparallel.planner.search.stage_problem import Deal, deal_value, row_value
-from autoparallel.planner.search.wires import tensor_strides
+from autoparallel.planner.search.bounds.wires import tensor_strides
+from autoparallel.planner.search.evaluate import evaluate
+from autoparallel.planner.search.space.build import Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.stages.deals import even_deal
+from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.stages.problem import Deal, deal_value, row_value
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer

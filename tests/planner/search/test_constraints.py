@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.constraints import ALL, chosen_by_user
+from autoparallel.planner.search.answer.constraints import ALL, chosen_by_user
 from autoparallel.planner.search.plan import plan
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer

@@ -9,7 +9,7 @@ import pytest
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.outcome import GIB, InfeasiblePlan
+from autoparallel.planner.search.answer.outcome import GIB, InfeasiblePlan
 from autoparallel.planner.search.plan import plan
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.stage_cost import Phase, StageCost
 from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
 from autoparallel.planner.expand.schedules import build_schedule
-from autoparallel.planner.search.paths import critical_path, path_s
+from autoparallel.planner.search.stages.paths import critical_path, path_s
 
 CASES = [
     ("none", 1, 1, 3), ("gpipe", 3, 1, 4), ("1f1b", 3, 1, 5), ("1f1b", 4, 1, 2), ("interleaved-1f1b", 2, 2, 4),

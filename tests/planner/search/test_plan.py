@@ -17,12 +17,12 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
-from autoparallel.planner.search.candidates import candidate, strategy_of
-from autoparallel.planner.search.check import plan_problems
-from autoparallel.planner.search.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
+from autoparallel.planner.search.answer.check import plan_problems
+from autoparallel.planner.search.answer.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
 from autoparallel.planner.search.plan import plan
-from autoparallel.planner.search.space import build_space, variants
-from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.search.space.build import build_space, variants
+from autoparallel.planner.search.space.candidates import candidate, strategy_of
+from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster

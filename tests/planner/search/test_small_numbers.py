@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.planner.search.small_numbers import LARGEST, in_small_numbers
-from autoparallel.planner.search.stage_problem import (
+from autoparallel.planner.search.stages.problem import (
     Deal,
     Form,
     Quantity,
@@ -15,6 +14,7 @@ from autoparallel.planner.search.stage_problem import (
     deal_fits,
     deal_value,
 )
+from autoparallel.planner.search.stages.small_numbers import LARGEST, in_small_numbers
 
 
 def pipeline(blocks: int, chunks: int, rate: int, saved: int, capacity: int, micro: int) -> StageProblem:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.planner.search.stage_problem import (
+from autoparallel.planner.search.stages.problem import (
     Deal,
     Form,
     Quantity,
@@ -19,7 +19,7 @@ from autoparallel.planner.search.stage_problem import (
     deal_fits,
     deal_value,
 )
-from autoparallel.planner.search.stages import solve_stages, solve_with_cp_sat
+from autoparallel.planner.search.stages.solve import solve_stages, solve_with_cp_sat
 
 SECONDS, BYTES = 0, 1
 

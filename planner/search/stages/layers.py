@@ -16,8 +16,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from autoparallel.planner.search.deals import quick_deal
-from autoparallel.planner.search.stage_problem import Deal, Form, StageAnswer, StageProblem, deal_value
+from autoparallel.planner.search.stages.deals import quick_deal
+from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, StageProblem, deal_value
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

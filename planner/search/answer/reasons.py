@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.outcome import GIB
+from autoparallel.planner.search.answer.outcome import GIB
 
 # A part of the step that differs by less than this share of it says nothing. Kind: formula.
 WORTH_SAYING = 0.002

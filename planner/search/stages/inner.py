@@ -17,15 +17,15 @@ from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.candidates import Candidate, strategy_of
-from autoparallel.planner.search.deals import even_deal, proportional
-from autoparallel.planner.search.forms import PS, Chain, PricedChain, Value
-from autoparallel.planner.search.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
-from autoparallel.planner.search.peaks import backward_peak, forward_peak, weight_peak
-from autoparallel.planner.search.prices import LinkPrice, PriceBook, least_message_bytes
-from autoparallel.planner.search.sizes import chunk_sizes
-from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
-from autoparallel.planner.search.unlike import on_devices, over_devices, rank_devices
+from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook, least_message_bytes
+from autoparallel.planner.search.space.candidates import Candidate, strategy_of
+from autoparallel.planner.search.stages.deals import even_deal, proportional
+from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value
+from autoparallel.planner.search.stages.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
+from autoparallel.planner.search.stages.peaks import backward_peak, forward_peak, weight_peak
+from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.stages.sizes import chunk_sizes
+from autoparallel.planner.search.stages.unlike import on_devices, over_devices, rank_devices
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 

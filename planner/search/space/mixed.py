@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.meshes import most_chunks
+from autoparallel.planner.search.space.meshes import most_chunks
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.build import only_group
 from autoparallel.profiles.hardware import Cluster

@@ -7,9 +7,9 @@ from math import ceil, floor
 import numpy as np
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.planner.search.candidates import Candidate
-from autoparallel.planner.search.meshes import most_chunks
-from autoparallel.planner.search.space import UNEVEN_CHUNKS_BLOCKS, even_share
+from autoparallel.planner.search.space.build import UNEVEN_CHUNKS_BLOCKS, even_share
+from autoparallel.planner.search.space.candidates import Candidate
+from autoparallel.planner.search.space.meshes import most_chunks
 from autoparallel.planner.strategy.legal import least_blocks
 
 

@@ -1,6 +1,6 @@
 """The stage problem as data: quantities per chunk, rows over them, and deals of blocks to chunks.
 
-What a deal needs is computed here without a solver; `planner/search/stages.py` says what the problem means.
+What a deal needs is computed here without a solver; `planner/search/stages/solve.py` says what the problem means.
 """
 
 from __future__ import annotations

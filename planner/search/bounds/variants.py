@@ -4,7 +4,7 @@ Every bound is true: no deal of blocks to stages, and no choice of recomputed bl
 finds shorter, or a fullest device that it finds less full.
 
     shared    T >= mean over the ranks of fill, work, reduction and optimizer; and one micro-batch through all stages
-    dealt     T >= the least time in which the ranks' most blocks (`planner/search/ranks.py`) sum to all blocks
+    dealt     T >= the least time in which the ranks' most blocks (`planner/search/bounds/ranks.py`) sum to all blocks
 
 The number of blocks that a rank can hold grows with T, so the least T is found by bisection, for all rows at once.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.ranks import RankBounds, Rows, all_state_bytes, rates_of
-from autoparallel.planner.search.space import WHOLE_BACKWARD, Space
-from autoparallel.planner.search.tables import Floats, Units
+from autoparallel.planner.search.bounds.ranks import RankBounds, Rows, all_state_bytes, rates_of
+from autoparallel.planner.search.bounds.tables import Floats, Units
+from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
 
 HALVINGS = 14  # of the bracket in which a bound is found, at most
 CLOSE = 1e-4  # of a bound: a bracket this narrow is not halved again

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds import Bounds
-from autoparallel.planner.search.forms import Chain
-from autoparallel.planner.search.prices import PriceBook
-from autoparallel.planner.search.space import MODES, Shapes
-from autoparallel.planner.search.tables import Floats, Units, representative, settings_of
-from autoparallel.planner.search.unlike import rank_devices
+from autoparallel.planner.search.bounds.prices import PriceBook
+from autoparallel.planner.search.bounds.tables import Floats, Units, representative, settings_of
+from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.space.build import MODES, Shapes
+from autoparallel.planner.search.stages.forms import Chain
+from autoparallel.planner.search.stages.unlike import rank_devices
 
 
 def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Floats | None:

@@ -11,14 +11,14 @@ import numpy as np
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.alternatives import smallest
-from autoparallel.planner.search.constraints import chosen_by_user
+from autoparallel.planner.search.answer.alternatives import smallest
+from autoparallel.planner.search.answer.constraints import chosen_by_user
+from autoparallel.planner.search.answer.outcome import GIB, InfeasiblePlan, Relaxation
+from autoparallel.planner.search.bounds.outer import Outer, build_outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.meshes import divisors
-from autoparallel.planner.search.outcome import GIB, InfeasiblePlan, Relaxation
-from autoparallel.planner.search.outer import Outer, build_outer, outer_of
-from autoparallel.planner.search.space import MODES, SCHEDULES, Space, build_space
+from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, build_space
+from autoparallel.planner.search.space.meshes import divisors
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.build import grown
 

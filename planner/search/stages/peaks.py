@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autoparallel.planner.search.forms import Links, PricedChain
-from autoparallel.planner.search.prices import LinkPrice
-from autoparallel.planner.search.stage_problem import Form, Quantity
+from autoparallel.planner.search.bounds.prices import LinkPrice
+from autoparallel.planner.search.stages.forms import Links, PricedChain
+from autoparallel.planner.search.stages.problem import Form, Quantity
 
 
 def forward_peak(chain: PricedChain) -> Quantity:

@@ -8,14 +8,14 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search.alternatives import alternatives
-from autoparallel.planner.search.check import check_plan
-from autoparallel.planner.search.constraints import constraint_costs
+from autoparallel.planner.search.answer.alternatives import alternatives
+from autoparallel.planner.search.answer.check import check_plan
+from autoparallel.planner.search.answer.constraints import constraint_costs
+from autoparallel.planner.search.answer.outcome import GIB, Alternative, ConstraintCost, Explored, PlanResult
+from autoparallel.planner.search.answer.tradeoffs import tradeoffs
+from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
-from autoparallel.planner.search.outcome import GIB, Alternative, ConstraintCost, Explored, PlanResult
-from autoparallel.planner.search.outer import Outer
-from autoparallel.planner.search.tradeoffs import tradeoffs
 from autoparallel.planner.strategy.types import Strategy
 
 IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's place

@@ -8,10 +8,10 @@ from enum import IntEnum
 import numpy as np
 
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.bounds import Bounds
-from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.space import Shapes, Variants
-from autoparallel.planner.search.tables import Floats
+from autoparallel.planner.search.bounds.tables import Floats
+from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.meshes import Bools, Ints
 
 Value = tuple[float, float]
 

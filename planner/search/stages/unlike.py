@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.stage_problem import Quantity, Row, StageProblem
+from autoparallel.planner.search.stages.problem import Quantity, Row, StageProblem
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 

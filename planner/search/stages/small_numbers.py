@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoparallel.planner.search.stage_problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem
 
 # Largest value of a row of paths, and of memory. A row adds up at most some ten thousand rounded numbers, so that a
 # millionth of it is lost. Kind: formula.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import floor
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.planner.search.prices import LinkPrice
-from autoparallel.planner.search.stage_problem import Form
+from autoparallel.planner.search.bounds.prices import LinkPrice
+from autoparallel.planner.search.stages.problem import Form
 
 PS = 1e12  # picoseconds per second
 Links = tuple[LinkPrice, ...]

@@ -5,8 +5,8 @@ The space is a product in two levels, so that millions of strategies need no mil
     Shapes      mesh sizes x micro-batch x sequence parallelism x recomputation: what memory and work depend on
     Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression
 
-What is left to `planner/search/stages.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
-The bucket size follows from the rest (`planner/search/syncs.py`).
+What is left to `planner/search/stages/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
+The bucket size follows from the rest (`planner/search/space/syncs.py`).
 
 Devices: all of the cluster, or fewer where the batch does not divide among all; `objective = "cost"` may use any
 divisor of them, and a user who fixes every mesh size fixes the number of devices. Tried only when the user asks for it: more than
@@ -26,7 +26,7 @@ import numpy as np
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.meshes import (
+from autoparallel.planner.search.space.meshes import (
     MESH_KEYS,
     Bools,
     Ints,
@@ -36,7 +36,7 @@ from autoparallel.planner.search.meshes import (
     most_chunks,
     only,
 )
-from autoparallel.planner.search.syncs import open_compressions
+from autoparallel.planner.search.space.syncs import open_compressions
 
 MODES = ("none", "selective", "full")  # recompute.mode
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.answer.outcome import ConstraintCost
+from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.outcome import ConstraintCost
-from autoparallel.planner.search.outer import Outer, outer_of
 from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Frontier.work`) that is spent on the plan without a constraint. Kind: formula: about half a second.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoparallel.planner.search.stage_problem import (
+from autoparallel.planner.search.stages.problem import (
     Deal,
     Quantity,
     Row,

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import EXPERTS
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.candidates import Candidate, strategy_of
-from autoparallel.planner.search.deals import even_deal
-from autoparallel.planner.search.forms import Chain
-from autoparallel.planner.search.meshes import Ints
-from autoparallel.planner.search.prices import LinkPrice, PriceBook
-from autoparallel.planner.search.space import MODES, Shapes
+from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.space.build import MODES, Shapes
+from autoparallel.planner.search.space.candidates import Candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Ints
+from autoparallel.planner.search.stages.deals import even_deal
+from autoparallel.planner.search.stages.forms import Chain
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.stage_problem import Row
+from autoparallel.planner.search.stages.problem import Row
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 

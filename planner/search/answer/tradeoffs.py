@@ -11,10 +11,10 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
+from autoparallel.planner.search.answer.outcome import GIB, TradeOff
+from autoparallel.planner.search.bounds.outer import Outer, build_outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.outcome import GIB, TradeOff
-from autoparallel.planner.search.outer import Outer, build_outer, outer_of
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 

@@ -13,13 +13,13 @@ from autoparallel.costmodel.program import Axis, BlockWork
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import MIB, mesh_axes, nearest_stride
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.meshes import MESH_KEYS, Ints
-from autoparallel.planner.search.prices import PriceBook, least_message_bytes
-from autoparallel.planner.search.space import Space, Variants
-from autoparallel.planner.search.stage_problem import Deal
-from autoparallel.planner.search.syncs import widest_bucket_mib
-from autoparallel.planner.search.tables import Floats, Units
+from autoparallel.planner.search.bounds.prices import PriceBook, least_message_bytes
+from autoparallel.planner.search.bounds.tables import Floats, Units
+from autoparallel.planner.search.space.build import Space, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.meshes import MESH_KEYS, Ints
+from autoparallel.planner.search.space.syncs import widest_bucket_mib
+from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.types import AXES, Strategy
 
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")

@@ -22,9 +22,9 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.space import SCHEDULES, WHOLE_BACKWARD, Shapes
-from autoparallel.planner.search.tables import Floats, Units, take_units
+from autoparallel.planner.search.bounds.tables import Floats, Units, take_units
+from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
+from autoparallel.planner.search.space.meshes import Bools, Ints
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 ROUNDS = 4  # of looking whether one block less is enough
@@ -83,7 +83,7 @@ class Rows:
         )  # fmt: skip
 
     def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
-        """Seconds of both on two streams at least: `planner.search.forms.PricedChain.beside`."""
+        """Seconds of both on two streams at least: `planner.search.stages.forms.PricedChain.beside`."""
         gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
         more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
         return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)

@@ -9,22 +9,10 @@ import numpy as np
 
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds import Bounds, quick_bounds, shape_bounds, variant_bounds
-from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.forms import Chain, units_of
-from autoparallel.planner.search.meshes import Ints
-from autoparallel.planner.search.pace import no_faster_than, pace_of_ranks
-from autoparallel.planner.search.prices import PriceBook
-from autoparallel.planner.search.ranks import Rows
-from autoparallel.planner.search.space import (
-    UNEVEN_CHUNKS_BLOCKS,
-    Space,
-    Variants,
-    build_space,
-    even_share,
-    variants,
-)
-from autoparallel.planner.search.tables import (
+from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
+from autoparallel.planner.search.bounds.prices import PriceBook
+from autoparallel.planner.search.bounds.ranks import Rows
+from autoparallel.planner.search.bounds.tables import (
     Floats,
     Units,
     kinds_that_count,
@@ -32,8 +20,20 @@ from autoparallel.planner.search.tables import (
     take_units,
     unit_table,
 )
-from autoparallel.planner.search.unlike import capacities, fastest, lacking_bytes, rank_devices
-from autoparallel.planner.search.wires import WireBook
+from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds, shape_bounds, variant_bounds
+from autoparallel.planner.search.bounds.wires import WireBook
+from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.space.build import (
+    UNEVEN_CHUNKS_BLOCKS,
+    Space,
+    Variants,
+    build_space,
+    even_share,
+    variants,
+)
+from autoparallel.planner.search.space.meshes import Ints
+from autoparallel.planner.search.stages.forms import Chain, units_of
+from autoparallel.planner.search.stages.unlike import capacities, fastest, lacking_bytes, rank_devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,9 @@ class Outer:
     bounds: Bounds
     counts: Ints  # variants of each shape
     capacity_bytes: float
-    pace: Floats | None = None  # by rank and shape, over unlike devices: `planner.search.pace.pace_of_ranks`
+    pace: Floats | None = (
+        None  # by rank and shape, over unlike devices: `planner.search.bounds.pace.pace_of_ranks`
+    )
 
     @property
     def repeated(self) -> int:
@@ -171,7 +173,7 @@ def _rows(outer: Outer, found: Variants, units: Units | None = None) -> Rows:
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints, virtual_stages: Ints) -> tuple[Ints, Ints, Ints]:
-    """As `planner.search.sizes.chunk_sizes` deals: the fewest blocks of a chunk that is not at an end of the model,
+    """As `planner.search.stages.sizes.chunk_sizes` deals: the fewest blocks of a chunk that is not at an end of the model,
     of one that is, and the most of any."""
     space, blocks = outer.space, outer.problem.fixed_ints("pipeline.stage_blocks")
     if blocks is not None:

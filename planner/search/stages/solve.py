@@ -9,7 +9,7 @@
     minimise T
 
 Everything is in integers, rounded down (`in_small_numbers`): what CP-SAT proves is a true lower bound. The
-caller prepares all numbers (`planner/search/inner.py`); nothing is computed here but the model.
+caller prepares all numbers (`planner/search/stages/inner.py`); nothing is computed here but the model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from autoparallel.planner.search.deals import best_of, few_deals, one_chunk
-from autoparallel.planner.search.layers import solve_in_layers
-from autoparallel.planner.search.small_numbers import in_small_numbers
-from autoparallel.planner.search.stage_problem import Deal, Form, Row, StageAnswer, StageProblem, deal_value
+from autoparallel.planner.search.stages.deals import best_of, few_deals, one_chunk
+from autoparallel.planner.search.stages.layers import solve_in_layers
+from autoparallel.planner.search.stages.problem import Deal, Form, Row, StageAnswer, StageProblem, deal_value
+from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
 # second). Kind: formula: far above what the largest chain here needs.

@@ -12,16 +12,16 @@ import numpy as np
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.problem import objective_value
 from autoparallel.planner.score import score
-from autoparallel.planner.search.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.deals import even_deal
+from autoparallel.planner.search.answer.outcome import GIB, Alternative
+from autoparallel.planner.search.answer.reasons import reason
+from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.meshes import Bools, Ints
-from autoparallel.planner.search.outcome import GIB, Alternative
-from autoparallel.planner.search.outer import Outer, expand_shapes
-from autoparallel.planner.search.reasons import reason
-from autoparallel.planner.search.space import MODES, Shapes, Variants
-from autoparallel.planner.search.stage_problem import Deal
+from autoparallel.planner.search.space.build import MODES, Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.stages.deals import even_deal
+from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Frontier.work`) that is spent on each kind: enough to see its best strategy or one near it, and little

@@ -1,0 +1,1 @@
+"""What there is to choose from: meshes, schedules and the rest, as numpy columns."""

@@ -1,0 +1,1 @@
+"""Blocks to pipeline stages: the stage problem of one candidate, and its solvers."""
