@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -49,4 +50,21 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:  # before or after a command; inside one, the command says how it ended
-        sys.exit(INTERRUPTED)
+        _leave(INTERRUPTED)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        _leave(ended.code or 0)
+
+
+def _leave(status: int) -> None:
+    """End the process. Tearing torch and transformers down takes a second in which nothing more happens."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.exit(status)  # groups are left first (runtime/leaving.py)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:  # the reader has gone: `autoparallel profiles | head`
+        status = status or 1
+    os._exit(status)

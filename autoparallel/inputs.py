@@ -6,6 +6,7 @@ the model is not a saved graph.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -168,7 +169,9 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
     from autoparallel.planner.capture.load import load_model
 
     loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len)
-    return capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    gc.freeze()  # torch's million objects stay: the search need not look at them at every collection
+    return graph
 
 
 def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
