@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.costmodel.confidence import confidence
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
+from autoparallel.costmodel.price import price_program
+from autoparallel.costmodel.timeline import Cut, timeline
+from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
@@ -109,37 +112,22 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def timeline_table(spans: Sequence[Span]) -> dict[str, Any]:
+def timeline_table(spans: Sequence[Span], total_s: float, cut: Cut | None = None) -> dict[str, Any]:
     """A timeline in text, one line per rank: `ACTION LABEL START LENGTH` with microseconds, comma-separated.
 
-    Long timelines keep their beginning and their end; `cut_us` then says what lies between.
+    The step takes `total_s`; `cut_us` says between which microseconds spans were left out.
     """
     if not spans:
         return {}
-    kept, cut = _ends(spans)
-    table: dict[str, Any] = {"total_us": round(max(span.end_s for span in spans) * 1e6)}
+    table: dict[str, Any] = {"total_us": round(total_s * 1e6)}
     if cut:
         table["cut_us"] = [round(cut[0] * 1e6), round(cut[1] * 1e6)]
     ranks: dict[int, list[str]] = {}
-    for span in sorted(kept, key=lambda s: (s.rank, s.start_s, s.end_s)):
+    for span in sorted(spans, key=lambda s: (s.rank, s.start_s, s.end_s)):
         start, end = round(span.start_s * 1e6), round(span.end_s * 1e6)
         ranks.setdefault(span.rank, []).append(f"{span.action} {span.label} {start} {end - start}")
     table["ranks"] = [", ".join(texts) for _, texts in sorted(ranks.items())]
     return table
-
-
-def _ends(spans: Sequence[Span]) -> tuple[Sequence[Span], tuple[float, float] | None]:
-    """The first two thirds and last third of the spans that are kept, and the seconds cut out between."""
-    most = TIMELINE_SPANS_PER_RANK * len({span.rank for span in spans})
-    if len(spans) <= most:
-        return spans, None
-    by_start = sorted(spans, key=lambda s: s.start_s)
-    from_s = by_start[most * 2 // 3].start_s
-    until_s = by_start[-(most // 3)].start_s
-    if until_s <= from_s:
-        return spans, None
-    kept = [s for s in spans if s.start_s < from_s or s.start_s >= until_s]
-    return kept, (from_s, until_s)
 
 
 def read_timeline(table: Mapping[str, Any]) -> tuple[Span, ...]:
@@ -172,23 +160,33 @@ def problem_table(
     return table | {"cluster": dict(cluster)}
 
 
-def predicted_table(
-    graph: ModelGraph, cluster: Cluster, strategy: Strategy, prediction: Prediction
-) -> dict[str, Any]:
-    """`[predicted]`: the prediction, its price, what capture warned of, and the timeline."""
+def predicted_table(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
+    """`[predicted]`: the prediction, its price, what capture warned of, and the timeline. An expander that knows the
+    strategy saves laying it out again."""
+    graph, cluster = expander.graph, expander.cluster
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
-    table["confidence"] = confidence_table(graph, cluster, strategy)
+    table["confidence"] = confidence_table(expander, strategy)
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
-    if prediction.spans:
-        table["timeline"] = timeline_table(prediction.spans)
+    table["timeline"] = _timeline(expander, strategy)
     return table
 
 
-def confidence_table(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> dict[str, Any]:
+def _timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
+    """The beginning and the end of the simulated step."""
+    program, order = expander.program(strategy), expander.prepared(strategy).timetable
+    costs = price_program(program, expander.cluster, expander.pricer)
+    most = TIMELINE_SPANS_PER_RANK * len(program.ranks)
+    simulated = pipeline_times(order, costs)
+    spans, cut = timeline(order, simulated, costs, most=most)
+    return timeline_table(spans, simulated.step_time_s, cut)
+
+
+def confidence_table(expander: Expander, strategy: Strategy) -> dict[str, Any]:
     """How far the step time should be trusted: an interval, what it was seen on, and what kinds of figures it rests
     on."""
-    found = confidence(Expander(graph=graph, cluster=cluster).program(strategy), cluster)
+    timetable = expander.prepared(strategy).timetable
+    found = confidence(expander.program(strategy), expander.cluster, timetable)
     return {
         "step_time_low_s": found.low_s,
         "step_time_high_s": found.high_s,
@@ -297,13 +295,11 @@ def strategy_label(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
-def plan_answer(
-    graph: ModelGraph, cluster: Cluster, result: PlanResult, seconds: Mapping[str, float]
-) -> dict[str, Any]:
+def plan_answer(expander: Expander, result: PlanResult, seconds: Mapping[str, float]) -> dict[str, Any]:
     """What `plan --json` prints."""
     search = search_table(result)
     return {
-        **score_answer(graph, cluster, result.strategy, result.prediction),
+        **score_answer(expander, result.strategy, result.prediction),
         "search": {
             **{key: search[key] for key in ("status", "lower_bound_s", "gap", "candidates", "pruned")},
             "seconds": dict(seconds),
@@ -316,14 +312,12 @@ def plan_answer(
     }
 
 
-def score_answer(
-    graph: ModelGraph, cluster: Cluster, strategy: Strategy, prediction: Prediction
-) -> dict[str, Any]:
+def score_answer(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
     """What `score --json` prints."""
     return {
-        **prediction_table(graph, prediction),
-        **cost_table(cluster, strategy.mesh, prediction),
-        "confidence": confidence_table(graph, cluster, strategy),
+        **prediction_table(expander.graph, prediction),
+        **cost_table(expander.cluster, strategy.mesh, prediction),
+        "confidence": confidence_table(expander, strategy),
         "strategy": strategy_table(strategy),
     }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from autoparallel.costmodel.graph import ModelGraph
     from autoparallel.inputs import Checked, Request
+    from autoparallel.planner.expand.expander import Expander
     from autoparallel.planner.search.answer.outcome import PlanResult
 
 Model = Annotated[
@@ -189,6 +190,7 @@ def search(
     console: Console,
     *,
     explain: bool = False,
+    expander: Expander | None = None,
 ) -> PlanResult:
     """Plan with the progress shown."""
     from autoparallel.cli_progress import progress_text, working
@@ -202,6 +204,7 @@ def search(
             time_limit_s=time_limit_s,
             progress=lambda progress: say(progress_text(progress, problem.objective)),
             explain=explain,
+            expander=expander,
         )
 
 
@@ -221,6 +224,7 @@ def run_plan(
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
+    from autoparallel.planner.expand.expander import Expander
     from autoparallel.planner.strategy.write import check_writable, write_strategy
     from autoparallel.profiles import cluster_to_dict
 
@@ -229,7 +233,8 @@ def run_plan(
         check_writable(output)
     checked, graph = captured(request, save_graph, console)
     capture_s = time.monotonic() - started
-    result = search(checked, graph, time_limit_s, console, explain=explain)
+    expander = Expander(graph=graph, cluster=checked.cluster)
+    result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander)
     problem = problem_table(
         make_problem(checked, graph),
         model=request.model,
@@ -237,7 +242,7 @@ def run_plan(
         hash_=graph_hash(graph),
         cluster=cluster_to_dict(checked.cluster),
     )
-    predicted = predicted_table(graph, checked.cluster, result.strategy, result.prediction)
+    predicted = predicted_table(expander, result.strategy, result.prediction)
     found = search_table(result)
     if output:
         write_strategy(output, result.strategy, problem, predicted, found)
@@ -250,7 +255,7 @@ def run_plan(
     if json_:
         total_s = time.monotonic() - started
         seconds = {"capture": capture_s, "search": result.seconds, "total": total_s}
-        print_json(plan_answer(graph, checked.cluster, result, seconds))
+        print_json(plan_answer(expander, result, seconds))
 
 
 def run_score(request: Request, save_graph: Path | None, time_limit_s: float | None, *, json_: bool) -> None:
@@ -258,17 +263,19 @@ def run_score(request: Request, save_graph: Path | None, time_limit_s: float | N
     from autoparallel.answer import predicted_table, score_answer
     from autoparallel.cli_progress import stderr_console
     from autoparallel.cli_words import print_score
+    from autoparallel.planner.expand.expander import Expander
 
     console = stderr_console()
     checked, graph = captured(request, save_graph, console)
-    strategy, prediction = scored(checked, graph, time_limit_s, console)
-    predicted = predicted_table(graph, checked.cluster, strategy, prediction)
+    expander = Expander(graph=graph, cluster=checked.cluster)
+    strategy, prediction = scored(checked, expander, time_limit_s, console)
+    predicted = predicted_table(expander, strategy, prediction)
     print_score(console, checked.cluster, strategy, predicted)
     if json_:
-        print_json(score_answer(graph, checked.cluster, strategy, prediction))
+        print_json(score_answer(expander, strategy, prediction))
 
 
-def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, console: Console) -> Any:
+def scored(checked: Checked, expander: Expander, time_limit_s: float | None, console: Console) -> Any:
     """The strategy, completed where keys are missing, and its prediction, whether it fits or not."""
     from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy
@@ -276,21 +283,22 @@ def scored(checked: Checked, graph: ModelGraph, time_limit_s: float | None, cons
     from autoparallel.planner.search.answer.outcome import InfeasiblePlan
     from autoparallel.planner.strategy.file import missing_keys, strategy_from_constraints
 
+    graph, cluster = expander.graph, checked.cluster
     constraints = {"batch.global": make_problem(checked, graph).global_batch, **checked.constraints}
     if not missing_keys(constraints):
         name = str(checked.request.strategy or "--set")
         strategy = strategy_from_constraints(constraints, name=name)
         try:
-            return strategy, price(graph, checked.cluster, strategy)
+            return strategy, price(graph, cluster, strategy, expander)
         except UserError as error:
             raise UserError("\n".join(f"{name}: {line}" for line in str(error).splitlines())) from None
     try:
-        result = search(checked, graph, time_limit_s, console)
+        result = search(checked, graph, time_limit_s, console, expander=expander)
         return result.strategy, result.prediction
     except InfeasiblePlan:
         # Nothing fits: the best strategy if memory were no limit, priced on the real cluster.
         strategy = search(roomy(checked), graph, time_limit_s, console).strategy
-        return strategy, price(graph, checked.cluster, strategy)
+        return strategy, price(graph, cluster, strategy, expander)
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

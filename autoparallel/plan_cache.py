@@ -14,6 +14,7 @@ from autoparallel.answer import predicted_table, problem_table, search_table
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.types import Execution, Strategy
@@ -136,7 +137,8 @@ def plan_key(problem: Problem) -> str:
 def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> Strategy:
     from autoparallel.planner.search.plan import plan
 
-    result = plan(problem, time_limit_s=time_limit_s, progress=None)
+    expander = Expander(graph=problem.graph, cluster=problem.cluster)
+    result = plan(problem, time_limit_s=time_limit_s, progress=None, expander=expander)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         table = problem_table(
@@ -146,6 +148,6 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
             hash_=graph_hash(problem.graph),
             cluster=cluster_to_dict(problem.cluster),
         )
-        predicted = predicted_table(problem.graph, problem.cluster, result.strategy, result.prediction)
+        predicted = predicted_table(expander, result.strategy, result.prediction)
         write_strategy(path, result.strategy, table, predicted, search_table(result))
     return result.strategy

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import log
 
+from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.program import Program
-from autoparallel.costmodel.simulate import prepare_simulation, simulate
+from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
 from autoparallel.profiles.hardware import Cluster, Device, Level, Provenance, Residual, ValueKind
 
 SLOWER = 1.01
@@ -43,14 +44,14 @@ class Confidence:
     shares: tuple[tuple[str, float], ...]
 
 
-def confidence(program: Program, cluster: Cluster) -> Confidence:
-    """Confidence in the step time that `simulate` predicts."""
-    prepared = prepare_simulation(
+def confidence(program: Program, cluster: Cluster, timetable: Timetable | None = None) -> Confidence:
+    """Confidence in the step time that `simulate` predicts; a caller who has the program's timetable passes it."""
+    order = timetable or prepare(
         program.ranks, overlap=program.overlap, blocking_sends=program.blocking_sends
     )
 
     def step_s(of: Cluster) -> float:
-        return simulate(program, of, prepared=prepared, spans=False).step_time_s
+        return pipeline_times(order, price_program(program, of)).step_time_s
 
     now_s = step_s(cluster)
     residual, basis = step_residual(cluster)

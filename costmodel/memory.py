@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from autoparallel.costmodel.prediction import StageMemory
 from autoparallel.costmodel.program import Action, ActionKind, BlockWork, CollectiveOp, StageWork
 
 K = ActionKind
+_HOLDS = frozenset({K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT})  # or lets go of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +57,29 @@ class LiveState:
 
 def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
     """The distinct states in which the actions of one rank run; few, because a steady state repeats."""
-    full = dict.fromkeys(sorted({action.stage for action in actions}), 0)
-    weight = dict.fromkeys(full, 0)
-    states: dict[LiveState, None] = {}
+    stages = sorted({action.stage for action in actions})
+    at = {stage: place for place, stage in enumerate(stages)}
+    full, weight = [0] * len(stages), [0] * len(stages)
+    seen: dict[tuple[Any, ...], None] = {}  # stage, kind, what each stage holds: full, then weight
     for action in actions:
-        stage, kind = action.stage, action.kind
-        if kind in (K.BACKWARD, K.BACKWARD_INPUT):
-            full[stage] -= 1
-        elif kind is K.BACKWARD_WEIGHT:
-            weight[stage] -= 1
-        elif kind is not K.FORWARD:
+        kind = action.kind
+        if kind not in _HOLDS:
             continue
-        held = tuple((held_by, full[held_by], weight[held_by]) for held_by in full)
-        states.setdefault(LiveState(stage, kind, held))
+        place = at[action.stage]
         if kind is K.FORWARD:
-            full[stage] += 1
-        elif kind is K.BACKWARD_INPUT:
-            weight[stage] += 1
-    return tuple(states)
+            seen[action.stage, kind, *full, *weight] = None
+            full[place] += 1
+            continue
+        (weight if kind is K.BACKWARD_WEIGHT else full)[place] -= 1
+        seen[action.stage, kind, *full, *weight] = None
+        if kind is K.BACKWARD_INPUT:
+            weight[place] += 1
+    return tuple(_live_state(stages, *state) for state in seen)
+
+
+def _live_state(stages: Sequence[int], stage: int, kind: ActionKind, *held: int) -> LiveState:
+    full, weight = held[: len(stages)], held[len(stages) :]
+    return LiveState(stage, kind, tuple(zip(stages, full, weight, strict=True)))
 
 
 def activation_profile(stage: StageWork, *, reduce_every_micro: bool) -> ActivationProfile:

@@ -7,22 +7,19 @@ from dataclasses import dataclass
 
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.memory import LiveState, live_states, memory_by_rank
-from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction, Span
+from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
 from autoparallel.costmodel.price import Pricer, price_program
-from autoparallel.costmodel.program import Action, ActionKind, Kernel, Program
-from autoparallel.costmodel.program_text import show_action
+from autoparallel.costmodel.program import Action, Kernel, Program
 from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
+from autoparallel.costmodel.timeline import timeline
 from autoparallel.costmodel.timetable import (
     PipelineTimes,
     Timetable,
-    message_seconds,
     phase_of,
     pipeline_times,
     prepare,
 )
 from autoparallel.profiles.hardware import Cluster
-
-K = ActionKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +71,7 @@ def simulate(
         tokens=program.tokens,
         devices=devices_of(program),
         peak_flops_per_s=mean_peak_flops_per_s(program, cluster),
-        spans=timeline(prepared.timetable, times, costs) if spans else (),
+        spans=timeline(prepared.timetable, times, costs)[0] if spans else (),
     )
 
 
@@ -158,35 +155,3 @@ def _add_waits(parts: Parts, rank: int, timetable: Timetable, times: PipelineTim
     for _, start_s, end_s in times.steps[rank]:
         parts["dp_comm"] += start_s - now_s
         now_s = end_s
-
-
-@without_collection()
-def timeline(timetable: Timetable, times: PipelineTimes, costs: Sequence[StageCost]) -> tuple[Span, ...]:
-    """Every action that takes time, by rank and start; messages and reductions beside the computation included."""
-    labels = {K.FORWARD: "forward", K.SEND_F: "pp_comm", K.SEND_B: "pp_comm", K.REDUCE_GRAD: "dp_comm"}
-    spans: list[Span] = []
-    messages = message_seconds(costs)
-    for row, action in enumerate(timetable.actions):
-        end_s = times.arrival_s[row]
-        stage, column = phase_of(timetable.cost[row])
-        if timetable.link[row] >= 0:
-            start_s = end_s - messages[timetable.message[row]]
-        else:
-            start_s = end_s - _phase(costs[stage], column).total_s
-        if end_s > start_s:
-            label = labels.get(action.kind, "backward")
-            spans.append(
-                Span(
-                    rank=timetable.rank[row],
-                    action=show_action(action),
-                    start_s=start_s,
-                    end_s=end_s,
-                    label=label,
-                )
-            )
-    for rank, steps in enumerate(times.steps):
-        for stage, start_s, end_s in steps:
-            if end_s > start_s:
-                name = show_action(Action(stage, K.STEP))
-                spans.append(Span(rank=rank, action=name, start_s=start_s, end_s=end_s, label="optimizer"))
-    return tuple(sorted(spans, key=lambda span: (span.rank, span.start_s, span.end_s)))

@@ -196,15 +196,7 @@ def _last_backwards(ranks: Sequence[Sequence[Action]]) -> dict[int, Action]:
 
 def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> PipelineTimes:
     """Walk the timetable; exact up to rounding. Seconds of planning grow with the number of actions only."""
-    durations = [
-        seconds
-        for cost in costs
-        for seconds in (
-            *(getattr(cost, column).total_s for column in _COLUMNS),
-            cost.reduce_s,
-            cost.reduce_after_weight_s,
-        )
-    ]
+    durations = action_seconds(costs)
     messages = message_seconds(costs)
     free_s = [0.0] * len(timetable.steps)
     link_free_s = [0.0] * timetable.links
@@ -233,6 +225,19 @@ def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> Pipeline
     steps = _steps(timetable, costs, free_s, arrival_s)
     step_time_s = max((spans[-1][2] for spans in steps if spans), default=0.0)
     return PipelineTimes(end_s=end_s, arrival_s=arrival_s, steps=steps, step_time_s=step_time_s)
+
+
+def action_seconds(costs: Sequence[StageCost]) -> list[float]:
+    """The table of durations that `Timetable.cost` points into."""
+    return [
+        seconds
+        for cost in costs
+        for seconds in (
+            *(getattr(cost, column).total_s for column in _COLUMNS),
+            cost.reduce_s,
+            cost.reduce_after_weight_s,
+        )
+    ]
 
 
 def message_seconds(costs: Sequence[StageCost]) -> list[float]:

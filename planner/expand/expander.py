@@ -73,6 +73,7 @@ class Expander:
         default_factory=dict, repr=False, compare=False
     )
     _pricers: list[Pricer] = field(default_factory=list, repr=False, compare=False)
+    _flops: dict[int, int] = field(default_factory=dict, repr=False, compare=False)  # by global batch
 
     @property
     def pricer(self) -> Pricer:
@@ -81,9 +82,10 @@ class Expander:
             self._pricers.append(Pricer(self.cluster))
         return self._pricers[0]
 
-    def lay_out(self, strategy: Strategy, prepared: Prepared) -> None:
-        """Take over what another expander prepared for the strategy's schedule."""
-        self._prepared[_schedule_key(strategy)] = prepared
+    def lay_out(self, strategy: Strategy, other: Expander) -> None:
+        """Take over another expander's actions of the strategy's schedule, and their order."""
+        self._schedules[_schedule_key(strategy)[:-1]] = other.schedule(strategy)
+        self._prepared[_schedule_key(strategy)] = other.prepared(strategy)
 
     def prepared(self, strategy: Strategy) -> Prepared:
         """What of a strategy's simulation depends on its schedule alone."""
@@ -142,8 +144,7 @@ class Expander:
 
     def schedule(self, strategy: Strategy) -> Schedule:
         """The actions of every pipeline rank."""
-        pipeline = strategy.pipeline
-        key = (pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches)
+        key = _schedule_key(strategy)[:-1]
         if key not in self._schedules:
             self._schedules[key] = build_schedule(*key)
         return self._schedules[key]
@@ -162,10 +163,15 @@ class Expander:
             bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
             reduce_every_micro=zero >= 2,
             kernels=strategy.execution.kernels,
-            model_flops=self.graph.model_flops(strategy.batch.global_),
+            model_flops=self._model_flops(strategy.batch.global_),
             tokens=strategy.batch.global_ * self.graph.tokens_per_sample,
             groups=mesh.groups,
         )
+
+    def _model_flops(self, batch: int) -> int:
+        if batch not in self._flops:
+            self._flops[batch] = self.graph.model_flops(batch)
+        return self._flops[batch]
 
     def stages(self, strategy: Strategy) -> tuple[StageWork, ...]:
         """Every stage's work and state."""

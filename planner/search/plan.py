@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from autoparallel.costmodel.collecting import without_collection
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
 from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
@@ -51,18 +53,20 @@ MOST_WORK = 2500.0
 REPORT_EVERY_S = 0.1
 
 
+@without_collection()
 def plan(
     problem: Problem,
     *,
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     explain: bool = False,
+    expander: Expander | None = None,
 ) -> PlanResult:
     """The best strategy of the problem's space, and how far that is proved.
 
     A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
-    without each constraint, and longer for the best of each kind that was not chosen. Raises `InfeasiblePlan` where nothing
-    fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
+    without each constraint, and longer for the best of each kind that was not chosen. A caller who has more to ask
+    about the answer passes the `expander` of graph and cluster, which then knows it. Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
     legal strategy at all.
     """
     started_s = time.monotonic()
@@ -70,12 +74,12 @@ def plan(
     if is_mixed(problem):
         result = plan_mixed(problem, watch.check, explain=explain, share=watch.share)
     else:
-        result = _plan(problem, watch, explain=explain)
+        result = _plan(problem, watch, expander, explain=explain)
     return replace(result, seconds=time.monotonic() - started_s)
 
 
-def _plan(problem: Problem, watch: _Watch, *, explain: bool) -> PlanResult:
-    outer = outer_of(problem)
+def _plan(problem: Problem, watch: _Watch, expander: Expander | None, *, explain: bool) -> PlanResult:
+    outer = outer_of(problem, expander)
     if outer is None:
         raise explain_empty(problem)
     frontier = Frontier(outer=outer, check=watch.check)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autoparallel.answer import alternative_table, strategy_label, timeline_table
+from autoparallel.answer import TIMELINE_SPANS_PER_RANK, alternative_table, strategy_label, timeline_table
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Span
+from autoparallel.costmodel.timeline import cut_between
 from autoparallel.planner.search.answer.outcome import Alternative
 from autoparallel.planner.strategy.file import write_strategy
 from autoparallel.planner.strategy.types import (
@@ -73,6 +75,13 @@ def one_f_one_b(pp: int, micro_batches: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def shortened(spans: Sequence[Span]) -> dict[str, Any]:
+    """The table of a timeline that keeps as much of the spans as a strategy file does."""
+    cut = cut_between([s.start_s for s in spans], TIMELINE_SPANS_PER_RANK * (max(s.rank for s in spans) + 1))
+    kept = [s for s in spans if cut is None or s.start_s < cut[0] or s.start_s >= cut[1]]
+    return timeline_table(kept, max(s.end_s for s in spans), cut)
+
+
 def predicted(*, pp: int, micro_batches: int) -> dict[str, Any]:
     """`[predicted]` for those spans."""
     spans = one_f_one_b(pp, micro_batches)
@@ -104,7 +113,7 @@ def predicted(*, pp: int, micro_batches: int) -> dict[str, Any]:
         "tokens_per_step": micro_batches * 8 // pp * 8192,
         "memory_gib_by_stage": stages,
         "breakdown_s": shares,
-        "timeline": timeline_table(spans),
+        "timeline": shortened(spans),
     }
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.answer import read_timeline, timeline_table
+from autoparallel.answer import read_timeline
 from autoparallel.report import charts, numbers
-from tests.report.sample import one_f_one_b
+from tests.report.sample import one_f_one_b, shortened
 
 _points = st.lists(
     st.builds(
@@ -74,7 +74,7 @@ def test_memory_columns_stand_on_the_axis_and_below_the_top(
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 4), (4, 8), (8, 200)])
 def test_a_timeline_reads_back_to_the_microsecond(pp: int, micro_batches: int) -> None:
     spans = one_f_one_b(pp, micro_batches)
-    table = timeline_table(spans)
+    table = shortened(spans)
     read = {(s.rank, s.action): s for s in read_timeline(table)}
     known = {(s.rank, s.action): s for s in spans}
     assert read.keys() <= known.keys()
@@ -87,7 +87,7 @@ def test_a_timeline_reads_back_to_the_microsecond(pp: int, micro_batches: int) -
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 4), (4, 8), (8, 200)])
 def test_spans_of_one_rank_do_not_overlap_in_the_picture(pp: int, micro_batches: int) -> None:
-    table = timeline_table(one_f_one_b(pp, micro_batches))
+    table = shortened(one_f_one_b(pp, micro_batches))
     cut_us = table.get("cut_us")
     cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
     chart = charts.timeline(read_timeline(table), cut_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoparallel.costmodel.prediction import Prediction
-from autoparallel.costmodel.simulate import Prepared
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
@@ -41,17 +40,17 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
 
 
 def plan_problems(
-    problem: Problem, strategy: Strategy, prediction: Prediction, prepared: Prepared | None = None
+    problem: Problem, strategy: Strategy, prediction: Prediction, laid_out: Expander | None = None
 ) -> list[str]:
     """Everything that is wrong with a plan: illegal, not what the user fixed, priced differently by an expander
-    that knows nothing of the search, or too large. `prepared` is the order of its actions, where it is known."""
+    that knows nothing of the search, or too large. From `laid_out` it takes the order of the actions alone."""
     found = strategy_problems(problem.graph, problem.cluster, strategy)
     found += constraint_problems(problem, strategy)
     if found:
         return found
     fresh = Expander(graph=problem.graph, cluster=problem.cluster)
-    if prepared is not None:
-        fresh.lay_out(strategy, prepared)
+    if laid_out is not None:
+        fresh.lay_out(strategy, laid_out)
     again = score(problem.graph, problem.cluster, strategy, fresh, spans=False)
     if abs(again.step_time_s - prediction.step_time_s) > SAME * prediction.step_time_s:
         found.append(f"a step of {again.step_time_s} s, not {prediction.step_time_s} s")
@@ -63,8 +62,8 @@ def plan_problems(
 
 
 def check_plan(
-    problem: Problem, strategy: Strategy, prediction: Prediction, prepared: Prepared | None = None
+    problem: Problem, strategy: Strategy, prediction: Prediction, laid_out: Expander | None = None
 ) -> None:
     """Stop before a wrong plan leaves the planner: that is a bug of ours."""
-    problems = plan_problems(problem, strategy, prediction, prepared)
+    problems = plan_problems(problem, strategy, prediction, laid_out)
     assert not problems, f"the plan is not what it claims: {'; '.join(problems)}\n{strategy}"

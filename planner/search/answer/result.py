@@ -28,8 +28,8 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     problem, expander = outer.problem, outer.book.expander
     rivals = _rivals(outer, frontier, work)
     strategy = with_rules(expander, frontier.incumbent.strategy)
-    prediction = score(problem.graph, problem.cluster, strategy, expander)
-    check_plan(problem, strategy, prediction, expander.prepared(strategy))
+    prediction = score(problem.graph, problem.cluster, strategy, expander, spans=False)
+    check_plan(problem, strategy, prediction, expander)
     optimal = not frontier.may_win(frontier.bound())
     gap = 0.0 if optimal else max(0.0, 1.0 - frontier.bound()[0] / frontier.value[0])
     candidates = int(outer.counts.sum())
