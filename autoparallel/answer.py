@@ -15,6 +15,7 @@ from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.score import at_home
 from autoparallel.planner.search.answer.outcome import (
     Alternative,
     ConstraintCost,
@@ -165,6 +166,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     strategy saves laying it out again."""
     graph, cluster = expander.graph, expander.cluster
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
+    expander, strategy = at_home(expander, strategy)
     table["confidence"] = confidence_table(expander, strategy)
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
@@ -317,7 +319,7 @@ def score_answer(expander: Expander, strategy: Strategy, prediction: Prediction)
     return {
         **prediction_table(expander.graph, prediction),
         **cost_table(expander.cluster, strategy.mesh, prediction),
-        "confidence": confidence_table(expander, strategy),
+        "confidence": confidence_table(*at_home(expander, strategy)),
         "strategy": strategy_table(strategy),
     }
 

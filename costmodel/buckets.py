@@ -30,11 +30,17 @@ def fill_buckets(reductions: Sequence[tuple[Collective, ...]], bucket_bytes: int
     for number, collectives in enumerate(reductions):
         size = max((collective.size_bytes for collective in collectives), default=0)
         done = 0.0
+        full: tuple[Collective, ...] = ()  # what a bucket with nothing but this link's gradients reduces
         while size and bucket_bytes and held + size * (1.0 - done) >= bucket_bytes:
             share = (bucket_bytes - held) / size
-            _add(pending, collectives, share)
             done = min(1.0, done + share)
-            buckets.append(_close(number, done, pending))
+            if pending or not full:
+                own = not pending
+                _add(pending, collectives, share)
+                buckets.append(_close(number, done, pending))
+                full = buckets[-1].collectives if own else full
+            else:
+                buckets.append(Bucket(link=number, fraction=done, collectives=full))
             pending, held = {}, 0.0
         if size and done < 1.0:
             _add(pending, collectives, 1.0 - done)

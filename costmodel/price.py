@@ -62,7 +62,8 @@ class Pricer:
         return self.kernels[key]
 
     def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
-        """As `costmodel.collectives.collective_s`."""
+        """As `costmodel.collectives.collective_s`, which looks at the axes of the collective alone."""
+        axes = tuple(axis for axis in axes if axis.name in collective.axes and axis.size > 1)
         key = (collective, axes)
         if key not in self.collectives:
             self.collectives[key] = collective_s(collective, axes, self.cluster)
@@ -202,11 +203,14 @@ def _priced_buckets(
     links: Sequence[BlockWork], program: Program, pricer: Pricer
 ) -> list[tuple[Bucket, float]]:
     """The buckets of gradients in the order of the backward, and the seconds that each takes to reduce."""
-    buckets = fill_buckets([link.reduce for link in links], program.bucket_bytes)
-    return [
-        (bucket, sum(pricer.collective_s(collective, program.axes) for collective in bucket.collectives))
-        for bucket in buckets
-    ]
+    priced: list[tuple[Bucket, float]] = []
+    for bucket in fill_buckets([link.reduce for link in links], program.bucket_bytes):
+        if priced and bucket.collectives is priced[-1][0].collectives:  # full ones of one link are alike
+            priced.append((bucket, priced[-1][1]))
+            continue
+        seconds = (pricer.collective_s(collective, program.axes) for collective in bucket.collectives)
+        priced.append((bucket, sum(seconds)))
+    return priced
 
 
 def _run(

@@ -31,19 +31,20 @@ def score(
     problems = strategy_problems(graph, cluster, strategy)
     if problems:
         raise UserError("\n".join(problems))
-    groups = strategy.mesh.groups
-    if len(cluster.groups) > 1 and len(set(groups)) == 1:  # one group's devices are a cluster of their own
-        cluster, strategy = (
-            only_group(cluster, groups[0]),
-            replace(strategy, mesh=replace(strategy.mesh, groups=())),
-        )
-        expander = None
-    if expander is None:
-        expander = Expander(graph=graph, cluster=cluster)
+    expander, strategy = at_home(expander or Expander(graph=graph, cluster=cluster), strategy)
     return simulate(
         expander.program(strategy),
-        cluster,
+        expander.cluster,
         pricer=expander.pricer,
         prepared=expander.prepared(strategy),
         spans=spans,
     )
+
+
+def at_home(expander: Expander, strategy: Strategy) -> tuple[Expander, Strategy]:
+    """Where a strategy is priced: one group's devices are a cluster of their own."""
+    cluster, groups = expander.cluster, strategy.mesh.groups
+    if len(cluster.groups) < 2 or len(set(groups)) != 1:
+        return expander, strategy
+    alone = Expander(graph=expander.graph, cluster=only_group(cluster, groups[0]))
+    return alone, replace(strategy, mesh=replace(strategy.mesh, groups=()))

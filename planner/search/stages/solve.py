@@ -192,7 +192,10 @@ class _Builder:
         return value
 
     def row(self, row: Row) -> Linear:
-        return row.constant + sum(factor * self.amounts(q)[c] for q, c, factor in row.terms)
+        amounts = [self.amounts(q)[c] for q, c, _ in row.terms]
+        return row.constant + cp_model.LinearExpr.weighted_sum(
+            amounts, [factor for _, _, factor in row.terms]
+        )
 
     def every_block_in_one_chunk(self) -> None:
         """sum n[c] = N and k[c] <= n[c]."""
