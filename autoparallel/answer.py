@@ -23,7 +23,7 @@ from autoparallel.planner.search.answer.outcome import (
     PlanResult,
     TradeOff,
 )
-from autoparallel.planner.strategy.types import Mesh, Strategy
+from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import times
 
@@ -104,7 +104,10 @@ def strategy_table(strategy: Strategy) -> dict[str, Any]:
                 }
                 for rule in strategy.tensor
             ]
-        else:
+        elif f.name == "embedding":
+            rules = [{k: v for k, v in asdict(rule).items() if v is not None} for rule in strategy.embedding]
+            table |= {"embedding": rules} if rules else {}
+        elif part != EmbeddingAccess():  # says nothing about models without tables
             table[f.name] = {g.name.rstrip("_"): _plain(getattr(part, g.name)) for g in fields(part)}
     return table
 

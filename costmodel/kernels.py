@@ -39,6 +39,10 @@ PER_TENSOR = (
     "optimizer_tensors"  # what an optimizer step takes for each of `count` tensors, whatever its size
 )
 HOST_COPY = "host"  # a copy between the device's memory and its host's
+SERVED = (
+    "served"  # rows that a parameter server on a host gives or takes, while every device of the node asks it
+)
+HOST_UPDATE = "host_update"  # this device's share of what the processors of its host read and write
 _SCORE_KERNELS = {"eager": 4, "fused": 1, "compiled": 2}  # that pass over the scores of unfused attention
 _MEMORY_KINDS = {
     OpKind.EMBEDDING: "memory.efficiency.embedding", OpKind.NORM: "memory.efficiency.norm",
@@ -82,6 +86,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     start_s = device.constants["kernel.start_s"]
     if kernel.kind == HOST_COPY:
         return kernel.count * (start_s + kernel.bytes_moved / device.constants["host.bytes_per_s"])
+    if kernel.kind in (SERVED, HOST_UPDATE):
+        return kernel.count * (start_s + on_host_s(kernel, device))
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
         if not kernel.attention.flash:
             return kernel.count * unfused_attention_s(kernel, kernel.attention, device, kernels)
@@ -93,6 +99,22 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     else:
         once_s = _plain_roofline_s(kernel, device)
     return kernel.count * (start_s + once_s)
+
+
+def on_host_s(kernel: Kernel, device: Device) -> float:
+    """Rows through the host's memory, which the node's devices use at once, and over a device's own link to it,
+    whichever is slower; an update stays in the host's memory. Raises UserError where the device's profile does not
+    say what the host has."""
+    memory_bytes_per_s = device.constants["host.memory_bytes_per_s"]
+    if not memory_bytes_per_s:
+        raise UserError(
+            f"{device.name}: the profile does not say how fast the host's memory is, which parameter servers need; "
+            "set constants.host.memory_bytes and constants.host.memory_bytes_per_s"
+        )
+    shared_s = kernel.bytes_moved * kernel.sharers / memory_bytes_per_s
+    if kernel.kind == HOST_UPDATE:
+        return shared_s
+    return max(shared_s, kernel.bytes_moved / device.constants["host.bytes_per_s"])
 
 
 def peak_flops(device: Device, dtype: str) -> float:

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
-from autoparallel.costmodel.kernels import device_s, host_s
+from autoparallel.costmodel.kernels import SERVED, device_s, host_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
     Action,
@@ -154,7 +154,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
         hidden = key
         for step in steps:
             if isinstance(step, Kernel):
-                (seconds, launch_s), where = pricer.kernel_times(step, device, program.kernels), key
+                seconds, launch_s = pricer.kernel_times(step, device, program.kernels)
+                where = "other" if step.kind == SERVED else key
                 launches_s += launch_s
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)

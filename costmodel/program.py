@@ -70,7 +70,9 @@ class AttentionShape:
 class Kernel:
     """One kernel on one device, with local sizes; `count` launches of it."""
 
-    kind: OpKind | str  # or "optimizer", "compress", "host": a copy to or from the host's memory
+    kind: (
+        OpKind | str
+    )  # or "optimizer", "compress", "host" (a copy to or from the host's memory), "served", "host_update"
     dtype: str  # what the arithmetic runs in: the execution dtype for GEMMs
     flops: int
     bytes_moved: int
@@ -81,6 +83,7 @@ class Kernel:
     beside: bool = (
         False  # on a stream of its own: only what the kernels of its pass do not hide is waited for
     )
+    sharers: int = 1  # devices whose kernels like this one use their host's memory at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +199,4 @@ class Program:
     model_flops: int = 0
     tokens: int = 0
     groups: tuple[int, ...] = ()  # empty: every rank on the cluster's (slowest) device
+    host_bytes: int = 0  # that parameter servers hold in the memory of each node's host

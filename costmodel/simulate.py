@@ -66,6 +66,8 @@ def simulate(
         memory=memory,
         capacity_bytes=capacities[tightest],
         capacity_by_rank_bytes=capacities if len(set(capacities)) > 1 else (),
+        host_bytes=program.host_bytes,
+        host_capacity_bytes=cluster.device.constants["host.memory_bytes"] if program.host_bytes else 0.0,
         model_flops=program.model_flops,
         hardware_flops=program.model_flops + recomputed_flops(program),
         tokens=program.tokens,

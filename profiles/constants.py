@@ -43,6 +43,8 @@ _SINGLE = {
     "attention.v1": "speed of the first generation of flash kernels (FlashAttention 1, Triton 2022) relative to these",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
     "host.bytes_per_s": "link between a device and its host's memory, each way: what offloading uses",
+    "host.memory_bytes": "memory of a node's host, for parameter servers; 0: not stated",
+    "host.memory_bytes_per_s": "bandwidth of that memory, of all processors of the node; 0: not stated",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
     "collective.nvls_efficiency": "bus bandwidth of in-switch reduction, as a share of the level's",
@@ -83,4 +85,6 @@ UNLESS_SET: dict[str, str | float] = {
     "memory.efficiency.batch_norm": "memory.efficiency.norm",
     "memory.efficiency.pool": "memory.efficiency.reduction",
     "optimizer.tensor_s": 0.0,  # multi-tensor kernels
+    "host.memory_bytes": 0.0,  # parameter servers are then refused
+    "host.memory_bytes_per_s": 0.0,
 }

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
-from autoparallel.costmodel.compression import residual_bytes
 from autoparallel.costmodel.fusion import Unit
-from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.price import Pricer
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.simulate import Prepared, prepare_simulation
@@ -23,17 +22,19 @@ from autoparallel.planner.expand.chain import (
     first_positions,
     stage_ranges,
 )
-from autoparallel.planner.expand.local import TENSOR_DTYPE, LocalBlock, Setting
+from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
+from autoparallel.planner.expand.local import LocalBlock, Setting
 from autoparallel.planner.expand.localize import barriers, fused_units, localize
 from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
+from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
 from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 
-MIB = 2**20
+MIB = state.MIB
 NO_NAMES: frozenset[str] = frozenset()
 
 
@@ -74,6 +75,8 @@ class Expander:
     )
     _pricers: list[Pricer] = field(default_factory=list, repr=False, compare=False)
     _flops: dict[int, int] = field(default_factory=dict, repr=False, compare=False)  # by global batch
+    placed: tuple[TablePlace, ...] = ()  # tables of which `graph` has the hot rows alone
+    _tiered: dict[tuple[TablePlace, ...], Expander] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def pricer(self) -> Pricer:
@@ -149,8 +152,19 @@ class Expander:
             self._schedules[key] = build_schedule(*key)
         return self._schedules[key]
 
+    def tiered(self, placed: tuple[TablePlace, ...]) -> Expander:
+        """The expander of the model with these tables' cold rows elsewhere."""
+        if placed not in self._tiered:
+            self._tiered[placed] = Expander(
+                hot_graph(self.graph, placed), self.cluster, placed=placed, _pricers=[self.pricer],
+                _schedules=self._schedules, _prepared=self._prepared,
+            )  # fmt: skip
+        return self._tiered[placed]
+
     def program(self, strategy: Strategy) -> Program:
         """The program of one optimizer step. The strategy must be legal (`planner.legal`)."""
+        if not self.placed and (placed := places(self.graph, strategy)):
+            return self.tiered(placed).program(strategy)
         mesh, sync = strategy.mesh, strategy.grad_sync
         zero = state.zero_level(strategy)
         return Program(
@@ -166,6 +180,7 @@ class Expander:
             model_flops=self._model_flops(strategy.batch.global_),
             tokens=strategy.batch.global_ * self.graph.tokens_per_sample,
             groups=mesh.groups,
+            host_bytes=host_bytes(self.placed, strategy, self.cluster) if self.placed else 0,
         )
 
     def _model_flops(self, batch: int) -> int:
@@ -198,7 +213,9 @@ class Expander:
                     self._gathered(strategy, positions),
                 )
                 made[key] = replace(_stage(works, send, tied, gathered, strategy), received=received)
-            found.append(made[key])
+            here = tuple(p for p in self.placed if p.table.position in positions)
+            cold = with_cold_rows(made[key], here, positions, strategy, self.cluster) if here else made[key]
+            found.append(cold)
         return tuple(found)
 
     def _request(self, strategy: Strategy) -> TensorRequest:
@@ -354,28 +371,9 @@ def _stage(
         optimizer_bytes=stepped,
         buffer_bytes=sum(w.buffer_bytes for w in works)
         + gathered
-        + _buffers(parameters, trainable, graded, strategy),
+        + state.stage_buffers(parameters, trainable, graded, strategy),
         tied_reduce=tied,
     )
-
-
-def _buffers(parameters: int, trainable: int, gradient_bytes: int, strategy: Strategy) -> int:
-    """Buffers alive for the whole step: compressed copies of a bucket, what error feedback keeps, and parameters
-    cast for compute."""
-    execution, sync = strategy.execution, strategy.grad_sync
-    found = 0
-    if any(method != "none" for method in sync.compression) and strategy.mesh.data_parallel > 1:
-        found += min(round(sync.bucket_mib * MIB), gradient_bytes)
-        whole = trainable * state.dtype_bytes(execution.grad_dtype)
-        found += max(residual_bytes(method, whole) for method in sync.compression)
-    compute = ITEM_BYTES[_compute_dtype(execution)]
-    if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
-        found += parameters * compute
-    return found
-
-
-def _compute_dtype(execution: Execution) -> str:
-    return TENSOR_DTYPE[execution.dtype]
 
 
 def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoparallel.costmodel.compression import residual_bytes
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.kernels import PER_TENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel
@@ -13,6 +14,7 @@ from autoparallel.planner.expand.offload import host_copy
 from autoparallel.planner.strategy.types import Execution, Strategy
 
 FP32_BYTES = 4
+MIB = 2**20
 # fp32 numbers of optimizer state per parameter. Kind: formula. Source: torch.optim's state (Adam, AdamW:
 # exp_avg and exp_avg_sq; SGD: momentum_buffer). Adafactor factors the second moment of a matrix into a row and
 # a column: next to nothing per parameter.
@@ -161,17 +163,25 @@ def updates_per_parameter(strategy: Strategy) -> tuple[float, float]:
 def optimizer_kernel(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[Kernel, ...]:
     """One fused update: reads the gradient, reads and writes state and master copy, writes the parameter. State
     on the host comes to the device and goes back, piece by piece, both ways at once."""
-    execution = strategy.execution
     kinds = ((trainable - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
-    count = sum(share(n, shards.ranks if shards.zero else 1) for n, shards in kinds)
-    if not count:
-        return ()
+    return update_kernels(sum(share(n, shards.ranks if shards.zero else 1) for n, shards in kinds), strategy)
+
+
+def bytes_per_update(execution: Execution) -> int:
+    """Read and written to update one parameter."""
     parameter = dtype_bytes(execution.param_dtype)
     moved = dtype_bytes(execution.grad_dtype) + 2 * optimizer_bytes_per_parameter(execution)
-    moved += parameter if keeps_master(execution) else 2 * parameter
+    return moved + (parameter if keeps_master(execution) else 2 * parameter)
+
+
+def update_kernels(count: int, strategy: Strategy) -> tuple[Kernel, ...]:
+    """The update of `count` parameters on this device."""
+    execution = strategy.execution
+    if not count:
+        return ()
     update = Kernel(
         kind="optimizer", dtype="fp32", flops=count * UPDATE_FLOPS[execution.optimizer],
-        bytes_moved=count * moved,
+        bytes_moved=count * bytes_per_update(execution),
     )  # fmt: skip
     away = round(count * optimizer_bytes_per_parameter(execution) * strategy.offload.optimizer)
     return (update, host_copy(away, beside=False)) if away else (update,)
@@ -220,3 +230,18 @@ def accumulation_kernel(work: BlockWork, strategy: Strategy) -> tuple[Kernel, ..
         return ()
     moved = work.trainable * (produced + 2 * summed)
     return (Kernel(kind="elementwise", dtype="fp32", flops=work.trainable, bytes_moved=moved, backward=True),)
+
+
+def stage_buffers(parameters: int, trainable: int, gradient_bytes: int, strategy: Strategy) -> int:
+    """Buffers alive for the whole step: compressed copies of a bucket, what error feedback keeps, and parameters
+    cast for compute."""
+    execution, sync = strategy.execution, strategy.grad_sync
+    found = 0
+    if any(method != "none" for method in sync.compression) and strategy.mesh.data_parallel > 1:
+        found += min(round(sync.bucket_mib * MIB), gradient_bytes)
+        whole = trainable * dtype_bytes(execution.grad_dtype)
+        found += max(residual_bytes(method, whole) for method in sync.compression)
+    compute = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]]
+    if compute < dtype_bytes(execution.param_dtype) and zero_level(strategy) < 3:
+        found += parameters * compute
+    return found

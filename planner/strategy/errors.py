@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from autoparallel.planner.strategy.schema import (
     SECTIONS,
+    EmbeddingEntry,
     ProblemSection,
     Section,
     StrategySchema,
@@ -100,7 +101,7 @@ def _show_location(location: tuple[int | str, ...]) -> str:
         return f"[{key}]" if key in StrategySchema.model_fields and key != "schema" else key
     first, *rest = location
     head = str(first)
-    table = f"[[{head}]]" if head == "tensor" else f"[{head}]"
+    table = f"[[{head}]]" if head in ("tensor", "embedding") else f"[{head}]"
     text = table
     for step in rest:
         text += f" entry {step + 1}" if isinstance(step, int) else f" {step}"
@@ -110,13 +111,15 @@ def _show_location(location: tuple[int | str, ...]) -> str:
 def _suggest(location: tuple[int | str, ...]) -> str:
     word = str(location[-1])
     if len(location) == 1:
-        tables = [*SECTIONS, "tensor", "problem", "schema"]
+        tables = [*SECTIONS, "tensor", "embedding", "problem", "schema"]
         for table, section in SECTIONS.items():
             if word in keys_of(section):
                 return f'"{word}" belongs under [{table}]'
         return nearest(word, tables)
     head = str(location[0])
-    sections: dict[str, type[Section]] = {**SECTIONS, "problem": ProblemSection, "tensor": TensorEntry}
+    sections: dict[str, type[Section]] = {
+        **SECTIONS, "problem": ProblemSection, "tensor": TensorEntry, "embedding": EmbeddingEntry,
+    }  # fmt: skip
     own = list(keys_of(sections[head]))
     if not difflib.get_close_matches(word, own, n=1, cutoff=0.55):
         for table, other in SECTIONS.items():

@@ -15,10 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from autoparallel.errors import UserError
+from autoparallel.planner.strategy.access_laws import checked_law
 from autoparallel.planner.strategy.errors import explain_validation, nearest
 from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, Section, StrategySchema, keys_of
 from autoparallel.planner.strategy.types import (
     Batch,
+    EmbeddingAccess,
+    EmbeddingRule,
     Execution,
     GradSync,
     Mesh,
@@ -56,11 +59,12 @@ _PARTS: dict[str, type] = {
     "offload": Offload,
     "execution": Execution,
     "grad_sync": GradSync,
+    "embedding_access": EmbeddingAccess,
 }
 
 # Keys whose absence from a complete file means their default, not a decision left open: `[execution]` and
-# batch.global are inputs with defaults, these two are marked optional in the file format.
-_DEFAULTED = ("mesh.groups", "recompute.per_stage")
+# batch.global are inputs with defaults, these are marked optional in the file format.
+_DEFAULTED = ("mesh.groups", "mesh.placement", "mesh.per_node", "recompute.per_stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +125,10 @@ def parse_strategy(raw: Mapping[str, Any], *, name: str) -> StrategyFile:
             )
             for entry in parsed.tensor
         )
+    if parsed.embedding is not None:
+        constraints["embedding"] = tuple(EmbeddingRule(**dict(entry)) for entry in parsed.embedding)
     _check_values(constraints, name)
+    _read_laws(constraints, name)
     record = None
     if parsed.problem is not None:
         given = parsed.problem.model_dump(exclude_unset=True)
@@ -169,7 +176,19 @@ def _section_constraints(section: str, parsed: Section | None) -> dict[str, obje
 
 
 def _freeze(value: Any) -> object:
+    if isinstance(value, dict):
+        return tuple(value.items())
     return tuple(value) if isinstance(value, list) else value
+
+
+def _read_laws(constraints: dict[str, object], name: str) -> None:
+    """Laws of access are checked, and those in files are read, so that the strategy stands alone."""
+    law, tables = constraints.get("embedding_access.law"), constraints.get("embedding_access.tables")
+    if isinstance(law, str):
+        constraints["embedding_access.law"] = checked_law(law, name)
+    if isinstance(tables, tuple):
+        laws = tuple((module, checked_law(law, name)) for module, law in tables)
+        constraints["embedding_access.tables"] = laws
 
 
 def _check_values(constraints: Constraints, name: str) -> None:
@@ -229,12 +248,16 @@ def _parse_setting(key: str, text: str, name: str) -> Constraints:
 
 def missing_keys(constraints: Constraints) -> tuple[str, ...]:
     """Keys that a complete strategy has and `constraints` leave to the planner."""
-    optional = {*_DEFAULTED, *(f"execution.{k}" for k in keys_of(SECTIONS["execution"]))}
+    inputs = ("execution", "embedding_access")
+    optional = {*_DEFAULTED, *(f"{s}.{k}" for s in inputs for k in keys_of(SECTIONS[s]))}
     wanted = [f"{s}.{k}" for s, model in SECTIONS.items() for k in keys_of(model)]
     missing = [key for key in wanted if key not in constraints and key not in optional]
     tp = constraints.get("mesh.tp", 1)
     if "tensor" not in constraints and tp != 1:
         missing.append("tensor")
+    rules: Any = constraints.get("embedding", ())
+    if any(rule.tier is None or (rule.hot_rows is None and rule.tier != "device") for rule in rules):
+        missing.append("embedding")
     return tuple(missing)
 
 
@@ -255,7 +278,8 @@ def strategy_from_constraints(constraints: Constraints, *, name: str = "strategy
         }
         parts[section] = kind(**given)
     rules: Any = constraints.get("tensor", ())
-    return Strategy(**parts, tensor=tuple(rules))
+    tables: Any = constraints.get("embedding", ())
+    return Strategy(**parts, tensor=tuple(rules), embedding=tuple(tables))
 
 
 def strategy_to_constraints(strategy: Strategy) -> Constraints:
@@ -265,4 +289,6 @@ def strategy_to_constraints(strategy: Strategy) -> Constraints:
         part = getattr(strategy, section)
         result.update({f"{section}.{f.name.rstrip('_')}": getattr(part, f.name) for f in fields(kind)})
     result["tensor"] = strategy.tensor
+    if strategy.embedding:
+        result["embedding"] = strategy.embedding
     return result

@@ -9,7 +9,9 @@ from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.expand.schedules import schedule_problem
 from autoparallel.planner.expand.state import STATES
 from autoparallel.planner.sharding.experts import expert_layers
+from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.groups import group_problems
+from autoparallel.planner.strategy.machines import placement_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -22,10 +24,12 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
     if not found:  # what follows divides by these
         found = [
             *group_problems(cluster, strategy),
+            *placement_problems(cluster, strategy),
             *_tensor(graph, strategy),
             *_pipeline(graph, strategy),
             *_shard(graph, strategy),
-            *_not_yet(strategy),
+            *_rates(strategy),
+            *embedding_problems(graph, cluster, strategy),
         ]
     return found
 
@@ -227,12 +231,10 @@ def expert_counts(graph: ModelGraph) -> frozenset[int]:
     )
 
 
-def _not_yet(strategy: Strategy) -> Iterator[str]:
+def _rates(strategy: Strategy) -> Iterator[str]:
     execution, offload = strategy.execution, strategy.offload
     for name in ("optimizer", "activations"):
         if not 0.0 <= getattr(offload, name) <= 1.0:
             yield f"offload.{name} = {getattr(offload, name)}: a share, from 0 to 1"
     if execution.optimizer not in STATES:
         yield f'execution.optimizer = "{execution.optimizer}": one of {", ".join(STATES)}'
-    if strategy.grad_sync.algorithm == "parameter-server":
-        yield 'grad_sync.algorithm = "parameter-server" is not planned yet; use auto, ring, tree or hierarchical'

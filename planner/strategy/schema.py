@@ -54,6 +54,8 @@ class MeshSection(Section):
     ep: Degree | None = Field(None, description="expert parallelism: divides dp_shard * cp * tp")
     order: list[AxisName] | None = Field(None, description="outermost first: where each axis sits")
     groups: list[Count] | None = Field(None, description="device group of each pipeline rank")
+    placement: list[Count] | None = Field(None, description="nodes in rank order, those in use")
+    per_node: Degree | None = Field(None, description="devices used of each node")
 
 
 class ShardSection(Section):
@@ -127,6 +129,24 @@ class TensorEntry(Section):
     outputs: list[Layout] = Field(default_factory=list)
 
 
+class EmbeddingEntry(Section):
+    """One `[[embedding]]` entry."""
+
+    module: str
+    tier: Literal["device", "sharded", "parameter-server"] | None = None
+    hot_rows: Count | None = None
+
+
+class EmbeddingAccessSection(Section):
+    """`[embedding_access]`: inputs, never chosen."""
+
+    law: str | None = Field(None, description="of look-ups by row: uniform | zipf:EXPONENT | FILE.csv")
+    tables: dict[str, str] | None = Field(None, description="laws of single tables, by module")
+    update: Literal["auto", "all", "touched"] | None = Field(
+        None, description="rows that a step updates: all (dense optimizer) | touched (sparse) | auto"
+    )
+
+
 class ProblemSection(Section):
     """`[problem]`: what the file was planned for."""
 
@@ -153,6 +173,8 @@ class StrategySchema(Section):
     execution: ExecutionSection | None = None
     grad_sync: GradSyncSection | None = None
     tensor: list[TensorEntry] | None = None
+    embedding: list[EmbeddingEntry] | None = None
+    embedding_access: EmbeddingAccessSection | None = None
     predicted: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
 
@@ -166,6 +188,7 @@ SECTIONS: dict[str, type[Section]] = {
     "offload": OffloadSection,
     "execution": ExecutionSection,
     "grad_sync": GradSyncSection,
+    "embedding_access": EmbeddingAccessSection,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+TIERS = ("device", "sharded", "parameter-server")
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev", "program")
 
 
@@ -18,7 +19,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Sizes of the mesh axes; `order` is outermost first."""
+    """Sizes of the mesh axes; `order` is outermost first. Nodes are numbered through the cluster's groups."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -28,6 +29,10 @@ class Mesh:
     ep: int = 1
     order: tuple[str, ...] = AXES
     groups: tuple[int, ...] = ()
+    placement: tuple[
+        int, ...
+    ] = ()  # node of each block of devices in rank order; empty: as in the cluster's file
+    per_node: int = 0  # devices taken of each node; 0: all that it has
 
     @property
     def devices(self) -> int:
@@ -114,6 +119,28 @@ class TensorRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRule:
+    """One `[[embedding]]` entry: where the rows of embedding tables live; what is None is chosen.
+
+    "device": like any other parameters. "sharded": a row each on the devices of the data-parallel ranks in turn.
+    "parameter-server": on the hosts. The first `hot_rows`, the most wanted, are on every device in any case.
+    """
+
+    module: str  # `*` stands for anything
+    tier: str | None = None
+    hot_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingAccess:
+    """How tables are looked up and updated: never chosen. `tables` has laws by module that `law` is not for."""
+
+    law: str = "uniform"  # as `costmodel.access.parse_law` reads it
+    tables: tuple[tuple[str, str], ...] = ()
+    update: str = "auto"  # rows that a step updates outside the hot ones: all | touched | auto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """A complete plan."""
 
@@ -126,6 +153,8 @@ class Strategy:
     execution: Execution = field(default_factory=Execution)
     grad_sync: GradSync = field(default_factory=GradSync)
     tensor: tuple[TensorRule, ...] = ()
+    embedding: tuple[EmbeddingRule, ...] = ()  # empty: every table on the devices
+    embedding_access: EmbeddingAccess = field(default_factory=EmbeddingAccess)
 
     @property
     def micro_batches(self) -> int:

@@ -17,8 +17,9 @@ from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, comment_of
-from autoparallel.planner.strategy.types import Strategy, TensorRule
+from autoparallel.planner.strategy.types import EmbeddingAccess, EmbeddingRule, Strategy, TensorRule
 
+UNSAID = ("placement", "per_node")  # keys left out where they say nothing: on regular clusters
 _COMMENT_COLUMN = 34
 _LINE_WIDTH = 100  # longer lists are broken, one item a line
 
@@ -54,8 +55,10 @@ def strategy_text(
     ]
     for section in SECTIONS:
         part = getattr(strategy, section)
-        parts.append(_strategy_section(section, part))
+        if part != EmbeddingAccess():  # says nothing about most models
+            parts.append(_strategy_section(section, part))
     parts.extend(_tensor_entry(rule) for rule in strategy.tensor)
+    parts.extend(_embedding_entry(rule) for rule in strategy.embedding)
     parts.append(_table("predicted", predicted, "what the cost model says of it"))
     parts.append(_table("search", search, "how it was found, and what was rejected"))
     if problem.get("cluster"):
@@ -124,7 +127,10 @@ def _strategy_section(section: str, part: Any) -> str:
     lines = [f"[{section}]"]
     for f in fields(part):
         key = f.name.rstrip("_")
-        line = f"{key} = {literal(getattr(part, f.name))}"
+        if f.name in UNSAID and not getattr(part, f.name):
+            continue
+        value = getattr(part, f.name)
+        line = f"{key} = {literal(dict(value) if key == 'tables' else value)}"
         comment = comment_of(section, key)
         lines.append(f"{line:<{_COMMENT_COLUMN}} # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
@@ -138,6 +144,13 @@ def _tensor_entry(rule: TensorRule) -> str:
         lines.append(f"inputs = {literal(dict(rule.inputs))}")
     if rule.outputs:
         lines.append(f"outputs = {literal(rule.outputs)}")
+    return "\n".join(lines) + "\n"
+
+
+def _embedding_entry(rule: EmbeddingRule) -> str:
+    lines = ["[[embedding]]", f"module = {literal(rule.module)}"]
+    lines += [f"tier = {literal(rule.tier)}"] if rule.tier is not None else []
+    lines += [f"hot_rows = {rule.hot_rows}"] if rule.hot_rows is not None else []
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,6 @@ from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
-    GradSync,
     Mesh,
     Offload,
     Pipeline,
@@ -70,7 +69,6 @@ def test_a_legal_strategy_has_no_problems(strategy: Strategy) -> None:
         ({"mesh": Mesh(cp=3)}, ["mesh.cp = 3", "32"]),
         ({"offload": Offload(optimizer=1.5)}, ["offload.optimizer"]),
         ({"execution": Execution(optimizer="lion")}, ["execution.optimizer", "lion", "adamw"]),
-        ({"grad_sync": GradSync(algorithm="parameter-server")}, ["grad_sync.algorithm"]),
     ],
 )
 def test_what_cannot_run_is_named(change: dict[str, object], words: list[str]) -> None:

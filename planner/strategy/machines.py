@@ -1,0 +1,124 @@
+"""The devices that a strategy really uses: some nodes of the cluster, in the order that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Cluster
+from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes, of_nodes, only_group
+
+
+def machines(cluster: Cluster, strategy: Strategy) -> tuple[Cluster, Strategy]:
+    """The part of the cluster that a strategy runs on, as a cluster of its own, and the strategy as one for that.
+
+    Regular clusters of one kind of device are what they are. Of groups that a strategy names, one alone is a
+    cluster; nodes short of a device are left out where as many ranks as there are fit on nodes that are alike.
+    """
+    mesh = strategy.mesh
+    nodes, per_node = mesh.placement, mesh.per_node
+    if not nodes and not per_node and any(group.short for group in cluster.groups):
+        nodes, per_node = alike_nodes(cluster, mesh.devices)
+    if nodes or per_node:
+        cluster = of_nodes(cluster, nodes or range(cluster.nodes), per_node)
+    elif cluster.network is not None and len(set(mesh.groups)) > 1:
+        cluster = of_nodes(cluster, nodes_by_group(cluster, mesh.groups))
+    groups = mesh.groups
+    if len(cluster.groups) > 1 and len(set(groups)) == 1:
+        cluster, groups = only_group(cluster, groups[0]), ()
+    if (nodes, per_node, groups) != (mesh.placement, mesh.per_node, mesh.groups) or nodes or per_node:
+        strategy = replace(strategy, mesh=replace(mesh, placement=(), per_node=0, groups=groups))
+    return cluster, strategy
+
+
+def alike_nodes(cluster: Cluster, devices: int) -> tuple[tuple[int, ...], int]:
+    """Nodes, and devices of each, that hold so many devices: as many of each as can be; then all nodes, those that
+    lack most last."""
+    for nodes, per_node in regular_parts(cluster):
+        if len(nodes) * per_node >= devices:
+            return nodes, per_node
+    have = devices_of_nodes(cluster)
+    return tuple(sorted((n for n in range(len(have)) if have[n]), key=lambda node: -have[node])), 0
+
+
+def regular_parts(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], int]]:
+    """All nodes that have at least so many devices, and that many of each: largest nodes first."""
+    have = devices_of_nodes(cluster)
+    for per_node in sorted({n for n in have if n}, reverse=True):
+        yield tuple(node for node, n in enumerate(have) if n >= per_node), per_node
+
+
+def nodes_by_group(cluster: Cluster, groups: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of the named groups, in the order in which pipeline ranks take them."""
+    homes = group_of_nodes(cluster)
+    return tuple(n for g in dict.fromkeys(groups) for n, home in enumerate(homes) if home == g)
+
+
+def placement_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
+    """What is wrong with `mesh.placement` and `mesh.per_node`; nothing where they are left out."""
+    mesh, have = strategy.mesh, devices_of_nodes(cluster)
+    nodes, per_node = mesh.placement, mesh.per_node
+    shown = f"mesh.placement = {list(nodes)}"
+    if len(set(nodes)) < len(nodes) or any(not 0 <= node < len(have) for node in nodes):
+        yield f"{shown}: name nodes from 0 to {len(have) - 1} of {cluster.name}, each at most once"
+        return
+    if per_node > max(have):
+        yield f"mesh.per_node = {per_node}: the nodes of {cluster.name} have at most {max(have)} devices"
+        return
+    if not nodes and not per_node:
+        return
+    if len({group.device.name for group in cluster.groups}) > 1:
+        yield from _of_groups(cluster, strategy)
+        return
+    gives = [min(have[node], per_node or max(have)) for node in nodes or range(len(have))]
+    if any(one != max(gives) for one in gives[:-1]):
+        yield (
+            f"{shown}, mesh.per_node = {per_node}: these nodes give {gives} devices; all but the last must give as "
+            f"many: leave nodes out, or set mesh.per_node = {min(gives)}"
+        )
+    elif sum(gives) < mesh.devices:
+        yield (
+            f"{shown}, mesh.per_node = {per_node}: {sum(gives)} devices for a mesh of {mesh.devices}; name more nodes "
+            "or lower an axis"
+        )
+
+
+def _of_groups(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
+    """Among several kinds of device: all nodes of the named groups, group by group."""
+    mesh, homes = strategy.mesh, group_of_nodes(cluster)
+    wanted = nodes_by_group(cluster, mesh.groups or range(len(cluster.groups)))
+    if mesh.per_node or sorted(mesh.placement) != sorted(wanted):
+        yield (
+            f"mesh.placement = {list(mesh.placement)}: among several kinds of device name every node of the groups in "
+            f"use, {sorted(wanted)}, and leave mesh.per_node out"
+        )
+    elif mesh.groups and [homes[n] for n in mesh.placement] != [homes[n] for n in wanted]:
+        yield (
+            f"mesh.placement = {list(mesh.placement)}: mesh.groups = {list(mesh.groups)} takes nodes in the order "
+            f"{list(wanted)}; nodes may change places inside their group"
+        )
+
+
+def idle_words(cluster: Cluster, strategy: Strategy) -> str:
+    """Which devices do nothing, and why; "" where all work."""
+    idle = cluster.devices - strategy.mesh.devices
+    if not idle:
+        return ""
+    used, _ = machines(cluster, strategy)
+    have, mesh = devices_of_nodes(cluster), strategy.mesh
+    full = max(have)
+    short = [n for n, devices in enumerate(have) if devices < full]
+    found = [f"{idle} of {cluster.devices} devices idle"]
+    if short:
+        named = ", ".join(f"node {n} has {have[n]} of {full}" for n in short)
+        found.append(named)
+        nodes, per_node = (mesh.placement, mesh.per_node) if mesh.placement else alike_nodes(cluster, mesh.devices)
+        out = [n for n in short if n not in nodes]
+        if out:
+            found.append(f"left out: node {', '.join(map(str, out))}")
+        elif per_node and per_node < full:
+            found.append(f"{per_node} used of every node, so that all are alike")
+    if used.devices > mesh.devices:
+        found.append(f"the batch and the model divide among {mesh.devices}")
+    return "; ".join(found)
