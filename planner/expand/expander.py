@@ -23,8 +23,9 @@ from autoparallel.planner.expand.chain import (
     stage_ranges,
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
+from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting
-from autoparallel.planner.expand.localize import barriers, fused_units, localize
+from autoparallel.planner.expand.localize import Passes, fused_units, localize, passes_of
 from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
@@ -63,9 +64,9 @@ class Expander:
     cluster: Cluster
     _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
-    _units: dict[tuple[int, bool, str, frozenset[str]], tuple[Unit, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _layouts: dict[tuple[int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
+    _units: dict[tuple[int, str], tuple[Unit, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _passes: dict[_WorkKey, Passes] = field(default_factory=dict, repr=False, compare=False)
     _works: dict[_WorkKey, BlockWork] = field(default_factory=dict, repr=False, compare=False)
     _schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict, repr=False, compare=False
@@ -117,8 +118,18 @@ class Expander:
                 blocks = tuple(unsolved_plan(index, strategy.mesh.ep) for index in indices)
                 self._plans[request] = TensorPlan(blocks=blocks)
             else:
-                self._plans[request] = solve_tensor_plan(self.graph, indices, self.cluster, request)
+                without_experts = self._plans.get(replace(request, ep=1))
+                self._plans[request] = solve_tensor_plan(
+                    self.graph, indices, self.cluster, request, without_experts
+                )
         return self._plans[request]
+
+    def _layout(self, strategy: Strategy, block: int) -> Layout:
+        plan, dropout = self.tensor_plan(strategy).blocks[block], strategy.execution.dropout > 0
+        key = (id(plan), dropout)  # every plan stays alive
+        if key not in self._layouts:
+            self._layouts[key] = Layout(index=self.index(block, dropout=dropout), plan=plan)
+        return self._layouts[key]
 
     def work(self, strategy: Strategy, block: int, recompute: str) -> BlockWork:
         """A block's local work for one micro-batch, before data parallelism."""
@@ -130,20 +141,20 @@ class Expander:
         ep = mesh.ep if plan.has_experts else 1  # elsewhere its size changes nothing
         key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)
         if key not in self._works:
-            setting = self._setting(strategy, recompute)
-            index = self.index(block, dropout=execution.dropout > 0)
-            shape = (
-                block,
-                execution.dropout > 0,
-                execution.kernels,
-                barriers(plan),
+            made = localize(
+                self._passes_of(strategy, block, replace(key, recompute="", offloaded=0.0)), recompute
             )
-            if shape not in self._units:
-                self._units[shape] = fused_units(index, plan, execution.kernels)
-            kept = replace(key, recompute="none", offloaded=0.0)
-            made = localize(index, plan, setting, self._units[shape], self._works.get(kept))
             self._works[key] = with_offloaded(made, offloaded)
         return self._works[key]
+
+    def _passes_of(self, strategy: Strategy, block: int, key: _WorkKey) -> Passes:
+        if key not in self._passes:
+            layout, kernels = self._layout(strategy, block), strategy.execution.kernels
+            shape = (id(layout), kernels)
+            if shape not in self._units:
+                self._units[shape] = fused_units(layout, kernels)
+            self._passes[key] = passes_of(layout, self._setting(strategy), self._units[shape])
+        return self._passes[key]
 
     def schedule(self, strategy: Strategy) -> Schedule:
         """The actions of every pipeline rank."""
@@ -281,10 +292,8 @@ class Expander:
     def _send(self, strategy: Strategy, position: int) -> tuple[Collective, Collective | None]:
         """The message after a link, and what joins its shares where it is received."""
         mesh, link = strategy.mesh, self.graph.chain[position]
-        index = self.index(link.block, dropout=strategy.execution.dropout > 0)
-        setting = self._setting(strategy, "none")
-        plan = self.tensor_plan(strategy).blocks[link.block]
-        local = LocalBlock(index=index, plan=plan, setting=setting)
+        setting = self._setting(strategy)
+        local = LocalBlock(layout=self._layout(strategy, link.block), setting=setting)
         sharded = "S1" if strategy.shard.sequence_parallel and mesh.tp > 1 else "R"
         size = sum(local.spec_bytes(spec, sharded) for spec in link.sends)
         gather = None
@@ -299,11 +308,7 @@ class Expander:
             return 0
         found = 0
         for block in {self.graph.chain[p].block for p in positions}:
-            local = LocalBlock(
-                index=self.index(block, dropout=strategy.execution.dropout > 0),
-                plan=self.tensor_plan(strategy).blocks[block],
-                setting=self._setting(strategy, "none"),
-            )
+            local = LocalBlock(layout=self._layout(strategy, block), setting=self._setting(strategy))
             gathers = [
                 r
                 for r in local.plan.reshards
@@ -312,11 +317,11 @@ class Expander:
             found = max([found, *(local.value_bytes(r.value, "R") for r in gathers)])
         return found
 
-    def _setting(self, strategy: Strategy, recompute: str) -> Setting:
+    def _setting(self, strategy: Strategy) -> Setting:
         mesh = strategy.mesh
         return Setting(
             graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep,
-            recompute=recompute, execution=strategy.execution,
+            execution=strategy.execution,
         )  # fmt: skip
 
     def _tied(self, strategy: Strategy, positions: range, ties: Sequence[str]) -> tuple[Collective, ...]:

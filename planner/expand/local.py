@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autoparallel.costmodel.block_index import BlockIndex
-from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec, sharded_dim
+from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec
 from autoparallel.costmodel.program import AttentionShape, Collective, CollectiveOp, Kernel
+from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.sharding.plan import BlockPlan
 from autoparallel.planner.strategy.types import Execution
 
@@ -34,7 +35,6 @@ class Setting:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    recompute: str = "none"
     execution: Execution = field(default_factory=Execution)
 
     @property
@@ -60,9 +60,17 @@ class Setting:
 class LocalBlock:
     """A block on one device of the tensor-parallel group."""
 
-    index: BlockIndex
-    plan: BlockPlan
+    layout: Layout
     setting: Setting
+    _bytes: dict[tuple[str, str], int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def index(self) -> BlockIndex:
+        return self.layout.index
+
+    @property
+    def plan(self) -> BlockPlan:
+        return self.layout.plan
 
     def item_bytes(self, dtype: str) -> int:
         s = self.setting
@@ -76,43 +84,23 @@ class LocalBlock:
         return -(-spec.numel(s.micro) * self.item_bytes(spec.dtype) // parts)
 
     def value_bytes(self, value: str, placement: str) -> int:
-        return self.spec_bytes(self.index.specs[value], placement)
+        key = (value, placement)
+        if key not in self._bytes:
+            self._bytes[key] = self.spec_bytes(self.layout.index.specs[value], placement)
+        return self._bytes[key]
 
     def placement(self, op: int, value: str) -> str:
-        """How `value` (an input, an output, or the storage of one) is laid out where operator `op` sees it."""
-        sharding, operator = self.plan.shardings[op], self.index.block.operators[op]
-        if sharding is None:
-            return "R"
-        if value in ("", operator.name):
-            return sharding.outputs[0] if sharding.outputs else "R"
-        storage = self.index.storage.get(value, value)
-        for name, placement in zip(operator.inputs, sharding.inputs, strict=True):
-            if name == value or self.index.storage.get(name, name) == storage:
-                return placement
-        for i, placement in enumerate(sharding.outputs):
-            if value == f"{operator.name}.{i}":
-                return placement
-        return sharding.outputs[0] if sharding.outputs else "R"
+        """As `Layout.placement`."""
+        return self.layout.placement(op, value)
 
     def output_placement(self, value: str) -> str:
-        """Layout in which the producer of `value` leaves it; a block input's layout at the boundary."""
-        if value in self.index.producer:
-            return self.placement(self.index.producer[value], value)
-        if value.startswith("input:") and self.plan.inputs:
-            return self.plan.inputs[int(value.removeprefix("input:"))]
-        return dict(self.plan.params).get(value.removeprefix("param:"), "R")
+        """As `Layout.output_placement`."""
+        return self.layout.output_placement(value)
 
     def letter_parts(self, op: int) -> dict[str, int]:
         """Letter of an operator's labels -> parts it is split into by tensor parallelism."""
-        sharding, operator = self.plan.shardings[op], self.index.block.operators[op]
-        parts: dict[str, int] = {}
-        if sharding is None or self.setting.tp == 1:
-            return parts
-        placements = (*sharding.inputs, *sharding.outputs)
-        for letters, placement in zip(operator.labels, placements, strict=False):
-            if placement.startswith("S") and sharded_dim(placement) < len(letters):
-                parts[letters[sharded_dim(placement)]] = self.setting.tp
-        return parts
+        tp = self.setting.tp
+        return dict.fromkeys(self.layout.split_letters(op), tp) if tp > 1 else {}
 
     def expert_parts(self, op: int) -> int:
         """Parts into which ep divides the experts of an operator."""
@@ -121,20 +109,8 @@ class LocalBlock:
         return self.setting.ep if held else 1
 
     def split(self, op: int) -> int:
-        """Parts that an operator without letters is split into: tp where its largest activation is sharded."""
-        sharding, operator = self.plan.shardings[op], self.index.block.operators[op]
-        if sharding is None:
-            return 1
-        best, largest = "R", -1
-        names = [v for v in operator.inputs if self.index.is_activation(v)]
-        pairs = [(self.index.specs[v], p) for v, p in zip(operator.inputs, sharding.inputs, strict=True)
-                 if v in names]  # fmt: skip
-        pairs += list(zip(operator.outputs, sharding.outputs, strict=False))
-        for spec, placement in pairs:
-            size = spec.numel(1)
-            if size > largest or (size == largest and placement.startswith("S")):
-                best, largest = placement, size
-        return self.setting.tp if best.startswith("S") else 1
+        """Parts that an operator without letters is split into."""
+        return self.setting.tp if self.layout.is_split(op) else 1
 
     def kernels(self, op: int, specs: tuple[KernelSpec, ...], *, backward: bool) -> list[Kernel]:
         """Local kernels of an operator's forward or of a part of its backward."""

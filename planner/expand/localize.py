@@ -2,96 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from autoparallel.costmodel.block_index import BlockIndex
 from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import local_memory as memory
 from autoparallel.planner.expand.context import key_collectives
+from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import SHORT_DTYPE, LocalBlock, Setting, inner_collectives
-from autoparallel.planner.sharding.plan import BlockPlan, Exchange, Reshard, conjugates
+from autoparallel.planner.sharding.plan import Exchange, Reshard, conjugates
 
 # A norm's weight gradient reads its input and the gradient once more. Kind: formula.
 WEIGHT_PASSES = 2
 
 
-def fused_units(index: BlockIndex, plan: BlockPlan, kernels: str) -> tuple[Unit, ...]:
+def fused_units(layout: Layout, kernels: str) -> tuple[Unit, ...]:
     """The kernels of a block under a tensor plan: nothing fuses across a change of layout."""
-    return fuse(index, kernels, barriers=barriers(plan))
+    return fuse(layout.index, kernels, barriers=layout.barriers)
 
 
-def barriers(plan: BlockPlan) -> frozenset[str]:
-    """Values that are communicated between producer and consumer."""
-    return frozenset(move.value for move in _moves(plan))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What one device does and keeps for one micro-batch where nothing is recomputed: where every way of recomputing
+    begins. `kept`: bytes by storage."""
+
+    local: LocalBlock
+    units: tuple[Unit, ...]
+    forward: tuple[tuple[Step, ...], ...]  # by unit
+    backward_input: tuple[Step, ...]
+    backward_weight: tuple[Step, ...]
+    kept: Mapping[str, int]
+    backward_temp_bytes: int
 
 
-def localize(
-    index: BlockIndex,
-    plan: BlockPlan,
-    setting: Setting,
-    units: Sequence[Unit] | None = None,
-    kept_work: BlockWork | None = None,
-) -> BlockWork:
+def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None = None) -> Passes:
+    """The passes of a block on one device; `units` are its `fused_units`, where the caller has them already."""
+    local = LocalBlock(layout=layout, setting=setting)
+    if units is None:
+        units = fused_units(layout, setting.execution.kernels)
+    kept = memory.saved_storages(local, units)
+    inputs, weights = _backward(local, units)
+    return Passes(
+        local=local, units=units, forward=tuple(map(tuple, _forward(local, units))), kept=kept,
+        backward_input=tuple(inputs), backward_weight=tuple(weights),
+        backward_temp_bytes=memory.backward_temp_bytes(local, units, kept),
+    )  # fmt: skip
+
+
+def localize(passes: Passes, recompute: str = "none") -> BlockWork:
     """The block's work on one device, without what data parallelism adds (`gather`, `reduce`).
-
-    `units` are `fused_units` of the same block and plan, `kept_work` the work of the same block, plan and setting
-    without recomputation, where the caller has them already.
 
     Recomputation: "selective" drops the inside of attention and runs its forward again; "full" keeps only the
     block's inputs and runs the forward again up to the last unit that keeps anything (checkpointing stops
     there).
     """
-    local = LocalBlock(index=index, plan=plan, setting=setting)
-    if units is None:
-        units = fused_units(index, plan, setting.execution.kernels)
-    full_kept = memory.saved_storages(local, units)
-    kept, recompute = full_kept, list[Step]()
-    if setting.recompute == "selective":
+    local, units, block = passes.local, passes.units, passes.local.index.block
+    kept, again = passes.kept, list[Step]()
+    if recompute == "selective":
         kept = memory.saved_storages(local, units, core=False)
-        recompute = [k for unit in units for op in unit.ops
-                     if index.block.operators[op].kind is OpKind.ATTENTION
-                     for k in _unit_forward(local, Unit(ops=(op,), inputs=(), outputs=(), saved=()))]  # fmt: skip
-    elif setting.recompute == "full":
+        again = [k for unit in units for op in unit.ops if block.operators[op].kind is OpKind.ATTENTION
+                 for k in _unit_forward(local, Unit(ops=(op,), inputs=(), outputs=(), saved=()))]  # fmt: skip
+    elif recompute == "full":
         kept = {"input:": memory.input_bytes(local)}
-        recompute = _forward(local, units[: _last_keeper(units) + 1])
-    total, saved = sum(full_kept.values()), sum(kept.values())
-    inputs, weights = _passes_of(kept_work) if kept_work else _backward(local, units)
-    parameters = [(p.numel // setting.parts(place), p.trainable, place.startswith("E"))
-                  for p, (_, place) in zip(index.block.parameters, plan.params, strict=True)]  # fmt: skip
+        again = [step for steps in passes.forward[: _last_keeper(units) + 1] for step in steps]
+    total, saved = sum(passes.kept.values()), sum(kept.values())
+    parameters = [(p.numel // local.setting.parts(place), p.trainable, place.startswith("E"))
+                  for p, (_, place) in zip(block.parameters, local.plan.params, strict=True)]  # fmt: skip
     return BlockWork(
-        name=index.block.name,
-        forward=kept_work.forward if kept_work else tuple(_forward(local, units)),
-        backward_input=tuple(inputs),
-        backward_weight=tuple(weights),
-        recompute=tuple(recompute),
+        name=block.name,
+        forward=tuple(step for steps in passes.forward for step in steps),
+        backward_input=passes.backward_input,
+        backward_weight=passes.backward_weight,
+        recompute=tuple(again),
         saved_bytes=saved,
-        recomputed_bytes=max(total - saved, 0) if recompute else 0,
-        forward_temp_bytes=_forward_temp(local, units, kept),
-        backward_temp_bytes=(
-            kept_work.backward_temp_bytes
-            if kept_work
-            else memory.backward_temp_bytes(local, units, full_kept)
-        ),
+        recomputed_bytes=max(total - saved, 0) if again else 0,
+        forward_temp_bytes=_forward_temp(local, units, kept, nothing_kept=recompute == "full"),
+        backward_temp_bytes=passes.backward_temp_bytes,
         parameters=sum(n for n, _, _ in parameters),
         trainable=sum(n for n, trainable, _ in parameters if trainable),
         expert_parameters=sum(n for n, _, expert in parameters if expert),
         expert_trainable=sum(n for n, trainable, expert in parameters if trainable and expert),
         trainable_tensors=sum(trainable for _, trainable, _ in parameters),
-        buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in index.block.buffers),
-        weight_saved_bytes=memory.weight_saved_bytes(local, units, kept) if not recompute else None,
+        buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in block.buffers),
+        weight_saved_bytes=memory.weight_saved_bytes(local, units, kept) if not again else None,
     )
 
 
-def _passes_of(work: BlockWork) -> tuple[Sequence[Step], Sequence[Step]]:
-    return work.backward_input, work.backward_weight
-
-
-def _forward_temp(local: LocalBlock, units: Sequence[Unit], kept: dict[str, int]) -> int:
+def _forward_temp(
+    local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int], *, nothing_kept: bool
+) -> int:
     """While a checkpointed forward runs nothing is kept but its inputs: every value dies at its last reader."""
-    if local.setting.recompute != "full":
+    if not nothing_kept:
         return memory.forward_temp_bytes(local, units, kept)
     return max(memory.forward_temp_bytes(local, units, {}) - sum(kept.values()), 0)
 
@@ -100,10 +103,13 @@ def _last_keeper(units: Sequence[Unit]) -> int:
     return max((n for n, unit in enumerate(units) if unit.saved), default=-1)
 
 
-def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[Step]:
-    steps: list[Step] = []
-    pending = _moves(local.plan)
+def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[list[Step]]:
+    """Steps by unit, what is communicated before a unit with it."""
+    found: list[list[Step]] = []
+    pending = list(local.layout.moves)
     for unit in units:
+        steps: list[Step] = []
+        found.append(steps)
         for move in [m for m in pending if m.position <= unit.ops[0]]:
             steps += _communication(local, move, backward=False)
             pending.remove(move)
@@ -112,12 +118,8 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[Step]:
         steps += [c for op in unit.ops for c in inner_collectives(local, op)]
     if units and units[-1].ops[-1] == len(local.index.block.operators) - 1:
         for move in pending:  # at the outputs of the block's last modules
-            steps += _communication(local, move, backward=False)
-    return steps
-
-
-def _moves(plan: BlockPlan) -> list[Reshard | Exchange]:
-    return sorted((*plan.reshards, *plan.exchanges), key=lambda move: move.position)
+            found[-1] += _communication(local, move, backward=False)
+    return found
 
 
 def _communication(local: LocalBlock, move: Reshard | Exchange, *, backward: bool) -> list[Step]:
@@ -197,7 +199,7 @@ def _backward(local: LocalBlock, units: Sequence[Unit]) -> tuple[Sequence[Step],
     """Steps of the input and of the weight gradients, in the order they run."""
     inputs: list[Step] = []
     weights: list[Step] = []
-    pending = _moves(local.plan)
+    pending = list(local.layout.moves)
     count = len(local.index.block.operators)
     while pending and pending[-1].position >= count:
         inputs += _communication(local, pending.pop(), backward=True)

@@ -16,6 +16,7 @@ from autoparallel.costmodel.fusion import fuse
 from autoparallel.costmodel.graph import OpKind, Parameter
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
+from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting, inner_collectives
 from autoparallel.planner.expand.state import UPDATE_FLOPS, dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.sharding.plan import BlockPlan, conjugates, replicated_plan
@@ -56,7 +57,9 @@ def price_problem(
     setting = Setting(graph_dtype=graph_dtype, micro=SAMPLES, tp=axis.size, ep=ep, execution=execution)
     known: dict[Kernel | Collective, float] = {}
     seconds = partial(_seconds, known, cluster, axis, execution.kernels)
-    whole = LocalBlock(index=problem.index, plan=replicated_plan(problem.index.block), setting=setting)
+    whole = LocalBlock(
+        layout=Layout(index=problem.index, plan=replicated_plan(problem.index.block)), setting=setting
+    )
     shares = _fused_shares(whole)
     return BlockCosts(
         variants=tuple(
@@ -93,7 +96,8 @@ def _seconds(
 def _with_sharding(whole: LocalBlock, op: int, variant: Variant) -> LocalBlock:
     shardings = list(whole.plan.shardings)
     shardings[op] = variant.sharding
-    return replace(whole, plan=BlockPlan(shardings=tuple(shardings), params=whole.plan.params))
+    plan = BlockPlan(shardings=tuple(shardings), params=whole.plan.params)
+    return replace(whole, layout=Layout(index=whole.index, plan=plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

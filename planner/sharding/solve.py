@@ -17,7 +17,7 @@ from autoparallel.costmodel.graph import ModelGraph, TensorSpec
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.chain import carried_inputs, first_positions, handed_on, output_specs
 from autoparallel.planner.sharding.costs import price_problem
-from autoparallel.planner.sharding.experts import with_experts
+from autoparallel.planner.sharding.experts import expert_shardings, with_experts
 from autoparallel.planner.sharding.plan import BlockPlan, Reshard, TensorPlan
 from autoparallel.planner.sharding.problem import (
     OUTSIDE,
@@ -46,39 +46,55 @@ class TensorRequest:
 
 
 def solve_tensor_plan(
-    graph: ModelGraph, indices: Sequence[BlockIndex], cluster: Cluster, request: TensorRequest
+    graph: ModelGraph,
+    indices: Sequence[BlockIndex],
+    cluster: Cluster,
+    request: TensorRequest,
+    without_experts: TensorPlan | None = None,
 ) -> TensorPlan:
     """The cheapest placements of every operator of every distinct block.
 
-    Raises UserError, naming the entry, where the user's rules are illegal or contradict each other.
+    `without_experts` is the plan for the same request with ep = 1, where it is known: blocks that have no experts run as they
+    do there. Raises UserError, naming the entry, where the user's rules are illegal or contradict each other.
     """
-    axis = Axis(name="tp", size=request.tp, stride=request.stride)
     unpinned = called_again(graph)
     problems = [
         build_problem(index, request.tp, block_boundary(graph, b, request), unpinned[b], ep=request.ep)
         for b, index in enumerate(indices)
     ]
     fixed = fixed_by_rules(graph, problems, request.rules)
-    priced = [
-        PricedBlock(
-            problem=problem,
-            costs=price_problem(problem, cluster, axis, request.execution, graph.dtype, ep=request.ep),
-            fixed_params=given.params,
-            fixed_nodes={**_unsharded_sequence(graph, problem, request), **given.nodes},
-            pins=given.pins,
-            sizes=_matrices(graph, b),
-            stream=_stream(graph, b, problem, request),
-        )
-        for b, (problem, given) in enumerate(zip(problems, fixed, strict=True))
-    ]
     plans: dict[int, BlockPlan] = {}
     for group, ties in tied_groups(graph):
-        answers = _solve(graph, [priced[b] for b in group], ties, [fixed[b] for b in group], request)
+        if without_experts is not None and not any(expert_shardings(indices[b]) for b in group):
+            plans |= {b: without_experts.blocks[b] for b in group}
+            continue
+        priced = [_priced(graph, cluster, request, b, problems[b], fixed[b]) for b in group]
+        answers = _solve(graph, priced, ties, [fixed[b] for b in group], request)
         for b, answer in zip(group, answers, strict=True):
-            made = block_plan(priced[b].problem, answer)
+            made = block_plan(problems[b], answer)
             plans[b] = with_experts(indices[b], made) if request.ep > 1 else made
     plan = TensorPlan(blocks=tuple(plans[b] for b in range(len(graph.blocks))))
     return replace(plan, rules=rules_of(graph, problems, plan))
+
+
+def _priced(
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: TensorRequest,
+    block: int,
+    problem: BlockProblem,
+    given: Fixed,
+) -> PricedBlock:
+    axis = Axis(name="tp", size=request.tp, stride=request.stride)
+    return PricedBlock(
+        problem=problem,
+        costs=price_problem(problem, cluster, axis, request.execution, graph.dtype, ep=request.ep),
+        fixed_params=given.params,
+        fixed_nodes={**_unsharded_sequence(graph, problem, request), **given.nodes},
+        pins=given.pins,
+        sizes=_matrices(graph, block),
+        stream=_stream(graph, block, problem, request),
+    )
 
 
 def called_again(graph: ModelGraph) -> list[frozenset[str]]:

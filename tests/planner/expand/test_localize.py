@@ -12,8 +12,9 @@ from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.program import BlockWork, Collective, Kernel
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import Setting
-from autoparallel.planner.expand.localize import localize
+from autoparallel.planner.expand.localize import localize, passes_of
 from autoparallel.planner.sharding.plan import conjugates, replicated_plan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
@@ -25,10 +26,9 @@ GRAPH = toy_transformer(seq=SEQ, hidden=HIDDEN, heads=HEADS)
 
 def work(block: int = 1, *, micro: int = 2, recompute: str = "none", cp: int = 1, **execution) -> BlockWork:
     index = index_block(GRAPH.blocks[block], carried=(0,) if block else (), dropout=False)
-    setting = Setting(
-        graph_dtype=GRAPH.dtype, micro=micro, recompute=recompute, cp=cp, execution=Execution(**execution)
-    )
-    return localize(index, replicated_plan(GRAPH.blocks[block]), setting)
+    setting = Setting(graph_dtype=GRAPH.dtype, micro=micro, cp=cp, execution=Execution(**execution))
+    layout = Layout(index=index, plan=replicated_plan(GRAPH.blocks[block]))
+    return localize(passes_of(layout, setting), recompute)
 
 
 def parallel(tp: int, *, sequence: bool, **execution) -> BlockWork:
@@ -144,7 +144,8 @@ def test_frozen_parameters_have_no_weight_gradients() -> None:
     block = GRAPH.blocks[1]
     frozen = replace(block, parameters=tuple(replace(p, trainable=False) for p in block.parameters))
     index = index_block(frozen, carried=(0,), dropout=False)
-    found = localize(index, replicated_plan(frozen), Setting(graph_dtype=GRAPH.dtype, micro=1))
+    layout = Layout(index=index, plan=replicated_plan(frozen))
+    found = localize(passes_of(layout, Setting(graph_dtype=GRAPH.dtype, micro=1)))
     assert found.backward_weight == ()
     assert found.trainable == 0
     assert found.parameters > 0
