@@ -45,7 +45,7 @@ def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cl
         raise UserError(
             f"unknown algorithm `{collective.algorithm}` of {collective.op}; one of {', '.join(ALGORITHMS)}"
         )
-    path = crossings(collective.axes, axes, cluster)
+    path = crossings(collective.axes, axes, cluster, collective.op)
     if not path or not collective.size_bytes:
         return 0.0
     if collective.op == CollectiveOp.SEND:

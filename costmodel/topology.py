@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autoparallel.costmodel.program import Axis
+from autoparallel.costmodel.links import linked
+from autoparallel.costmodel.program import Axis, CollectiveOp
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Cluster, Level
 
@@ -39,11 +40,17 @@ def ranks_of(names: Sequence[str], axes: Sequence[Axis]) -> int:
     return ranks
 
 
-def crossings(names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> tuple[Crossing, ...]:
+def crossings(
+    names: Sequence[str],
+    axes: Sequence[Axis],
+    cluster: Cluster,
+    op: CollectiveOp = CollectiveOp.ALL_REDUCE,
+) -> tuple[Crossing, ...]:
     """The levels that a group along the named axes crosses, innermost first; none for one rank.
 
     An axis of stride s has as many neighbours in a unit of L devices as the largest divisor d of its size
-    with d * s dividing L: where groups do not line up with units, the worst placed group counts.
+    with d * s dividing L: where groups do not line up with units, the worst placed group counts. What an
+    irregular network gives depends on who talks to whom (`op`).
     """
     members = [axis for axis in axes if axis.name in names and axis.size > 1]
     constants = cluster.device.constants
@@ -72,7 +79,21 @@ def crossings(names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> t
             f"a group of {total} ranks over {'+'.join(names)} does not fit in cluster `{cluster.name}`: "
             f"its outermost level `{last.name}` joins {last.size} devices"
         )
+    if cluster.network is not None and found and found[-1].index == len(cluster.levels) - 1:
+        found[-1] = _on_links(found[-1], members, cluster, op)
     return tuple(found)
+
+
+def _on_links(far: Crossing, members: Sequence[Axis], cluster: Cluster, op: CollectiveOp) -> Crossing:
+    """The crossing of an irregular network, over the links that the groups really use."""
+    assert cluster.network is not None
+    ports = min(far.level.nics or max(cluster.network.devices), max(cluster.network.devices))
+    found = linked(cluster.network, members, far.inside, far.fan, op, ports)
+    if found is None or found.bytes_per_s == float("inf"):
+        return far
+    share = cluster.device.constants["collective.efficiency_outer"]
+    level = replace(far.level, latency_s=found.latency_s, bytes_per_s=found.bytes_per_s)
+    return replace(far, level=level, device_bytes_per_s=found.bytes_per_s * share)
 
 
 def message_bytes_per_s(far: Crossing, names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> float:
@@ -81,6 +102,8 @@ def message_bytes_per_s(far: Crossing, names: Sequence[str], axes: Sequence[Axis
     Of a unit inside that level (a node) only those send whose neighbour is in another one: as many as the ranks
     that are inside the axis. They share the unit's ports, each at most one port: total / max(senders, ports).
     """
+    if cluster.network is not None and far.index == len(cluster.levels) - 1:
+        return far.device_bytes_per_s  # an irregular network has been asked for just that
     stride = min(axis.stride for axis in axes if axis.name in names and axis.size > 1)
     unit = cluster.levels[far.index - 1].size if far.index else 1
     ports = min(far.level.nics or unit, unit)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.machines import machines
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles.build import only_group
 from autoparallel.profiles.hardware import Cluster
 
 
@@ -42,9 +40,8 @@ def score(
 
 
 def at_home(expander: Expander, strategy: Strategy) -> tuple[Expander, Strategy]:
-    """Where a strategy is priced: one group's devices are a cluster of their own."""
-    cluster, groups = expander.cluster, strategy.mesh.groups
-    if len(cluster.groups) < 2 or len(set(groups)) != 1:
-        return expander, strategy
-    alone = Expander(graph=expander.graph, cluster=only_group(cluster, groups[0]))
-    return alone, replace(strategy, mesh=replace(strategy.mesh, groups=()))
+    """Where a strategy is priced: the devices that it uses are a cluster of their own."""
+    cluster, alone = machines(expander.cluster, strategy)
+    if cluster is expander.cluster:
+        return expander, alone
+    return Expander(graph=expander.graph, cluster=cluster), alone

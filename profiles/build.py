@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET
-from autoparallel.profiles.hardware import Cluster, Device, Group, Level, Provenance, Residual, ValueKind
+from autoparallel.profiles.figures import Figures
+from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Group, Level, Residual, ValueKind
+from autoparallel.profiles.network import with_network
+from autoparallel.profiles.parts import bounded
 from autoparallel.profiles.schema import (
     ClusterFile,
     DeviceFile,
     FigureTable,
+    GroupTable,
     LevelTable,
-    ProvenanceTable,
     check_figure,
     nearest,
 )
@@ -23,36 +25,11 @@ from autoparallel.profiles.schema import (
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 # Constants that are time on a processor, which processes that share it wait for. Kind: formula.
 HOST_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.start_s.", "collective.host_s", "collective.peer_s")  # fmt: skip
-ANY_SIZE = 2**31  # a box's outermost level takes any number of devices
-
-
-class _Figures:
-    """Takes values out of figures, checks their range and keeps their provenance."""
-
-    def __init__(self, where: str, listed: Sequence[ProvenanceTable] = ()) -> None:
-        self.where = where
-        self.provenance: dict[str, Provenance] = {}
-        self.listed = {key: Provenance(kind=e.kind, source=e.source) for e in listed for key in e.keys}
-
-    def take(self, key: str, figure: FigureTable, *, least: float = 0.0, above: bool = True) -> float:
-        value = figure.value
-        if value < least or (above and value == least) or not isfinite(value):
-            bound = "more than" if above else "at least"
-            raise UserError(f"{self.where}: `{key}` = {value:g} must be {bound} {least:g}")
-        known = Provenance(kind=figure.kind, source=figure.source or self.where)
-        self.provenance[key] = self.listed.get(key, known) if figure.kind is ValueKind.USER else known
-        return value
-
-    def whole(self, key: str, figure: FigureTable) -> int:
-        value = self.take(key, figure)
-        if value != int(value):
-            raise UserError(f"{self.where}: `{key}` = {value:g} must be a whole number")
-        return int(value)
 
 
 def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) -> Device:
     """The device of a checked file; `inherited` are the constants of its architecture."""
-    figures = _Figures(where, table.provenance)
+    figures = Figures(where, table.provenance)
     for dtype in table.peak_flops:
         if dtype not in DTYPES:
             hint = nearest(dtype, DTYPES)
@@ -90,35 +67,63 @@ def constant_keys(tree: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> Cluster:
     """The cluster of a checked file whose groups hold `devices`."""
-    figures = _Figures(where, table.provenance)
-    groups = []
-    for index, (group, device) in enumerate(zip(table.group, devices, strict=True)):
-        key = f"group.{index}"
-        price = group.price_per_device_hour
-        per_node = figures.whole(f"{key}.devices_per_node", group.devices_per_node)
-        groups.append(
-            Group(
-                device=shared_device(device, per_node),
-                nodes=figures.whole(f"{key}.nodes", group.nodes),
-                devices_per_node=per_node,
-                price_per_device_hour=figures.take(f"{key}.price_per_device_hour", price, above=False)
-                if price
-                else None,
-            )
+    figures = Figures(where, table.provenance)
+    groups = tuple(
+        _group(group, device, f"group.{index}", figures)
+        for index, (group, device) in enumerate(zip(table.group, devices, strict=True))
+    )
+    if len({group.device.name for group in groups}) > 1 and any(group.short for group in groups):
+        raise UserError(
+            f"{where}: `short` among several kinds of device is not planned; give the short nodes a [[group]] of "
+            "their own with fewer devices_per_node"
         )
     count = sum(group.devices for group in groups)
+    irregular = bool(table.switch or table.link)
     if table.level:
         levels = _levels(table.level, "level", figures)
-        if levels[-1].size < count:
+        if levels[-1].size < count and not irregular:
             raise UserError(
                 f"{where}: the outermost level `{levels[-1].name}` joins {levels[-1].size} devices, "
                 f"but the cluster has {count}; raise its size, or leave it out"
             )
-        levels = _bounded(levels, count)
     else:
         levels = _box_levels(devices[0], groups[0].devices_per_node, count)
-    return Cluster(
-        name=table.name or where, groups=tuple(groups), levels=levels, provenance=figures.provenance
+    cluster = Cluster(name=table.name or where, groups=groups, levels=levels, provenance=figures.provenance)
+    if irregular:
+        return with_network(cluster, table, figures)
+    if table.nics is not None:
+        raise UserError(
+            f"{where}: `nics` here counts a node's ports to [[switch]]es and [[link]]s; there is none"
+        )
+    return replace(cluster, levels=bounded(levels, count))
+
+
+def _group(table: GroupTable, device: Device, key: str, figures: Figures) -> Group:
+    price, nodes = table.price_per_device_hour, figures.whole(f"{key}.nodes", table.nodes)
+    per_node = figures.whole(f"{key}.devices_per_node", table.devices_per_node)
+    short: dict[int, int] = {}
+    for name, figure in table.short.items():
+        if not name.isdecimal() or int(name) >= nodes:
+            raise UserError(
+                f"{figures.where}: `{key}.short.{name}`: the group has the nodes 0 to {nodes - 1}; write for "
+                f"instance short = {{ {nodes - 1} = {per_node - 1} }}"
+            )
+        left = figures.whole(f"{key}.short.{name}", figure, above=False)
+        if left > per_node:
+            raise UserError(
+                f"{figures.where}: `{key}.short.{name}` = {left} is more than a node's {per_node} devices"
+            )
+        short |= {int(name): left} if left < per_node else {}
+    own = bounded(_levels(table.level, f"{key}.level", figures), nodes * per_node) if table.level else ()
+    return Group(
+        device=shared_device(device, per_node),
+        nodes=nodes,
+        devices_per_node=per_node,
+        price_per_device_hour=figures.take(f"{key}.price_per_device_hour", price, above=False)
+        if price
+        else None,
+        short=tuple(sorted(short.items())),
+        levels=own,
     )
 
 
@@ -147,29 +152,6 @@ def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
     return Cluster(name=spec, groups=(group,), levels=levels, provenance=provenance)
 
 
-def only_group(cluster: Cluster, index: int) -> Cluster:
-    """One device group of a cluster, joined by the levels that it needs."""
-    group = cluster.groups[index]
-    return replace(cluster, groups=(group,), levels=_bounded(cluster.levels, group.devices))
-
-
-def grown(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
-    """A cluster of one node as `nodes` nodes of `per_node` of its devices: its own levels, then those of the
-    device's usual network."""
-    (group,) = cluster.groups
-    count = nodes * per_node
-    inside = tuple(
-        replace(level, size=per_node) if level is cluster.levels[-1] else level for level in cluster.levels
-    )
-    usual = [
-        replace(level, size=max(level.size // group.device.devices_per_node, 1) * per_node)
-        for level in group.device.levels
-        if level.size > group.device.devices_per_node
-    ]
-    bigger = replace(group, nodes=nodes, devices_per_node=per_node)
-    return replace(cluster, groups=(bigger,), levels=_bounded((*inside, *usual), count))
-
-
 def shared_device(device: Device, per_node: int) -> Device:
     """A node's devices that outnumber its cores share its compute and memory bandwidth evenly.
 
@@ -193,7 +175,7 @@ def _shared_constant(key: str, value: float, share: float) -> float:
     return value / share if key.startswith(HOST_TIMES) else value
 
 
-def _levels(tables: Sequence[LevelTable], prefix: str, figures: _Figures) -> tuple[Level, ...]:
+def _levels(tables: Sequence[LevelTable], prefix: str, figures: Figures) -> tuple[Level, ...]:
     levels: list[Level] = []
     for index, table in enumerate(tables):
         key = f"{prefix}.{index}"
@@ -237,17 +219,7 @@ def _box_levels(device: Device, per_node: int, count: int) -> tuple[Level, ...]:
         replace(level, bytes_per_s=level.bytes_per_s * share, latency_s=level.latency_s / share)
         for level in scaled
     ]
-    return _bounded(tuple(turns), count)
-
-
-def _bounded(levels: tuple[Level, ...], count: int) -> tuple[Level, ...]:
-    """Levels up to the first that holds all `count` devices, which then holds just these."""
-    kept: list[Level] = []
-    for level in levels:
-        if kept and (kept[-1].size >= count or level.size <= kept[-1].size):
-            continue
-        kept.append(level)
-    return (*kept[:-1], replace(kept[-1], size=count))
+    return bounded(tuple(turns), count)
 
 
 def _completed(constants: dict[str, FigureTable]) -> dict[str, FigureTable]:

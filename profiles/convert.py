@@ -7,12 +7,12 @@ them, so that it stands alone and stays short.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from autoparallel.profiles.build import ANY_SIZE
-from autoparallel.profiles.hardware import Cluster, Device, Level, Provenance
+from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Level, Provenance
 from autoparallel.profiles.load import parse_cluster
+from autoparallel.profiles.network import network_tables
 from autoparallel.profiles.schema import SCHEMA
 
 
@@ -27,14 +27,27 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         }
         if group.price_per_device_hour is not None:
             table["price_per_device_hour"] = group.price_per_device_hour
+        if group.short:
+            table["short"] = {str(node): devices for node, devices in group.short}
+        if group.levels:
+            table["level"] = [_level(level) for level in group.levels]
         groups.append(table)
-    return {
+    network = cluster.network
+    levels = cluster.levels if network is None else cluster.levels[:-1]
+    if network is None and len(levels) > 1:  # nodes short of a device leave the last units smaller
+        unit, last = levels[-2].size, levels[-1]
+        levels = (*levels[:-1], replace(last, size=-(-last.size // unit) * unit))
+    table = {
         "schema": SCHEMA,
         "name": cluster.name,
         "group": groups,
-        "level": [_level(level) for level in cluster.levels],
-        "provenance": _grouped(cluster.provenance),
+        "level": [_level(level) for level in levels],
     }
+    if network is not None:
+        table |= network_tables(network.fabric)
+        if cluster.levels[-1].nics:
+            table["nics"] = cluster.levels[-1].nics
+    return table | {"provenance": _grouped(cluster.provenance)}
 
 
 def cluster_from_dict(table: Mapping[str, Any], where: str = "cluster") -> Cluster:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+ANY_SIZE = 2**31  # a box's outermost level takes any number of devices
+
 
 class ValueKind(StrEnum):
     """How a figure is known."""
@@ -73,16 +75,72 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Equal nodes of one device."""
+    """Equal nodes of one device; `short` names those that lack some, and how many devices they have."""
 
     device: Device
     nodes: int
     devices_per_node: int
     price_per_device_hour: float | None = None
+    short: tuple[tuple[int, int], ...] = ()  # (node of the group, its devices), ascending
+    levels: tuple[Level, ...] = ()  # its own network, where it is used alone; empty: the cluster's
 
     @property
     def devices(self) -> int:
-        return self.nodes * self.devices_per_node
+        return sum(self.devices_of_nodes)
+
+    @property
+    def devices_of_nodes(self) -> tuple[int, ...]:
+        short = dict(self.short)
+        return tuple(short.get(node, self.devices_per_node) for node in range(self.nodes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A cable, both ways alike: `ends` are nodes 0, 1, … of the cluster and, after them, switches."""
+
+    ends: tuple[int, int]
+    bytes_per_s: float  # in each direction, of the whole cable
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """An irregular network: nodes and switches, and what joins them."""
+
+    nodes: int
+    switches: tuple[str, ...]
+    links: tuple[Link, ...]
+
+    def name(self, end: int) -> str:
+        """`node-3`, or the name of a switch."""
+        return f"node-{end}" if end < self.nodes else self.switches[end - self.nodes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """The most that any placement gives so many groups of `fan` nodes that talk in a `pattern`
+    (costmodel/links.py)."""
+
+    pattern: str
+    fan: int
+    groups: int
+    bytes_per_s: float  # of one flow between neighbours
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A fabric with the devices on it: `placement` names the node of each block of devices, in rank order, and
+    `devices` the size of each block.
+
+    `reach` says what the best placement gives; `unplaced`, for bounds, that this counts and no placement.
+    """
+
+    fabric: Fabric
+    placement: tuple[int, ...]
+    devices: tuple[int, ...]
+    reach: tuple[Reach, ...] = ()
+    unplaced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +153,11 @@ class Cluster:
     provenance: Mapping[str, Provenance] = field(
         default_factory=dict, compare=False
     )  # of the levels' figures
+    network: Network | None = None  # what stands behind the outermost level, where that is irregular
+
+    @property
+    def nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
 
     @property
     def devices(self) -> int:

@@ -146,21 +146,56 @@ class ArchitectureFile(Strict):
 
 
 class GroupTable(Strict):
-    """Equal nodes; `device` is a name, a path, or a device's whole table."""
+    """Equal nodes; `device` is a name, a path, or a device's whole table.
+
+    `short` has the devices of nodes that lack some, by the node's number in the group; `level` the group's own
+    network, which counts where the group is used alone.
+    """
 
     device: Any
     nodes: Figure
     devices_per_node: Figure
     price_per_device_hour: Figure | None = None
+    short: dict[str, Figure] = Field(default_factory=dict)
+    level: list[LevelTable] = Field(default_factory=list)
+
+
+class SwitchTable(Strict):
+    """A switch, the nodes at its ports (numbered through the groups), and the switch above it.
+
+    `bytes_per_s` is what one node's ports carry; the trunk `up` carries those of all its nodes, divided by
+    `oversubscription`.
+    """
+
+    name: str
+    nodes: list[int] = Field(default_factory=list)
+    bytes_per_s: Figure | None = None
+    latency_s: Figure | None = None
+    up: str | None = None
+    oversubscription: Figure | None = None
+
+
+class LinkTable(Strict):
+    """A cable between two of `node-0`, `node-1`, … and the switches."""
+
+    between: list[str] = Field(min_length=2, max_length=2)
+    bytes_per_s: Figure
+    latency_s: Figure
 
 
 class ClusterFile(Strict):
-    """A cluster file; without levels it has those of its first device's box."""
+    """A cluster file; without levels it has those of its first device's box.
+
+    With switches or links the levels end at the node, and these are what joins the nodes.
+    """
 
     schema_: int = Field(alias="schema", default=SCHEMA)
     name: str = ""
     group: list[GroupTable] = Field(min_length=1)
     level: list[LevelTable] = Field(default_factory=list)
+    switch: list[SwitchTable] = Field(default_factory=list)
+    link: list[LinkTable] = Field(default_factory=list)
+    nics: Figure | None = None
     provenance: list[ProvenanceTable] = Field(default_factory=list)
 
 

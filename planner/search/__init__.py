@@ -7,5 +7,5 @@
 - `evaluate.py`: complete strategies simulated.
 - `answer/`: the result checked, its rivals and why they lost, or why nothing fits.
 
-`plan.py` drives all of this; `plan_mixed.py` does for clusters of unlike devices.
+`plan.py` drives all of this; `plan_parts.py` does for clusters of unlike devices or nodes, and irregular networks.
 """

@@ -32,8 +32,8 @@ from autoparallel.planner.search.answer.outcome import (
 from autoparallel.planner.search.answer.result import result_of
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.plan_mixed import plan_mixed
-from autoparallel.planner.search.space.mixed import is_mixed
+from autoparallel.planner.search.plan_parts import plan_parts
+from autoparallel.planner.search.space.irregular import has_parts
 
 __all__ = [
     "Alternative",
@@ -71,8 +71,8 @@ def plan(
     """
     started_s = time.monotonic()
     watch = _Watch(started_s, time_limit_s, progress)
-    if is_mixed(problem):
-        result = plan_mixed(problem, watch.check, explain=explain, share=watch.share)
+    if has_parts(problem):
+        result = plan_parts(problem, watch.check, explain=explain, share=watch.share)
     else:
         result = _plan(problem, watch, expander, explain=explain)
     return replace(result, seconds=time.monotonic() - started_s)

@@ -113,7 +113,9 @@ def idle_words(cluster: Cluster, strategy: Strategy) -> str:
     if short:
         named = ", ".join(f"node {n} has {have[n]} of {full}" for n in short)
         found.append(named)
-        nodes, per_node = (mesh.placement, mesh.per_node) if mesh.placement else alike_nodes(cluster, mesh.devices)
+        nodes, per_node = (
+            (mesh.placement, mesh.per_node) if mesh.placement else alike_nodes(cluster, mesh.devices)
+        )
         out = [n for n in short if n not in nodes]
         if out:
             found.append(f"left out: node {', '.join(map(str, out))}")

@@ -6,7 +6,7 @@ import pytest
 
 from autoparallel.errors import UserError
 from autoparallel.profiles import cluster_from_dict, cluster_to_dict, load_cluster, load_device
-from autoparallel.profiles.build import grown
+from autoparallel.profiles.parts import grown
 
 DEVICE = """
 schema = 1

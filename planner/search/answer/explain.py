@@ -20,7 +20,7 @@ from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, build_space
 from autoparallel.planner.search.space.meshes import divisors
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles.build import grown
+from autoparallel.profiles.parts import grown
 
 SIMULATED = 4  # deals simulated for each relaxation: enough to show that one fits
 MOST_TIMES_DEVICES = 1024
@@ -137,6 +137,8 @@ def _on_the_host(problem: Problem, expander: Expander) -> Iterator[Relaxation]:
 
 def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
     """The problem on twice, four times … as many nodes, with its batch or with one that grows alike, until it fits."""
+    if problem.cluster.network is not None:  # nobody can say how more nodes would be joined
+        return
     times = 2
     while times <= MOST_TIMES_DEVICES:
         more = _with_devices(problem, times)

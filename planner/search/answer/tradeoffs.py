@@ -66,7 +66,7 @@ def _fewer_devices(problem: Problem, work: float) -> Iterator[tuple[Strategy, Pr
 
 def _part_of(cluster: Cluster, parts: int) -> Cluster | None:
     """A cluster of a part of the nodes, or of the devices of the only node; None where that is no whole number."""
-    if len(cluster.groups) > 1:
+    if len(cluster.groups) > 1 or cluster.network is not None:
         return None
     (group,) = cluster.groups
     if group.nodes % parts == 0:

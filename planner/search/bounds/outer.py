@@ -79,14 +79,14 @@ def build_outer(
     problem: Problem, space: Space, chain: Chain, book: PriceBook, capacity_bytes: float
 ) -> Outer:
     """Price every shape of a space."""
-    units = unit_table(problem, chain, book, space.shapes, capacity_bytes)
-    pace = pace_of_ranks(problem, chain, book, space.shapes)
+    units = unit_table(problem, chain, book.at_best(), space.shapes, capacity_bytes)
+    pace = pace_of_ranks(problem, chain, book.at_best(), space.shapes)
     bounds = shape_bounds(problem, space, units, _counted(chain))
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, units, pace)
     return Outer(
         problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
-        wires=WireBook.of(problem, space, units, book),
+        wires=WireBook.of(problem, space, units, book.at_best()),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
 
@@ -105,7 +105,9 @@ def expand_shapes(
 
 def refined_bounds(outer: Outer, found: Variants, stride: int, below_s: float, *, memory: bool) -> Bounds:
     """Bounds of variants of one shape's setting, priced with tensor parallelism `stride` devices apart."""
-    row = placed_row(outer.problem, outer.chain, outer.book, outer.space.shapes, int(found.shape[0]), stride)
+    row = placed_row(
+        outer.problem, outer.chain, outer.book.at_best(), outer.space.shapes, int(found.shape[0]), stride
+    )
     columns = np.repeat(np.array([row], dtype=np.float64), len(found), axis=0)
     units = Units(**{f.name: columns[:, i] for i, f in enumerate(fields(Units))})
     return bound_variants(outer, found, below_s, memory=memory, units=units)

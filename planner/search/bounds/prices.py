@@ -63,6 +63,9 @@ class LinkPrice:
         return self.trainable - self.expert_trainable
 
 
+_UNPLACED = ""  # no device's name
+
+
 @dataclass(frozen=True)
 class PriceBook:
     """Prices of one problem's links, remembered by all that they depend on."""
@@ -75,6 +78,18 @@ class PriceBook:
     _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
     _others: dict[str, PriceBook] = field(default_factory=dict, repr=False)
+
+    def at_best(self) -> PriceBook:
+        """The prices that no placement on an irregular network goes below: what bounds are made of."""
+        cluster = self.pricer.cluster
+        if cluster.network is None or cluster.network.unplaced:
+            return self
+        if _UNPLACED not in self._others:
+            loose = replace(cluster, network=replace(cluster.network, unplaced=True))
+            self._others[_UNPLACED] = replace(
+                self, pricer=Pricer(loose), _blocks={}, _rates={}, _links={}, _others={}
+            )
+        return self._others[_UNPLACED]
 
     def on(self, device: Device) -> PriceBook:
         """The prices on another device of the cluster."""

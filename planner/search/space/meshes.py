@@ -40,6 +40,9 @@ class Meshes:
     orders: tuple[tuple[str, ...], ...]
     placed: Bools
     near: Ints
+    strides: int = (
+        0  # leading columns of `near` that are strides: on irregular networks orders differ by these
+    )
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -154,7 +157,23 @@ def build_meshes(problem: Problem) -> Meshes:
     if problem.fixed_ints("mesh.groups") and fixed is None:  # each pipeline rank has devices of one group
         orders = tuple(order for order in orders if order[0] == "pp")
     near = neighbours(sizes, orders, problem.cluster)
-    return Meshes(sizes=sizes, orders=orders, placed=distinct_orders(sizes, near), near=near)
+    irregular = problem.cluster.network is not None
+    if irregular:
+        near = np.concatenate([_strides(sizes, orders), near], axis=-1)
+    placed = distinct_orders(sizes, near)
+    return Meshes(sizes=sizes, orders=orders, placed=placed, near=near, strides=int(irregular))
+
+
+def _strides(sizes: Ints, orders: tuple[tuple[str, ...], ...]) -> Ints:
+    """Distance between neighbours by order, mesh and axis, in one last column; 0 where an axis has one rank."""
+    found = np.zeros((len(orders), len(sizes), len(AXES), 1), dtype=np.int64)
+    for k, order in enumerate(orders):
+        stride = np.ones(len(sizes), dtype=np.int64)
+        for axis in reversed(order):
+            size = sizes[:, MESH_KEYS.index(axis)]
+            found[k, :, AXES.index(axis), 0] = np.where(size > 1, stride, 0)
+            stride = stride * size
+    return found
 
 
 def _orders(sizes: Ints) -> tuple[tuple[str, ...], ...]:

@@ -12,15 +12,16 @@ Each is a search of its own, which begins with the best value of those before it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.space.meshes import most_chunks
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.meshes import Bools, most_chunks
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles.build import only_group
 from autoparallel.profiles.hardware import Cluster
+from autoparallel.profiles.parts import only_group
 
 # More assignments than this are not searched: those with the fewest pipeline ranks are. Kind: formula: seconds each.
 MOST_ASSIGNMENTS = 12
@@ -33,12 +34,19 @@ class Part:
     name: str
     problem: Problem
     group: int | None = None  # the only one in use
+    nodes: tuple[int, ...] = ()  # in rank order; empty: all, as they are
+    per_node: int = 0  # devices used of each; 0: all that it has
+    worth: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
+    loose: bool = False  # no strategy runs as it is priced here: a bound for placements too many to look at
 
     def whole(self, strategy: Strategy) -> Strategy:
         """The part's strategy as one of the whole cluster."""
-        if self.group is None:
-            return strategy
-        return replace(strategy, mesh=replace(strategy.mesh, groups=(self.group,) * strategy.mesh.pp))
+        mesh = strategy.mesh
+        if self.group is not None:
+            mesh = replace(mesh, groups=(self.group,) * mesh.pp)
+        if self.nodes or self.per_node:
+            mesh = replace(mesh, placement=self.nodes, per_node=self.per_node)
+        return strategy if mesh is strategy.mesh else replace(strategy, mesh=mesh)
 
 
 def is_mixed(problem: Problem) -> bool:

@@ -1,8 +1,13 @@
-"""Plan a cluster of unlike devices: the best of the searches of its parts (`planner/search/space/mixed.py`)."""
+"""Plan a cluster that is not one regular whole: the best of the searches of its parts (`space/irregular.py`).
+
+A part whose placements are too many to look at is searched for a bound, every group priced at its best; then the
+best strategies of that are placed by what they say (`space/assign.py`), and searched where they stand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,7 +25,15 @@ from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import NOTHING, TOLERANCE, Frontier, Stopped
-from autoparallel.planner.search.space.mixed import Part, parts
+from autoparallel.planner.search.space.assign import assign, talks
+from autoparallel.planner.search.space.irregular import every_part, on_nodes
+from autoparallel.planner.search.space.mixed import Part
+from autoparallel.profiles.hardware import Cluster
+
+MOST_PLACED = (
+    4  # placements that are searched of those that are too many to look at. Kind: formula: seconds each
+)
+MOST_ASSIGNED = 8  # strategies that are placed to find them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +47,22 @@ class Searched:
     best: Evaluation | None  # the fastest that it simulated and that fits
 
 
-def plan_mixed(
+def plan_parts(
     problem: Problem, check: Callable[[Frontier], None], *, explain: bool, share: Callable[[int], None]
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
-    every = parts(problem)
-    share(len(every))
+    waiting = deque(every_part(problem))
+    share(len(waiting) + MOST_PLACED * sum(part.loose for part in waiting))
     done: list[Searched] = []
     errors: list[UserError] = []
     stopped, value = False, NOTHING
-    for part in every:
+    while waiting:
+        part = waiting.popleft()
         try:
             outer = outer_of(part.problem)
             if outer is None:
                 continue
-            found = _search(part, outer, check, value)
+            found = _search(part, outer, check, NOTHING if part.loose else value)
         except UserError as error:  # such as a device that does not compute in the dtype
             errors.append(error)
             continue
@@ -56,18 +70,48 @@ def plan_mixed(
             stopped = True
             break
         done.append(found)
-        value = min(value, found.frontier.value)
-    winners = [one for one in done if one.frontier.incumbent is not None]
+        if part.loose:
+            waiting.extendleft(_placed(found))
+        else:
+            value = min(value, found.frontier.value)
+    winners = [one for one in done if one.frontier.incumbent is not None and not one.part.loose]
     if not winners:
         raise _nothing(problem, done, errors, stopped=stopped)
-    complete = len(done) + len(errors) == len(every) or not stopped
-    bound = min([one.bound for one in done], default=NOTHING) if complete else (0.0, 0.0)
+    bound = (0.0, 0.0) if stopped and waiting else _bound(done)
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     return _whole(problem, winners[-1], done, bound, work=work, explain=explain and not stopped)
 
 
+def _bound(done: list[Searched]) -> Value:
+    """What no strategy of any part goes below: a loose part's bound is that of all its placements."""
+    loose = [one.part.problem.cluster for one in done if one.part.loose]
+    counted = [
+        one.bound for one in done
+        if one.part.loose or not any(_same_nodes(one.part.problem.cluster, cluster) for cluster in loose)
+    ]  # fmt: skip
+    return min(counted, default=NOTHING)
+
+
+def _same_nodes(one: Cluster, other: Cluster) -> bool:
+    return one.groups == other.groups and one.network is not None and other.network is not None
+
+
+def _placed(loose: Searched) -> Iterator[Part]:
+    """The part on the nodes that suit its best strategies, as each of them talks."""
+    network, outer = loose.part.problem.cluster.network, loose.outer
+    assert network is not None
+    fitting = [e for e in loose.frontier.seen if outer.excess_bytes(e) <= 0]
+    fitting.sort(key=lambda e: loose.frontier.value_of(e.step_time_s, e.peak_bytes, e.strategy.mesh.devices))
+    found: dict[tuple[int, ...], None] = {}
+    for one in fitting[:MOST_ASSIGNED]:
+        found.setdefault(assign(network, talks(outer.book.expander.program(one.strategy), network)))
+        if len(found) == MOST_PLACED:
+            break
+    yield from (on_nodes(loose.part, placement) for placement in reversed(found))
+
+
 def _search(part: Part, outer: Outer, check: Callable[[Frontier], None], value: Value) -> Searched:
-    frontier = Frontier(outer=outer, check=check, value=value)
+    frontier = Frontier(outer=outer, check=check, value=value, only=part.worth)
     with suppress(Stopped):
         frontier.run()
     bound = frontier.bound()
@@ -101,7 +145,11 @@ def _whole(
     value = winner.frontier.value
     optimal = not bound[0] < value[0] * (1 - TOLERANCE)
     gap = 0.0 if optimal else max(0.0, 1.0 - bound[0] / value[0])
-    others = [one for one in (_other(problem, one, found) for one in done if one is not winner) if one]
+    others = [
+        one
+        for one in (_other(problem, one, found) for one in done if one is not winner and not one.part.loose)
+        if one
+    ]
     own = [replace(a, strategy=winner.part.whole(a.strategy)) for a in found.alternatives]
     kept: dict[str, Alternative] = {}
     for one in sorted([*others, *own], key=lambda a: (not a.feasible, a.value, a.kind)):
