@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import ceil, log2, sqrt
 
 from autoparallel.costmodel.compression import coding_s, parse_method, wire_bytes
+from autoparallel.costmodel.links import pattern_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.costmodel.topology import Crossing, crossings, message_bytes_per_s
 from autoparallel.errors import UserError
@@ -45,7 +46,7 @@ def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cl
         raise UserError(
             f"unknown algorithm `{collective.algorithm}` of {collective.op}; one of {', '.join(ALGORITHMS)}"
         )
-    path = crossings(collective.axes, axes, cluster, collective.op)
+    path = crossings(collective.axes, axes, cluster, pattern_of(collective))
     if not path or not collective.size_bytes:
         return 0.0
     if collective.op == CollectiveOp.SEND:

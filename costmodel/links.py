@@ -8,7 +8,8 @@ along an axis talk at once, as `costmodel.topology` has it on regular levels, an
 
 Flows by pattern: `ring` from each rank to the next of its group and from the last to the first, where these stand
 on different nodes (also for trees, whose edges are as many); `chain` the same without the way back (messages
-between stages); `all` between every two ranks of a group.
+between stages), `loop` with it (from the last stage of one turn to the first of the next); `all` between every two
+ranks of a group.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from itertools import islice, pairwise, product
 import numpy as np
 from numpy.typing import NDArray
 
-from autoparallel.costmodel.program import Axis, CollectiveOp
+from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.profiles.hardware import Fabric, Network
 from autoparallel.profiles.network import node_bytes_per_s
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-RING, CHAIN, ALL = "ring", "chain", "all"
-PATTERNS = {CollectiveOp.SEND: CHAIN, CollectiveOp.ALL_TO_ALL: ALL}
+RING, CHAIN, LOOP, ALL = "ring", "chain", "loop", "all"
+MESSAGES = (CHAIN, LOOP)
 MOST_PATHS = 64  # of equal length between two nodes: more are taken for so many. Kind: formula
 
 
@@ -52,6 +53,13 @@ class Figure:
 
     bytes_per_s: float
     latency_s: float
+
+
+def pattern_of(one: Collective) -> str:
+    """Who talks to whom in a collective."""
+    if one.op is CollectiveOp.SEND:
+        return LOOP if one.wraps else CHAIN
+    return ALL if one.op is CollectiveOp.ALL_TO_ALL else RING
 
 
 def directed_links(fabric: Fabric) -> tuple[tuple[int, int], ...]:
@@ -102,12 +110,9 @@ def flows(members: Sequence[Axis], inside: int, pattern: str, blocks: Sequence[i
         counts = np.zeros((len(nodes), len(blocks)))
         np.add.at(counts, (np.arange(len(nodes))[:, None], nodes), 1.0)
         found = counts.T @ counts / max(nodes.shape[1] - inside, 1)
-    elif pattern == CHAIN:
-        (axis,) = members
-        after = np.arange(len(home))
-        after = after[(after // axis.stride) % axis.size < axis.size - 1]
-        after = after[after + axis.stride < len(home)]
-        np.add.at(found, (home[after], home[after + axis.stride]), 1.0)
+    elif pattern in MESSAGES:
+        after = nodes if pattern == LOOP else nodes[:, :-1]
+        np.add.at(found, (after, np.roll(nodes, -1, axis=1)[:, : after.shape[1]]), 1.0)
     else:
         np.add.at(found, (nodes, np.roll(nodes, -1, axis=1)), float(inside))
     np.fill_diagonal(found, 0.0)
@@ -143,16 +148,15 @@ def figure_of(routes: Routes, demand: Floats, placement: Sequence[int], pattern:
 
 
 def linked(
-    network: Network, members: Sequence[Axis], inside: int, fan: int, op: CollectiveOp, ports: int
+    network: Network, members: Sequence[Axis], inside: int, fan: int, pattern: str, ports: int
 ) -> Figure | None:
     """What a device gets where its group leaves the node; None where bounds know no better than the level's own.
 
     A message takes one of its node's `ports`.
     """
-    pattern, each = PATTERNS.get(op, RING), max(network.devices)
-    if pattern == CHAIN and len(members) > 1:
-        pattern = RING
+    each = max(network.devices)
     if network.unplaced:
+        pattern = CHAIN if pattern == LOOP else pattern  # which gets no less
         best = _best(network, members, fan, pattern, each)
         if best is None or pattern != CHAIN:
             return best
@@ -161,7 +165,7 @@ def linked(
     demand = flows(members, inside, pattern, network.devices)
     routes = routes_of(network.fabric)
     found = figure_of(routes, demand, network.placement, pattern)
-    if pattern != CHAIN:
+    if pattern not in MESSAGES:
         return found
     senders = {network.placement[row] for row in np.nonzero(demand)[0]}
     leaving = min(node_bytes_per_s(network.fabric, node) for node in senders)

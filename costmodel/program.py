@@ -99,6 +99,7 @@ class Collective:
     item_bytes: int = 4  # of one number of the tensor: what compression is relative to
     label: str = ""  # breakdown key: tp, cp, ep, pp, dp
     beside: bool = False  # started ahead of the kernels of its pass: only what they do not hide is waited for
+    wraps: bool = False  # a message from the last rank to the first, on irregular networks
 
 
 Step = Kernel | Collective

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.costmodel.links import linked
-from autoparallel.costmodel.program import Axis, CollectiveOp
+from autoparallel.costmodel.links import RING, linked
+from autoparallel.costmodel.program import Axis
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Cluster, Level
 
@@ -44,13 +44,13 @@ def crossings(
     names: Sequence[str],
     axes: Sequence[Axis],
     cluster: Cluster,
-    op: CollectiveOp = CollectiveOp.ALL_REDUCE,
+    pattern: str = RING,
 ) -> tuple[Crossing, ...]:
     """The levels that a group along the named axes crosses, innermost first; none for one rank.
 
     An axis of stride s has as many neighbours in a unit of L devices as the largest divisor d of its size
     with d * s dividing L: where groups do not line up with units, the worst placed group counts. What an
-    irregular network gives depends on who talks to whom (`op`).
+    irregular network gives depends on who talks to whom (`pattern`).
     """
     members = [axis for axis in axes if axis.name in names and axis.size > 1]
     constants = cluster.device.constants
@@ -80,15 +80,15 @@ def crossings(
             f"its outermost level `{last.name}` joins {last.size} devices"
         )
     if cluster.network is not None and found and found[-1].index == len(cluster.levels) - 1:
-        found[-1] = _on_links(found[-1], members, cluster, op)
+        found[-1] = _on_links(found[-1], members, cluster, pattern)
     return tuple(found)
 
 
-def _on_links(far: Crossing, members: Sequence[Axis], cluster: Cluster, op: CollectiveOp) -> Crossing:
+def _on_links(far: Crossing, members: Sequence[Axis], cluster: Cluster, pattern: str) -> Crossing:
     """The crossing of an irregular network, over the links that the groups really use."""
     assert cluster.network is not None
     ports = min(far.level.nics or max(cluster.network.devices), max(cluster.network.devices))
-    found = linked(cluster.network, members, far.inside, far.fan, op, ports)
+    found = linked(cluster.network, members, far.inside, far.fan, pattern, ports)
     if found is None or found.bytes_per_s == float("inf"):
         return far
     share = cluster.device.constants["collective.efficiency_outer"]

@@ -215,7 +215,8 @@ class Expander:
             dropped = tuple(ties.dropped.get(p, NO_NAMES) for p in positions)
             crossing = tuple(tie for s, tie in ties.crossing if s == stage)
             last = stage == chunks - 1
-            key = (links, dropped, crossing, last)
+            back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
+            key = (links, dropped, crossing, last, back)
             if key not in made:
                 works = [self._synchronised(strategy, *link) for link in zip(links, dropped, strict=True)]
                 send, received = (None, None) if last else self._send(strategy, positions[-1])
@@ -223,6 +224,8 @@ class Expander:
                     self._tied(strategy, positions, crossing),
                     self._gathered(strategy, positions),
                 )
+                if back and send is not None:
+                    send = replace(send, wraps=True)
                 made[key] = replace(_stage(works, send, tied, gathered, strategy), received=received)
             here = tuple(p for p in self.placed if p.table.position in positions)
             cold = with_cold_rows(made[key], here, positions, strategy, self.cluster) if here else made[key]
@@ -340,7 +343,7 @@ class Expander:
             found.append(
                 Collective(
                     op=CollectiveOp.SEND, axes=("pp",), size_bytes=state.share(parameter.numel * item, parts),
-                    label="pp",
+                    label="pp", wraps=self.cluster.network is not None,
                 )
             )  # fmt: skip
         return tuple(found)

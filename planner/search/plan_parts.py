@@ -33,6 +33,7 @@ from autoparallel.profiles.hardware import Cluster
 MOST_PLACED = (
     4  # placements that are searched of those that are too many to look at. Kind: formula: seconds each
 )
+GLANCE = 100.0  # work (`Frontier.work`) that tells which placements to search first. Kind: formula
 MOST_ASSIGNED = 8  # strategies that are placed to find them
 
 
@@ -48,20 +49,20 @@ class Searched:
 
 
 def plan_parts(
-    problem: Problem, check: Callable[[Frontier], None], *, explain: bool, share: Callable[[int], None]
+    problem: Problem, check: Callable[[Frontier], None], *, explain: bool, share: Callable[[int, float], None]
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
-    waiting = deque(every_part(problem))
-    share(len(waiting) + MOST_PLACED * sum(part.loose for part in waiting))
+    waiting = deque(_promising_first(every_part(problem), check))
     done: list[Searched] = []
     errors: list[UserError] = []
     stopped, value = False, NOTHING
     while waiting:
         part = waiting.popleft()
         try:
-            outer = outer_of(part.problem)
+            outer = _outer(part)
             if outer is None:
                 continue
+            share(len(waiting) + 1, sum(one.frontier.work for one in done))
             found = _search(part, outer, check, NOTHING if part.loose else value)
         except UserError as error:  # such as a device that does not compute in the dtype
             errors.append(error)
@@ -80,6 +81,28 @@ def plan_parts(
     bound = (0.0, 0.0) if stopped and waiting else _bound(done)
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     return _whole(problem, winners[-1], done, bound, work=work, explain=explain and not stopped)
+
+
+def _promising_first(found: tuple[Part, ...], check: Callable[[Frontier], None]) -> list[Part]:
+    """Placements of one network by the best strategy that a glance finds; other parts stay where they are."""
+    if sum(part.worth is not None for part in found) < 3:
+        return list(found)
+
+    def glance(frontier: Frontier) -> None:
+        check(frontier)
+        if frontier.work >= GLANCE:
+            raise Stopped
+
+    def value(part: Part) -> Value:
+        if part.worth is None:
+            return (0.0, 0.0)
+        with suppress(UserError, KeyboardInterrupt):
+            outer = _outer(part)
+            if outer is not None:
+                return _search(part, outer, glance, NOTHING).frontier.value
+        return NOTHING
+
+    return sorted(found, key=value)
 
 
 def _bound(done: list[Searched]) -> Value:
@@ -110,8 +133,18 @@ def _placed(loose: Searched) -> Iterator[Part]:
     yield from (on_nodes(loose.part, placement) for placement in reversed(found))
 
 
+def _outer(part: Part) -> Outer | None:
+    """A part's space, with the meshes and orders that want its placement."""
+    outer = outer_of(part.problem)
+    if outer is None or part.worth is None:
+        return outer
+    space = replace(outer.space, meshes=replace(outer.space.meshes, placed=part.worth))
+    counts = space.counts()
+    return replace(outer, space=space, counts=counts) if counts.any() else None
+
+
 def _search(part: Part, outer: Outer, check: Callable[[Frontier], None], value: Value) -> Searched:
-    frontier = Frontier(outer=outer, check=check, value=value, only=part.worth)
+    frontier = Frontier(outer=outer, check=check, value=value)
     with suppress(Stopped):
         frontier.run()
     bound = frontier.bound()

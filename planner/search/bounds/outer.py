@@ -86,7 +86,7 @@ def build_outer(
         bounds = no_faster_than(bounds, space.shapes, units, pace)
     return Outer(
         problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
-        wires=WireBook.of(problem, space, units, book.at_best()),
+        wires=WireBook.of(problem, space, units, book),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from itertools import product
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autoparallel.costmodel.links import CHAIN, PATTERNS, RING, Floats, directed_links, flows, routes_of
+from autoparallel.costmodel.links import MESSAGES, Floats, directed_links, flows, pattern_of, routes_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Program
 from autoparallel.costmodel.topology import ranks_of
 from autoparallel.planner.search.space.placements import twins
@@ -43,13 +43,13 @@ def talks(program: Program, network: Network) -> tuple[Talk, ...]:
     """The traffic between nodes of one step, by axes and pattern."""
     total: dict[tuple[tuple[Axis, ...], str], float] = {}
     for one, times in _collectives(program):
-        pattern = PATTERNS.get(one.op, RING)
+        pattern = pattern_of(one)
         members = tuple(
             replace(a, name="", derived=False) for a in program.axes if a.name in one.axes and a.size > 1
         )
         if members:
             ranks = ranks_of(one.axes, program.axes)
-            share = 1.0 if pattern == CHAIN else (ranks - 1) / ranks
+            share = 1.0 if pattern in MESSAGES else (ranks - 1) / ranks
             wire = one.size_bytes * share * _ROUNDS.get(one.op, 1.0) * times
             total[members, pattern] = total.get((members, pattern), 0.0) + wire
     found = []

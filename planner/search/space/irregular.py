@@ -12,14 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-
-import numpy as np
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.cuts import cut_reaches
-from autoparallel.planner.search.space.meshes import Bools, build_meshes
+from autoparallel.planner.search.space.meshes import build_meshes
 from autoparallel.planner.search.space.mixed import Part, is_mixed, parts
 from autoparallel.planner.search.space.placements import choices, reaches, sequences
 from autoparallel.planner.strategy.machines import nodes_by_group, regular_parts
@@ -93,7 +89,7 @@ def _on_network(part: Part) -> Iterator[Part]:
         return
     ports = min(cluster.levels[-1].nics or max(network.devices), max(network.devices))
     for choice in choices(build_meshes(part.problem), network, every, ports):
-        yield replace(on_nodes(part, choice.placement), worth=partial(_worth, choice.worth))
+        yield replace(on_nodes(part, choice.placement), worth=choice.worth)
 
 
 def on_nodes(part: Part, placement: Sequence[int]) -> Part:
@@ -125,8 +121,3 @@ def _with_reach(part: Part, homes: Sequence[int] = ()) -> Part:
     known = reaches(network, every) if every is not None else cut_reaches(network)
     cluster = replace(part.problem.cluster, network=replace(network, reach=known))
     return replace(part, problem=replace(part.problem, cluster=cluster))
-
-
-def _worth(worth: Bools, found: Variants, shapes: Shapes) -> Bools:
-    """Variants that want this placement."""
-    return np.asarray(worth[shapes.mesh, found.order])

@@ -161,18 +161,20 @@ def build_meshes(problem: Problem) -> Meshes:
     if irregular:
         near = np.concatenate([_strides(sizes, orders), near], axis=-1)
     placed = distinct_orders(sizes, near)
-    return Meshes(sizes=sizes, orders=orders, placed=placed, near=near, strides=int(irregular))
+    return Meshes(sizes=sizes, orders=orders, placed=placed, near=near, strides=2 * irregular)
 
 
 def _strides(sizes: Ints, orders: tuple[tuple[str, ...], ...]) -> Ints:
-    """Distance between neighbours by order, mesh and axis, in one last column; 0 where an axis has one rank."""
-    found = np.zeros((len(orders), len(sizes), len(AXES), 1), dtype=np.int64)
+    """By order, mesh and axis: the distance between neighbours (0 where an axis has one rank), and that along tp,
+    of which experts take parts."""
+    found = np.zeros((len(orders), len(sizes), len(AXES), 2), dtype=np.int64)
     for k, order in enumerate(orders):
         stride = np.ones(len(sizes), dtype=np.int64)
         for axis in reversed(order):
             size = sizes[:, MESH_KEYS.index(axis)]
             found[k, :, AXES.index(axis), 0] = np.where(size > 1, stride, 0)
             stride = stride * size
+        found[k, :, :, 1] = found[k, :, AXES.index("tp"), 0][:, None]
     return found
 
 

@@ -12,12 +12,11 @@ Each is a search of its own, which begins with the best value of those before it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.meshes import Bools, most_chunks
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -36,7 +35,7 @@ class Part:
     group: int | None = None  # the only one in use
     nodes: tuple[int, ...] = ()  # in rank order; empty: all, as they are
     per_node: int = 0  # devices used of each; 0: all that it has
-    worth: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
+    worth: Bools | None = None  # meshes and orders to look at; all if None
     loose: bool = False  # no strategy runs as it is priced here: a bound for placements too many to look at
 
     def whole(self, strategy: Strategy) -> Strategy:

@@ -16,7 +16,7 @@ from math import factorial, prod
 
 import numpy as np
 
-from autoparallel.costmodel.links import ALL, CHAIN, RING, Floats, Routes, flows, routes_of
+from autoparallel.costmodel.links import ALL, CHAIN, MESSAGES, RING, Floats, Routes, flows, routes_of
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, mesh_axes
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Bools, Ints, Meshes
@@ -135,7 +135,7 @@ def figures(
     load = np.einsum("k,pkl->pl", weight, routes.share[here, there])
     with np.errstate(divide="ignore"):
         rate = (routes.capacity / load).min(axis=1)
-    if pattern == CHAIN and port_bytes_per_s is not None:
+    if pattern in MESSAGES and port_bytes_per_s is not None:
         rate = np.minimum(rate, port_bytes_per_s[here].min(axis=1))
     late = routes.latency_s[here, there]
     return rate, late @ weight / weight.sum() if pattern == RING else late.max(axis=1)
@@ -222,7 +222,9 @@ def _talkers(sizes: Ints, order: Sequence[str]) -> Iterator[tuple[tuple[Axis, ..
     """Members and pattern of all that a mesh's ranks may talk in."""
     mesh = Mesh(order=tuple(order), **{name: int(n) for name, n in zip(MESH_KEYS, sizes, strict=True)})  # type: ignore[arg-type]
     axes = [a for a in mesh_axes(Strategy(batch=Batch(global_=1, micro=1), mesh=mesh)) if a.size > 1]
-    yield from (((replace(axis, name="", derived=False),), CHAIN) for axis in axes if axis.name == "pp")
+    for axis in axes:
+        if axis.name == "pp":
+            yield from (((replace(axis, name="", derived=False),), pattern) for pattern in MESSAGES)
     seen = set()
     for names in TALKING:
         members = tuple(replace(a, name="", derived=False) for a in axes if a.name in names)
