@@ -24,6 +24,7 @@ from autoparallel.planner.search.answer.outcome import (
     TradeOff,
 )
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
+from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import times
 
@@ -108,7 +109,11 @@ def strategy_table(strategy: Strategy) -> dict[str, Any]:
             rules = [{k: v for k, v in asdict(rule).items() if v is not None} for rule in strategy.embedding]
             table |= {"embedding": rules} if rules else {}
         elif part != EmbeddingAccess():  # says nothing about models without tables
-            table[f.name] = {g.name.rstrip("_"): _plain(getattr(part, g.name)) for g in fields(part)}
+            table[f.name] = {
+                g.name.rstrip("_"): _plain(getattr(part, g.name))
+                for g in fields(part)
+                if g.name not in UNSAID or getattr(part, g.name)
+            }
     return table
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from autoparallel.answer import strategy_label
+from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
+from autoparallel.report.placement import placement_words
 from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ def _print_numbers(
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
         *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
+        *([("placement", placed)] if (placed := placement_words(strategy, cluster)) else []),
+        *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
 

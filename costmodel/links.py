@@ -172,6 +172,16 @@ def linked(
     return Figure(bytes_per_s=min(found.bytes_per_s, leaving / ports), latency_s=found.latency_s)
 
 
+def narrowest(network: Network, members: Sequence[Axis], inside: int, pattern: str) -> tuple[str, str]:
+    """The ends of the link that the groups along some axes fill first."""
+    demand, routes = flows(members, inside, pattern, network.devices), routes_of(network.fabric)
+    at = np.array(network.placement)
+    rows, columns = np.nonzero(demand)
+    load = demand[rows, columns] @ routes.share[at[rows], at[columns]]
+    one, other = directed_links(network.fabric)[int(np.argmax(load / routes.capacity))]
+    return network.fabric.name(one), network.fabric.name(other)
+
+
 def _best(network: Network, members: Sequence[Axis], fan: int, pattern: str, each: int) -> Figure | None:
     """The reach of groups of `fan` nodes, divided among the flows of a node; None where groups and nodes do not
     line up."""

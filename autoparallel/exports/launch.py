@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from autoparallel.exports.plan import Plan, header
+from autoparallel.exports.plan import Plan, header, unsaid_hosts
 
 PORT = 29500  # torchrun's own default
 
 
 def torchrun(plan: Plan) -> str:
-    """A shell script to be run on every node."""
+    """A shell script to be run on every node. Where the plan names nodes, each is told its number."""
+    meet = (
+        f'--node-rank "$NODE_RANK" \\\n  --master-addr "${{HEAD_NODE:-localhost}}" --master-port {PORT} "$@"\n'
+        if plan.strategy.mesh.placement
+        else f"--rdzv-backend c10d \\\n"
+        f'  --rdzv-endpoint "${{HEAD_NODE:-localhost}}:{PORT}" --rdzv-id autoparallel "$@"\n'
+    )
     return (
         "#!/usr/bin/env bash\n"
-        + header(plan, "torchrun", [])
+        + header(plan, "torchrun", unsaid_hosts(plan.strategy))
         + "# On every node: HEAD_NODE=host-of-the-first ./launch.sh train.py ARGUMENTS\n"
         "set -euo pipefail\n"
-        f"exec torchrun --nnodes {plan.nodes} --nproc-per-node {plan.devices_per_node} --rdzv-backend c10d \\\n"
-        f'  --rdzv-endpoint "${{HEAD_NODE:-localhost}}:{PORT}" --rdzv-id autoparallel "$@"\n'
+        f"exec torchrun --nnodes {plan.nodes} --nproc-per-node {plan.devices_per_node} " + meet
     )
 
 
@@ -28,7 +33,9 @@ def slurm(plan: Plan) -> str:
         f"#SBATCH --nodes={plan.nodes}\n"
         "#SBATCH --ntasks-per-node=1\n"
         f"{gpus}"
-        "#SBATCH --exclusive\n" + header(plan, "Slurm", []) + "# sbatch job.sh train.py ARGUMENTS\n"
+        "#SBATCH --exclusive\n"
+        + header(plan, "Slurm", unsaid_hosts(plan.strategy))
+        + "# sbatch job.sh train.py ARGUMENTS\n"
         "set -euo pipefail\n"
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
@@ -44,7 +51,7 @@ def kubernetes(plan: Plan) -> str:
         f"              cpu: {per_node}\n" if plan.on_cpu else f"              nvidia.com/gpu: {per_node}\n"
     )
     return (
-        header(plan, "Kubernetes", [])
+        header(plan, "Kubernetes", unsaid_hosts(plan.strategy))
         + f"""# Set image and args; the strategy file must be in the image or on a volume.
 apiVersion: v1
 kind: Service

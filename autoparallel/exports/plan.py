@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.planner.strategy.machines import nodes_in_use
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster, cluster_from_dict
 
@@ -23,7 +24,8 @@ class Plan:
     @property
     def devices_per_node(self) -> int:
         """Processes on each node: fewer than the node's devices only where the plan needs fewer in all."""
-        return min(self.cluster.groups[0].devices_per_node, self.strategy.mesh.devices)
+        mesh = self.strategy.mesh
+        return min(mesh.per_node or self.cluster.groups[0].devices_per_node, mesh.devices)
 
     @property
     def nodes(self) -> int:
@@ -73,7 +75,22 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
         found.append(
             f"mesh.groups = {list(strategy.mesh.groups)}: list the hosts in this order of their groups"
         )
+    if strategy.mesh.placement:
+        found.append(
+            f"mesh.placement = {list(strategy.mesh.placement)}: list the hosts in this order of the cluster's nodes"
+        )
     return found
+
+
+def unsaid_hosts(strategy: Strategy) -> list[str]:
+    """Which hosts to start, and in which order, where the plan names its nodes: the runtime does the rest."""
+    if not strategy.mesh.placement:
+        return []
+    nodes = nodes_in_use(strategy.mesh)
+    return [
+        f"mesh.placement = {list(strategy.mesh.placement)}: the hosts are nodes {', '.join(map(str, nodes))} of the "
+        f"cluster's file, and torchrun's --node-rank is 0 to {len(nodes) - 1} in this order"
+    ]
 
 
 def unsaid_order(strategy: Strategy, order: tuple[str, ...], remedy: str = "") -> list[str]:

@@ -11,12 +11,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from autoparallel.answer import read_timeline
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
+from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles import Cluster, cluster_from_dict
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
-from autoparallel.report.words import choices, cluster_words, constraint_words, places, sureness, why
+from autoparallel.report.placement import places
+from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
 NEARLY_FULL = 0.95
@@ -124,7 +126,7 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "constraints": [constraint_words(cost) for cost in search.get("constraints", ())],
         "confidence": predicted.get("confidence"),
         "sureness": sureness(predicted["confidence"]) if "confidence" in predicted else "",
-        "places": places(strategy.mesh, cluster),
+        "places": places(strategy, cluster),
         "cost": predicted.get("cost"),
         "breakdown": charts.breakdown_bar(predicted["breakdown_s"]),
         "meanings": _MEANINGS,
@@ -174,6 +176,8 @@ def warnings(
         found.append("The search ended before its proof; a better strategy may exist.")
     if predicted["devices"] < cluster.devices:
         found.append(f"Only {predicted['devices']} of {cluster.devices} devices are used.")
+    if idle := idle_words(cluster, strategy):
+        found.append(f"Nodes are short of devices: {idle}.")
     counted = kinds(cluster)
     guessed = counted.get("fitted", 0)
     if guessed and not counted.get("measured"):

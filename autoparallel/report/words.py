@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoparallel.planner.expand.schedules import rank_of_stage
-from autoparallel.planner.strategy.types import Mesh, Strategy
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
-from autoparallel.profiles.hardware import Cluster, Level
+from autoparallel.profiles.hardware import Cluster
 from autoparallel.report.numbers import bandwidth, percent, seconds, times
+from autoparallel.report.placement import Place, placement_setting, placement_words, places
 
 _SCHEDULES = {
     "gpipe": "GPipe: all forward passes, then all backward passes",
@@ -37,44 +38,20 @@ class Choice:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a mesh axis sits: its group spans `span` devices, and talks over `level`."""
-
-    axis: str
-    size: int
-    stride: int
-    level: Level
-
-
-def places(mesh: Mesh, cluster: Cluster) -> tuple[Place, ...]:
-    """The axes larger than one, outermost first, with the network level that each one's traffic crosses."""
-    stride, found = 1, []
-    for axis in reversed(mesh.order):
-        size: int = getattr(mesh, axis)
-        if size > 1:
-            found.append(Place(axis=axis, size=size, stride=stride, level=_level(size * stride, cluster)))
-        stride *= size
-    return tuple(reversed(found))
-
-
-def _level(span: int, cluster: Cluster) -> Level:
-    return next((level for level in cluster.levels if level.size >= span), cluster.levels[-1])
-
-
 def cluster_words(cluster: Cluster) -> str:
     """`16 h100-sxm in 2 nodes of 8`."""
     parts = []
     for group in cluster.groups:
         nodes = times(group.nodes, "node")
-        text = f"{group.devices:,} {group.device.name} ({nodes} of {group.devices_per_node})"
+        short = "".join(f", node {node} of {devices}" for node, devices in group.short)
+        text = f"{group.devices:,} {group.device.name} ({nodes} of {group.devices_per_node}{short})"
         parts.append(text)
     return " and ".join(parts)
 
 
 def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) -> tuple[Choice, ...]:
     """Every decision that matters, outermost axis first, then memory and communication."""
-    where = {place.axis: place for place in places(strategy.mesh, cluster)}
+    where = {place.axis: place for place in places(strategy, cluster)}
     found = []
     if "pp" in where:
         found.append(_pipeline(strategy, where["pp"], predicted))
@@ -86,6 +63,8 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
         found.append(Choice(name="Context parallelism", setting=f"cp = {where['cp'].size}", text=text + "."))
     if "tp" in where:
         found.append(_tensor(strategy, where["tp"], predicted))
+    if placed := placement_words(strategy, cluster):
+        found.append(Choice(name="Placement", setting=placement_setting(strategy), text=placed))
     if not found:
         text = "The whole model trains on one device; nothing is communicated."
         found.append(Choice(name="One device", setting="1 device", text=text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes, of_nodes, only_group
 
@@ -55,6 +55,30 @@ def nodes_by_group(cluster: Cluster, groups: Sequence[int]) -> tuple[int, ...]:
     return tuple(n for g in dict.fromkeys(groups) for n, home in enumerate(homes) if home == g)
 
 
+def nodes_in_use(mesh: Mesh) -> tuple[int, ...]:
+    """The nodes of `mesh.placement` that the mesh reaches, in the order of the cluster's file: hosts start so."""
+    return tuple(sorted(mesh.placement[: -(-mesh.devices // _each(mesh))]))
+
+
+def rank_at(mesh: Mesh) -> tuple[int, ...]:
+    """The process at each position of the mesh (the last axis of `mesh.order` fastest), when the hosts in use start
+    in the order of the cluster's file."""
+    if not mesh.placement:
+        return tuple(range(mesh.devices))
+    each = _each(mesh)
+    blocks = {node: min(each, mesh.devices - i * each) for i, node in enumerate(mesh.placement)}
+    first, start = {}, 0
+    for node in nodes_in_use(mesh):
+        first[node] = start
+        start += blocks[node]
+    return tuple(first[node] + i for node in mesh.placement for i in range(max(blocks[node], 0)))
+
+
+def _each(mesh: Mesh) -> int:
+    """Devices of a block; without `mesh.per_node` all blocks are full."""
+    return mesh.per_node or -(-mesh.devices // len(mesh.placement))
+
+
 def placement_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
     """What is wrong with `mesh.placement` and `mesh.per_node`; nothing where they are left out."""
     mesh, have = strategy.mesh, devices_of_nodes(cluster)
@@ -101,26 +125,24 @@ def _of_groups(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
 
 
 def idle_words(cluster: Cluster, strategy: Strategy) -> str:
-    """Which devices do nothing, and why; "" where all work."""
-    idle = cluster.devices - strategy.mesh.devices
-    if not idle:
-        return ""
-    used, _ = machines(cluster, strategy)
-    have, mesh = devices_of_nodes(cluster), strategy.mesh
+    """Of a cluster with nodes short of a device: which devices do nothing, and why; else ""."""
+    mesh, have = strategy.mesh, devices_of_nodes(cluster)
     full = max(have)
-    short = [n for n, devices in enumerate(have) if devices < full]
-    found = [f"{idle} of {cluster.devices} devices idle"]
-    if short:
-        named = ", ".join(f"node {n} has {have[n]} of {full}" for n in short)
-        found.append(named)
-        nodes, per_node = (
-            (mesh.placement, mesh.per_node) if mesh.placement else alike_nodes(cluster, mesh.devices)
-        )
-        out = [n for n in short if n not in nodes]
-        if out:
-            found.append(f"left out: node {', '.join(map(str, out))}")
-        elif per_node and per_node < full:
-            found.append(f"{per_node} used of every node, so that all are alike")
-    if used.devices > mesh.devices:
-        found.append(f"the batch and the model divide among {mesh.devices}")
+    short = [node for node, devices in enumerate(have) if devices < full]
+    idle = sum(have) - mesh.devices
+    if not short or not idle:
+        return ""
+    nodes, per_node = mesh.placement, mesh.per_node
+    if not nodes:
+        nodes, per_node = alike_nodes(cluster, mesh.devices)
+    found = [
+        f"{idle} of {sum(have)} devices idle",
+        ", ".join(f"node {node} has {have[node]} of {full}" for node in short),
+    ]
+    if out := [node for node in short if node not in nodes]:
+        found.append(f"node {', '.join(map(str, out))} left out, so that all nodes are alike")
+    elif per_node and per_node < full:
+        found.append(f"{per_node} of every node in use, so that all are alike")
+    if mesh.devices < sum(min(have[node], per_node or full) for node in nodes):
+        found.append(f"batch and model divide among {mesh.devices} devices")
     return "; ".join(found)

@@ -59,7 +59,7 @@ def _without_short(problem: Problem) -> Iterator[Part]:
         yield _of_nodes(problem, f"{per_node} devices of each of {len(nodes)} nodes", nodes, per_node)
     if sum(n < max(have) for n in have) == 1 and min(have):
         last = tuple(sorted(range(len(have)), key=lambda node: -have[node]))
-        yield _of_nodes(problem, f"all {cluster.devices} devices, the short node last", last, 0)
+        yield _of_nodes(problem, f"all {cluster.devices} devices, the short node last", last, max(have))
 
 
 def _of_nodes(problem: Problem, name: str, nodes: tuple[int, ...], per_node: int) -> Part:
@@ -95,11 +95,13 @@ def _on_network(part: Part) -> Iterator[Part]:
 def on_nodes(part: Part, placement: Sequence[int]) -> Part:
     """A part with its blocks of devices on these nodes."""
     cluster = placed(part.problem.cluster, placement)
-    assert cluster.network is not None
-    cluster = replace(cluster, network=replace(cluster.network, unplaced=False))
+    network = cluster.network
+    assert network is not None
+    cluster = replace(cluster, network=replace(network, unplaced=False))
     where = f"on nodes {', '.join(map(str, placement))}"
+    per_node = max(network.devices) if len({g.device.name for g in cluster.groups}) == 1 else 0
     return replace(
-        part, name=f"{part.name} {where}".strip(), nodes=tuple(placement), loose=False,
+        part, name=f"{part.name} {where}".strip(), nodes=tuple(placement), loose=False, per_node=per_node,
         problem=replace(part.problem, cluster=cluster),
     )  # fmt: skip
 

@@ -153,11 +153,15 @@ def build_meshes(problem: Problem) -> Meshes:
     """Every mesh that is legal and respects the constraints, and its placements."""
     sizes = np.array(sorted(set(_mesh_sizes(problem))), dtype=np.int64).reshape(-1, len(MESH_KEYS))
     fixed = problem.fixed_words("mesh.order")
+    irregular = problem.cluster.network is not None
     orders = (fixed,) if fixed is not None else _orders(sizes)
+    if (
+        irregular and fixed is None
+    ):  # whichever nodes take part, tensor parallelism stays inside them if it can
+        orders = tuple(order for order in orders if order[-1] == "tp")
     if problem.fixed_ints("mesh.groups") and fixed is None:  # each pipeline rank has devices of one group
         orders = tuple(order for order in orders if order[0] == "pp")
     near = neighbours(sizes, orders, problem.cluster)
-    irregular = problem.cluster.network is not None
     if irregular:
         near = np.concatenate([_strides(sizes, orders), near], axis=-1)
     placed = distinct_orders(sizes, near)
