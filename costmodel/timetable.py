@@ -34,6 +34,7 @@ _REDUCE = {
     K.BACKWARD_WEIGHT: len(_COLUMNS) + 1,
 }  # a reduction that the rank waits for
 _WIDTH = len(_COLUMNS) + 2
+_NO_ROW = frozenset({K.RECV_F, K.RECV_B, K.STEP})  # what a computation waits for, and what follows everything
 _BLOCKING = -2  # in place of a duration: the rank waits until its message has been sent
 
 
@@ -160,7 +161,7 @@ def prepare(
         progress = False
         for rank, actions in enumerate(ranks):
             start = now = at[rank]
-            while now < len(actions) and builder.place(actions[now], rank):
+            while now < len(actions) and (actions[now].kind in _NO_ROW or builder.place(actions[now], rank)):
                 now += 1
             at[rank] = now
             progress = progress or now > start

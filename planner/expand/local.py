@@ -62,15 +62,14 @@ class LocalBlock:
 
     layout: Layout
     setting: Setting
-    _bytes: dict[tuple[str, str], int] = field(default_factory=dict, repr=False, compare=False)
+    index: BlockIndex = field(init=False, repr=False, compare=False)
+    plan: BlockPlan = field(init=False, repr=False, compare=False)
+    _bytes: dict[tuple[str, str], int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def index(self) -> BlockIndex:
-        return self.layout.index
-
-    @property
-    def plan(self) -> BlockPlan:
-        return self.layout.plan
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", self.layout.index)
+        object.__setattr__(self, "plan", self.layout.plan)
+        object.__setattr__(self, "_bytes", {})
 
     def item_bytes(self, dtype: str) -> int:
         s = self.setting

@@ -122,19 +122,25 @@ def add_sends_and_receives(schedule: Schedule, homes: Sequence[int]) -> Schedule
     The ranks take turns, one action each. Raises `ScheduleError` when the compute order cannot be completed.
     """
     placed: list[list[Action]] = [[] for _ in schedule]
-    ready: set[tuple[bool, int, int]] = set()  # (is forward, stage, micro-batch) whose input is there
+    # (stage, micro-batch) whose input is there; the first stage needs no activation, the last no gradient.
+    arrived = {K.FORWARD: set[tuple[int, int | None]](), K.BACKWARD: set[tuple[int, int | None]]()}
+    arrived[K.BACKWARD_INPUT] = arrived[K.BACKWARD]
+    starts = {K.FORWARD: 0, K.BACKWARD: len(homes) - 1, K.BACKWARD_INPUT: len(homes) - 1}
     at = [0] * len(schedule)
     active = [rank for rank, actions in enumerate(schedule) if actions]
     while active:
         progress = False
         for rank in active:
             action = schedule[rank][at[rank]]
-            if not _is_ready(action, len(homes), ready):
+            kind, stage = action.kind, action.stage
+            first = starts.get(kind, stage)
+            if stage != first and (stage, action.micro) not in arrived[kind]:
                 continue
             progress = True
             at[rank] += 1
             placed[rank].append(action)
-            _hand_on(action, homes, placed, ready)
+            if kind in arrived:
+                _hand_on(action, homes, placed, arrived[kind])
         if not progress:
             waiting = ", ".join(f"rank {rank} at {schedule[rank][at[rank]]}" for rank in active)
             raise ScheduleError(f"the compute order cannot be completed with sends and receives: {waiting}")
@@ -142,30 +148,19 @@ def add_sends_and_receives(schedule: Schedule, homes: Sequence[int]) -> Schedule
     return tuple(tuple(actions) for actions in placed)
 
 
-def _is_ready(action: Action, stages: int, ready: set[tuple[bool, int, int]]) -> bool:
-    if action.kind is K.FORWARD:
-        return action.stage == 0 or (True, action.stage, action.micro) in ready
-    if action.kind in (K.BACKWARD, K.BACKWARD_INPUT):
-        return action.stage == stages - 1 or (False, action.stage, action.micro) in ready
-    return True
-
-
 def _hand_on(
-    action: Action, homes: Sequence[int], placed: list[list[Action]], ready: set[tuple[bool, int, int]]
+    action: Action, homes: Sequence[int], placed: list[list[Action]], arrived: set[tuple[int, int | None]]
 ) -> None:
     """The output of an F, B or I reaches the neighbouring stage: at once on the same rank, else by a send."""
-    if action.kind not in (K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT):
-        return
+    stage, micro = action.stage, action.micro
     forward = action.kind is K.FORWARD
-    neighbour = action.stage + (1 if forward else -1)
+    neighbour = stage + 1 if forward else stage - 1
     if not 0 <= neighbour < len(homes):
         return
-    assert action.micro is not None
-    if homes[neighbour] != homes[action.stage]:
-        send, receive = (K.SEND_F, K.RECV_F) if forward else (K.SEND_B, K.RECV_B)
-        placed[homes[action.stage]].append(Action(action.stage, send, action.micro))
-        placed[homes[neighbour]].append(Action(neighbour, receive, action.micro))
-    ready.add((forward, neighbour, action.micro))
+    if homes[neighbour] != homes[stage]:
+        placed[homes[stage]].append(Action(stage, K.SEND_F if forward else K.SEND_B, micro))
+        placed[homes[neighbour]].append(Action(neighbour, K.RECV_F if forward else K.RECV_B, micro))
+    arrived.add((neighbour, micro))
 
 
 def add_step(schedule: Schedule) -> Schedule:

@@ -34,10 +34,16 @@ MUCH = 0.02  # share by which a stage problem promises more than the incumbent, 
 DIVES = 12  # strategies simulated before the search proper
 # Work in milliseconds, as measured once on one core: only its order matters, for a limit that is the same on every
 # machine. A schedule is laid out once, and walked by every simulation. Kind: measured.
-PER_STAGE_PROBLEM, PER_SIMULATION, PER_CHUNK = 3.0, 4.0, 0.5
-PER_BLOCK, MOST_BLOCKS = 0.08, 100  # of a solution; more blocks than that take hardly longer
-PER_ACTION_LAID_OUT, PER_ACTION_WALKED = 0.012, 0.0004
-PER_VARIANT, PER_RANK = 0.003, 0.001  # of a bound on the model as a whole, and on each rank
+PER_STAGE_PROBLEM, PER_SIMULATION, PER_PLACEMENT = 0.6, 1.0, 40.0
+PER_SOLVE, PER_CHUNK, PER_UNLIKE_CHUNK = (
+    0.7,
+    0.1,
+    0.8,
+)  # of a stage problem with a choice; blocks alike or not
+PER_EFFORT = 5500.0  # CP-SAT's deterministic time
+PER_BLOCK_SIMULATED = 0.02
+PER_ACTION_LAID_OUT, PER_ACTION_WALKED = 0.008, 0.0004
+PER_VARIANT, PER_RANK = 0.001, 0.0005  # of a bound on the model as a whole, and on each rank
 NOTHING: Value = (inf, inf)
 
 
@@ -216,7 +222,7 @@ class Frontier:
         same = priced_alike(self.outer.space.shapes, run)
         self._push_run(run.take(~same))
         found, stride = run.variants.take(same), int(run.strides[0])
-        self.work += PER_STAGE_PROBLEM + PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
+        self.work += PER_PLACEMENT + PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
         try:
             bounds = refined_bounds(
                 self.outer, found, stride, self._below_all_s(found), memory=self._by_memory
@@ -261,7 +267,7 @@ class Frontier:
         except UserError as error:
             self._errors.append(error)
             return None
-        self.work += PER_STAGE_PROBLEM + PER_CHUNK * chosen.chunks
+        self.work += PER_STAGE_PROBLEM
         key = _schedule_key(chosen)
         if key not in self._paths:
             self.work += PER_ACTION_LAID_OUT * _actions(chosen)
@@ -303,15 +309,17 @@ class Frontier:
         """Solve a stage problem; the node goes back with the bound that it has now."""
         self.solved += 1
         if _has_choice(problem):
-            self.work += PER_BLOCK * min(len(problem.kinds), MOST_BLOCKS)
-            self.work += PER_CHUNK * chosen.chunks * (1 + len(excluded))
+            each = PER_CHUNK if len(set(problem.kinds)) == 1 else PER_UNLIKE_CHUNK
+            self.work += PER_SOLVE + each * chosen.chunks
         if self.outer.problem.objective == Objective.MEMORY:
             answer = self._least_memory(problem, excluded)
             value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
         else:
             below_s = self._below_s(chosen.mesh.devices)
             below = ceil(below_s * PS) if below_s < inf else None
-            answer = solve_stages(problem, excluded=excluded, below=below, effort=self.effort)
+            answer = solve_stages(
+                problem, excluded=excluded, below=below, effort=self.effort, spend=self._spend
+            )
             value = NOTHING
             if answer is not None:
                 value = max(bound, self.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
@@ -326,15 +334,18 @@ class Frontier:
         else:
             self._push(value, node)
 
+    def _spend(self, effort: float) -> None:
+        self.work += PER_EFFORT * effort
+
     def _least_memory(self, problem: StageProblem, excluded: tuple[Deal, ...]) -> StageAnswer | None:
         """The deal with the least peak, the fastest of these."""
         below = int(min(self.value[0], float(problem.capacity_bytes))) + 1
         by_bytes = replace(problem, paths=problem.memory, memory=())
-        least = solve_stages(by_bytes, excluded=excluded, below=below, effort=self.effort)
+        least = solve_stages(by_bytes, excluded=excluded, below=below, effort=self.effort, spend=self._spend)
         if least is None or least.deal is None:
             return least
         tight = replace(problem, capacity_bytes=least.value)
-        fastest = solve_stages(tight, excluded=excluded, effort=self.effort)
+        fastest = solve_stages(tight, excluded=excluded, effort=self.effort, spend=self._spend)
         deal = fastest.deal if fastest is not None else None
         return least if deal is None else replace(least, deal=deal)
 
@@ -354,6 +365,7 @@ class Frontier:
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""
         self.work += PER_SIMULATION + PER_ACTION_WALKED * _actions(chosen)
+        self.work += PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
         self.seen.append(found)
         self.consider(found)

@@ -26,7 +26,7 @@ from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Frontier.work`) that is spent on each kind: enough to see its best strategy or one near it, and little
 # enough that a dozen kinds take well under a second. Kind: formula.
-WORK = 50.0
+WORK = 40.0
 EXPLAINED_WORK = 500.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
@@ -34,7 +34,7 @@ AT_ONCE = 48  # shapes of a kind expanded together
 MOST_GROUPS = 8  # sizes of pp, tp and cp that are looked at before a kind's search
 DIVES = 2  # strategies of a kind simulated before its search
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
-EFFORT = 0.05  # of each stage problem: what is shown beside the answer need not be proved
+EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from autoparallel.planner.search.space.syncs import widest_bucket_mib
 from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.types import AXES, Strategy
 
+Axes = tuple[Axis, ...]
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 DATA_PRICES = (
     "reduce_s", "gather_s", "gather_each_s", "step_s", "reduce_expert_s", "gather_expert_s", "step_expert_s",
@@ -158,14 +159,16 @@ def _price(
 ) -> tuple[float, ...]:
     """DATA_PRICES of one placement."""
     strategy = strategy_of(problem, chosen, Deal(blocks=(), recomputed=()), bucketed=False)
+    axes = mesh_axes(strategy)
     whole, experts = max(problem.graph.parameter_count, 1), int(units.all_experts[shape])
-    dense = _dense_s(problem, book, units, strategy, shape) if _reduces(strategy) else (0.0,) * 3
-    step_s = _step_s(book, strategy, whole, 0) / whole
+    dense = _dense_s(problem, book, units, strategy, axes, shape) if _reduces(strategy) else (0.0,) * 3
+    step_s = _step_s(book, strategy, axes, whole, 0) / whole
     if not experts:
         return (*dense, step_s, 0.0, 0.0, 0.0)
     return (
-        *dense, step_s, _reduce_expert_s(problem, book, strategy, experts),
-        _gather_s(book, strategy, experts, experts) / experts, _step_s(book, strategy, whole, whole) / whole,
+        *dense, step_s, _reduce_expert_s(problem, book, strategy, axes, experts),
+        _gather_s(book, strategy, axes, experts, experts) / experts,
+        _step_s(book, strategy, axes, whole, whole) / whole,
     )  # fmt: skip
 
 
@@ -173,10 +176,10 @@ def _reduces(strategy: Strategy) -> bool:
     return strategy.mesh.data_parallel * strategy.mesh.cp > 1
 
 
-def _step_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int) -> float:
+def _step_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
     """To update so many parameters at once and to gather them again: experts and others are updated by one kernel, so
     that the rate of either is that of all."""
-    axes, mode = mesh_axes(strategy), strategy.execution.kernels
+    mode = strategy.execution.kernels
     updates = state.optimizer_kernel(parameters, strategy, experts)
     gathers = state.updated_gather(parameters, strategy, experts)
     step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
@@ -184,10 +187,9 @@ def _step_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int) 
 
 
 def _dense_s(
-    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, shape: int
+    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, axes: Axes, shape: int
 ) -> tuple[float, float, float]:
     """reduce_s, gather_s and gather_each_s."""
-    axes = mesh_axes(strategy)
     if state.zero_level(strategy) < 3:
         item = state.dtype_bytes(strategy.execution.grad_dtype)
         bucket = round(widest_bucket_mib(problem) * MIB)
@@ -196,21 +198,26 @@ def _dense_s(
     reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most
     whole = max(problem.graph.parameter_count, 1)
     unit = int(units.unit_parameters[shape])
-    return reduce_s, _gather_s(book, strategy, unit, 0), _gather_s(book, strategy, whole, 0) / whole
+    return (
+        reduce_s,
+        _gather_s(book, strategy, axes, unit, 0),
+        _gather_s(book, strategy, axes, whole, 0) / whole,
+    )
 
 
-def _gather_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int) -> float:
+def _gather_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
     """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
     work = BlockWork(
         name="", forward=(), backward_input=(), backward_weight=(), parameters=parameters, expert_parameters=experts,
     )  # fmt: skip
     gathers = (state.gather_of(work, strategy), state.expert_gather_of(work, strategy))
-    return sum(book.pricer.collective_s(c, mesh_axes(strategy)) for c in gathers if c is not None)
+    return sum(book.pricer.collective_s(c, axes) for c in gathers if c is not None)
 
 
-def _reduce_expert_s(problem: Problem, book: PriceBook, strategy: Strategy, experts: int) -> float:
+def _reduce_expert_s(
+    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, experts: int
+) -> float:
     """To reduce the gradient of one of so many parameters."""
-    axes = mesh_axes(strategy)
     if state.zero_level(strategy) < 3:
         item = state.dtype_bytes(strategy.execution.grad_dtype)
         bucket = round(widest_bucket_mib(problem) * MIB)

@@ -6,7 +6,7 @@ What a deal needs is computed here without a solver; `planner/search/stages/solv
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,34 @@ class StageAnswer:
     deal: Deal | None
     value: int
     bound: int
+
+
+def most_amounts(problem: StageProblem) -> list[list[int]]:
+    """For each quantity and chunk, no less than any deal makes of it."""
+    spare = max(len(problem.kinds) - sum(problem.least), 0)
+    blocks = [min(least + spare, most) for least, most in zip(problem.least, problem.most, strict=True)]
+    kinds = sorted(set(problem.kinds))
+    found = []
+    for quantity in problem.quantities:
+        chunks = [0] * problem.chunks
+        for form in quantity.forms:
+            rate = max((max(form.kept[k], form.recomputed[k], 0) for k in kinds), default=0)
+            more = max(form.when_all, 0) + max(form.when_few, 0) + max((0, *form.when_none))
+            most = (abs(fixed) + more + rate * n for fixed, n in zip(form.fixed, blocks, strict=True))
+            chunks = list(map(max, chunks, most))
+        found.append(chunks)
+    return found
+
+
+def without_idle_rows(problem: StageProblem) -> StageProblem:
+    """The problem without the moments in which no deal has too many bytes."""
+    most = most_amounts(problem)
+    binding = tuple(
+        row
+        for row in problem.memory
+        if row.constant + sum(factor * most[q][c] for q, c, factor in row.terms) > problem.capacity_bytes
+    )
+    return replace(problem, memory=binding)
 
 
 def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem, most_amounts
 
 # Largest value of a row of paths, and of memory. A row adds up at most some ten thousand rounded numbers, so that a
 # millionth of it is lost. Kind: formula.
@@ -18,7 +18,7 @@ LARGEST = 2**34
 def in_small_numbers(problem: StageProblem, below: int | None = None) -> tuple[StageProblem, int]:
     """The problem in multiples of a unit of time and a unit of bytes, rounded down, and the unit of time. Deals that
     were feasible stay so, and none is worth more than before."""
-    most = _most(problem)
+    most = most_amounts(problem)
     longest = max(
         (row.constant + sum(n * most[q][c] for q, c, n in row.terms) for row in problem.paths), default=0
     )
@@ -50,19 +50,3 @@ def _divided(form: Form, unit: int) -> Form:
         fixed=tuple(a // unit for a in form.fixed), when_all=form.when_all // unit, when_few=form.when_few // unit,
         when_none=tuple(a // unit for a in form.when_none),
     )  # fmt: skip
-
-
-def _most(problem: StageProblem) -> list[list[int]]:
-    """For each quantity and chunk, no less than any deal makes of it."""
-    found = []
-    for quantity in problem.quantities:
-        rates = [max((0, *form.kept, *form.recomputed)) for form in quantity.forms]
-        found.append(
-            [
-                max(
-                    abs(form.fixed[c]) + rate * most for form, rate in zip(quantity.forms, rates, strict=True)
-                )
-                for c, most in enumerate(problem.most)
-            ]
-        )
-    return found

@@ -14,7 +14,7 @@ caller prepares all numbers (`planner/search/stages/inner.py`); nothing is compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,12 +22,21 @@ from ortools.sat.python import cp_model
 
 from autoparallel.planner.search.stages.deals import best_of, few_deals, one_chunk
 from autoparallel.planner.search.stages.layers import solve_in_layers
-from autoparallel.planner.search.stages.problem import Deal, Form, Row, StageAnswer, StageProblem, deal_value
+from autoparallel.planner.search.stages.problem import (
+    Deal,
+    Form,
+    Row,
+    StageAnswer,
+    StageProblem,
+    deal_value,
+    most_amounts,
+    without_idle_rows,
+)
 from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 
-# Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, about a
-# second). Kind: formula: far above what the largest chain here needs.
-EFFORT = 0.1
+# Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, several seconds).
+# Kind: formula: most solves take a tenth of it.
+EFFORT = 0.03
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
 
@@ -37,11 +46,12 @@ def solve_stages(
     excluded: Sequence[Deal] = (),
     below: int | None = None,
     effort: float = EFFORT,
+    spend: Callable[[float], None] | None = None,
 ) -> StageAnswer | None:
     """The best deal with a value below `below` that is not excluded; None where there is none.
 
     By trying all where they are few enough, else by CP-SAT.
-    Deterministic: one worker, a fixed seed, and `effort` in deterministic time.
+    Deterministic: one worker, a fixed seed, and `effort` in deterministic time, of which `spend` is told how much it took.
     """
     if problem.chunks == 1:
         return one_chunk(problem, excluded, below)
@@ -49,14 +59,18 @@ def solve_stages(
     if few is not None:
         return best_of(problem, [deal for deal in few if deal not in excluded], below)
     small_enough, found = solve_in_layers(problem, excluded, below)
-    return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort)
+    return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort, spend)
 
 
 def solve_with_cp_sat(
-    problem: StageProblem, excluded: Sequence[Deal] = (), below: int | None = None, effort: float = EFFORT
+    problem: StageProblem,
+    excluded: Sequence[Deal] = (),
+    below: int | None = None,
+    effort: float = EFFORT,
+    spend: Callable[[float], None] | None = None,
 ) -> StageAnswer | None:
     """As `solve_stages`, whatever the size."""
-    small, unit = in_small_numbers(problem, below)
+    small, unit = in_small_numbers(without_idle_rows(problem), below)
     model = cp_model.CpModel()
     builder = _Builder(model, small)
     builder.every_block_in_one_chunk()
@@ -72,6 +86,8 @@ def solve_with_cp_sat(
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
+    if spend is not None:
+        spend(solver.response_proto.deterministic_time)
     if status == cp_model.INFEASIBLE:
         return None
     assert status != cp_model.MODEL_INVALID, model.validate()
@@ -91,6 +107,7 @@ class _Builder:
     def __init__(self, model: cp_model.CpModel, problem: StageProblem) -> None:
         self.model, self.problem = model, problem
         spare = len(problem.kinds) - sum(problem.least)
+        self.most = most_amounts(problem)
         self.blocks = [
             model.new_int_var(least, min(least + max(spare, 0), most), f"n{c}")
             for c, (least, most) in enumerate(zip(problem.least, problem.most, strict=True))
@@ -101,14 +118,14 @@ class _Builder:
         ]
         self.uniform = len(set(problem.kinds)) <= 1
         self.sums: dict[int, list[Linear]] = {}
-        self.spreads: dict[int, list[int]] = {}
         self.all: dict[int, cp_model.IntVar] = {}
         self.few: dict[tuple[int, int], cp_model.IntVar] = {}
         if not self.uniform:
             self._positions()
 
     def _positions(self) -> None:
-        """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end."""
+        """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end. And of each kind, how many blocks
+        stand before these."""
         model, n = self.model, len(self.problem.kinds)
         self.cuts = [model.new_int_var(0, n, f"s{c}") for c in range(self.problem.chunks + 1)]
         self.turns = [model.new_int_var(0, n, f"r{c}") for c in range(self.problem.chunks)]
@@ -116,6 +133,20 @@ class _Builder:
         for c, (blocks, recomputed) in enumerate(zip(self.blocks, self.recomputed, strict=True)):
             model.add(self.cuts[c + 1] == self.cuts[c] + blocks)
             model.add(self.turns[c] == self.cuts[c] + recomputed)
+        self.before_cuts = [self._of_each_kind(cut) for cut in self.cuts]
+        self.before_turns = (
+            [self._of_each_kind(turn) for turn in self.turns] if self.problem.recompute else []
+        )
+
+    def _of_each_kind(self, position: cp_model.IntVar) -> dict[int, Linear]:
+        """By kind, how many of the blocks before a position are of it; what is not of the others is of the last."""
+        *kinds, last = sorted(set(self.problem.kinds))
+        found: dict[int, Linear] = {}
+        for kind in kinds:
+            table = list(accumulate((int(k == kind) for k in self.problem.kinds), initial=0))
+            found[kind] = self.model.new_int_var(0, table[-1], "")
+            self.model.add_element(position, table, found[kind])
+        return {**found, last: position - sum(found.values())}
 
     def amounts(self, index: int) -> list[Linear]:
         """Per chunk, how much of a quantity it needs: A[q, c], or a variable that is at least that."""
@@ -123,7 +154,7 @@ class _Builder:
             quantity = self.problem.quantities[index]
             forms = [self._form(form) for form in quantity.forms]
             self.sums[index] = [
-                self._at_least([form[c] for form in forms], self._most_of(index, c))
+                self._at_least([form[c] for form in forms], self.most[index][c])
                 for c in range(self.problem.chunks)
             ]
         return self.sums[index]
@@ -174,22 +205,16 @@ class _Builder:
         ]
 
     def _prefixed(self, form: Form) -> list[Linear]:
-        kinds = self.problem.kinds
-        kept = list(accumulate((form.kept[k] for k in kinds), initial=0))
-        extra = list(accumulate((form.recomputed[k] - form.kept[k] for k in kinds), initial=0))
-        at_cut = [self._looked_up(cut, kept) for cut in self.cuts]
         found: list[Linear] = []
+        extra = {kind: form.recomputed[kind] - form.kept[kind] for kind in set(self.problem.kinds)}
         for c, fixed in enumerate(form.fixed):
-            amount = fixed + at_cut[c + 1] - at_cut[c]
-            if self.problem.recompute and any(extra):
-                amount += self._looked_up(self.turns[c], extra) - self._looked_up(self.cuts[c], extra)
+            before, after = self.before_cuts[c], self.before_cuts[c + 1]
+            amount = fixed + sum(form.kept[kind] * (after[kind] - before[kind]) for kind in before)
+            if self.before_turns and any(extra.values()):
+                turned = self.before_turns[c]
+                amount += sum(extra[kind] * (turned[kind] - before[kind]) for kind in before)
             found.append(amount)
         return found
-
-    def _looked_up(self, position: cp_model.IntVar, table: list[int]) -> Linear:
-        value = self.model.new_int_var(min(table), max(table), "")
-        self.model.add_element(position, table, value)
-        return value
 
     def row(self, row: Row) -> Linear:
         amounts = [self.amounts(q)[c] for q, c, _ in row.terms]
@@ -227,27 +252,8 @@ class _Builder:
             self.model.add(self.row(row) <= step)
         return step
 
-    def _most_of(self, index: int, chunk: int) -> int:
-        """More than any deal makes of a quantity in a chunk."""
-        if index not in self.spreads:
-            self.spreads[index] = [
-                form.when_all
-                + max(form.when_few, 0)
-                + max((0, *form.when_none))
-                + sum(
-                    map(
-                        max,
-                        (form.kept[k] for k in self.problem.kinds),
-                        (form.recomputed[k] for k in self.problem.kinds),
-                    )
-                )
-                for form in self.problem.quantities[index].forms
-            ]
-        forms = self.problem.quantities[index].forms
-        return max(abs(f.fixed[chunk]) + s for f, s in zip(forms, self.spreads[index], strict=True))
-
     def _most_of_row(self, row: Row) -> int:
-        return max(0, row.constant) + sum(n * self._most_of(q, c) for q, c, n in row.terms)
+        return max(0, row.constant) + sum(n * self.most[q][c] for q, c, n in row.terms)
 
     def differs_from(self, deal: Deal) -> None:
         """At least one n[c] or k[c] is another than in `deal`."""
