@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from autoparallel.costmodel.prediction import StageMemory
 from autoparallel.costmodel.program import Action, ActionKind, BlockWork, CollectiveOp, StageWork
 
@@ -56,7 +58,8 @@ class LiveState:
 
 
 def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
-    """The distinct states in which the actions of one rank run; few, because a steady state repeats."""
+    """The states in which the actions of one rank run, those left out that hold no more than another of the same stage
+    and kind in any part: they are never a peak. Few, because a steady state repeats."""
     stages = sorted({action.stage for action in actions})
     at = {stage: place for place, stage in enumerate(stages)}
     full, weight = [0] * len(stages), [0] * len(stages)
@@ -74,12 +77,25 @@ def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
         seen[action.stage, kind, *full, *weight] = None
         if kind is K.BACKWARD_INPUT:
             weight[place] += 1
-    return tuple(_live_state(stages, *state) for state in seen)
+    groups: dict[tuple[int, ActionKind], list[tuple[int, ...]]] = {}
+    for running, kind, *held in seen:
+        groups.setdefault((running, kind), []).append(tuple(held))
+    return tuple(
+        LiveState(running, kind, tuple(zip(stages, held[: len(stages)], held[len(stages) :], strict=True)))
+        for (running, kind), states in groups.items()
+        for held in _heaviest(states)
+    )
 
 
-def _live_state(stages: Sequence[int], stage: int, kind: ActionKind, *held: int) -> LiveState:
-    full, weight = held[: len(stages)], held[len(stages) :]
-    return LiveState(stage, kind, tuple(zip(stages, full, weight, strict=True)))
+def _heaviest(states: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those that no other outweighs in every part."""
+    held = np.array(states)
+    order = np.argsort(-held.sum(axis=1), kind="stable")  # what outweighs a state holds more in all
+    kept: list[int] = []
+    for i in order:
+        if not kept or not (held[kept] >= held[i]).all(axis=1).any():
+            kept.append(int(i))
+    return [states[i] for i in sorted(kept)]
 
 
 def activation_profile(stage: StageWork, *, reduce_every_micro: bool) -> ActivationProfile:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-import numpy as np
-
 from autoparallel.costmodel.bound import bound_terms
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.memory import LiveState
@@ -267,11 +265,11 @@ def state_rate(strategy: Strategy) -> Value:
 
 
 def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
-    """One row per moment of each rank that no other moment outweighs."""
+    """One row per moment of each rank that can be its peak."""
     rows = []
     for own in states:
         chunks = sorted({stage for moment in own for stage, _, _ in moment.held})
-        for moment in _heaviest(own):
+        for moment in own:
             terms = [(int(Q.STATE), stage, 1) for stage in chunks]
             terms += [(int(Q.SAVED), stage, full) for stage, full, _ in moment.held if full]
             terms += [(int(Q.WEIGHT_SAVED), stage, weight) for stage, _, weight in moment.held if weight]
@@ -280,23 +278,6 @@ def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
             )
             rows.append(Row(terms=(*terms, (int(peak), moment.stage, 1))))
     return tuple(rows)
-
-
-def _heaviest(states: Sequence[LiveState]) -> list[LiveState]:
-    """States that hold as much as any other of the same stage and kind, in at least one part."""
-    groups: dict[tuple[int, ActionKind], list[LiveState]] = {}
-    for one in states:
-        groups.setdefault((one.stage, one.kind), []).append(one)
-    kept = []
-    for group in groups.values():
-        held = np.array([[n for _, full, weight in one.held for n in (full, weight)] for one in group])
-        order = np.argsort(-held.sum(axis=1), kind="stable")  # what outweighs a state holds more in all
-        heaviest: list[int] = []
-        for i in order:
-            if not heaviest or not (held[heaviest] >= held[i]).all(axis=1).any():
-                heaviest.append(int(i))
-        kept += [group[i] for i in sorted(heaviest)]
-    return kept
 
 
 def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
