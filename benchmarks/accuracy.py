@@ -30,6 +30,7 @@ from benchmarks.summary import Scored, summarise
 
 GIB = 2**30
 CAPTURED_LAYERS = 2
+DEVICES = Path(__file__).parent / "published" / "devices"  # of published runs, beside those that ship
 
 
 @dataclass(slots=True)
@@ -289,7 +290,7 @@ def main() -> None:
     start = time.perf_counter()
     rows = [r for r in read_rows(options.rows) if not options.only or options.only in r["source"]]
     scorer = Scorer(Graphs(options.cache))
-    scored, skipped = score_rows(rows, scorer, options.cluster_dir, options.calibrate_rows)
+    scored, skipped = score_rows(rows, scorer, (*options.cluster_dir, DEVICES), options.calibrate_rows)
     print_table(scored, skipped, each_row=options.each_row)
     print(f"{len(scored)} rows in {time.perf_counter() - start:.1f} s")
     if options.json:

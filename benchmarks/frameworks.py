@@ -17,21 +17,34 @@ class Framework:
     """
 
     early_flash_on: tuple[str, ...] = ()  # devices on which its flash attention is of the first generation
+    flash: Literal["flash", "flash-v2"] = "flash"  # its flash kernel, where a row does not name another
     half_gradients: bool = False  # accumulated and reduced in the parameters' dtype
+    full_parameters: bool = False  # of ZeRO-3: held in fp32, gathered in half precision
+    full_reduction: bool = False  # of ZeRO-3: gradients summed in fp32
     bucket_elements: float | None = None  # gradients reduced at once
     sequence_parallel: bool = False  # with every tensor parallelism
     async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
+    async_gradients: bool = False  # tensor-parallel sums of input gradients beside the weights' products
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
+    blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
 
 GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), outputs=("replicate",)),)
 
 FRAMEWORKS = {
+    # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
+    # ZeRO ran in that engine, one without may have run in Megatron's own.
+    "megatron-deepspeed": Framework(blocking_sends=True),
     # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
-    # wherever tensor_model_parallel_size > 1.
-    "nemo": Framework(sequence_parallel=True, half_gradients=True, async_tp=True),
-    "megatron-bridge": Framework(sequence_parallel=True, half_gradients=True, async_tp=True),
+    # wherever tensor_model_parallel_size > 1; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
+    "nemo": Framework(sequence_parallel=True, half_gradients=True, async_tp=True, async_gradients=True),
+    "megatron-bridge": Framework(
+        sequence_parallel=True, half_gradients=True, async_tp=True, async_gradients=True
+    ),
+    # Megatron-LM since 2022 (02bb1f5, megatron/mpu/layers.py): async_tensor_model_parallel_allreduce by default, and the
+    # same for the scatter of sequence parallelism.
+    "megatron-2022": Framework(async_gradients=True),
     # InternLM/InternEvo: solver/optimizer/hybrid_zero_optim.py reduces gradients in the parameters' dtype;
     # reduce_bucket_size of its 7B configurations.
     "internevo": Framework(half_gradients=True, bucket_elements=512 * 2**20),
@@ -43,6 +56,17 @@ FRAMEWORKS = {
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
     "aleph-alpha-scaling": Framework(half_gradients=True, loss="kept", tensor=GATHERED_LOGITS),
+    # torch's scaled_dot_product_attention runs FlashAttention 2 unless told otherwise (pytorch/pytorch#138522), and
+    # nothing newer before its release 2.5. IBM's fms-fsdp, fms_fsdp/policies: mixed precision over fp32 parameters.
+    "fms-fsdp": Framework(flash="flash-v2", full_parameters=True),
+    # pytorch/torchtitan, torchtitan/config: mixed_precision_param bfloat16 over fp32 parameters, mixed_precision_reduce
+    # float32. Asynchronous tensor parallelism is an option (enable_async_tensor_parallel) that some runs take.
+    "torchtitan": Framework(flash="flash-v2", full_parameters=True, full_reduction=True),
+    "torchtitan-async-tp": Framework(
+        flash="flash-v2", full_parameters=True, full_reduction=True, async_tp=True
+    ),
+    # KempnerInstitute/KempnerForge, kempnerforge/distributed/parallel.py: bf16 parameters, fp32 reduction.
+    "kempnerforge": Framework(flash="flash-v2", full_reduction=True),
 }
 
 

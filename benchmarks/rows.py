@@ -29,6 +29,8 @@ from benchmarks.models import Shape
 Row = Mapping[str, str]
 
 DTYPES = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}  # scaling variants of one GEMM dtype
+EIGHTHS = 8  # in which recomputation is varied where a row is silent
+HALF = 4  # `recompute = half`: every second block, or every second product of each (torchtitan's selective modes)
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of 128 * tp
 
 
@@ -142,34 +144,40 @@ def _sequence_parallel(row: Row) -> bool:
 
 
 def _attention(row: Row) -> str:
-    """Flash attention is of the first generation where the row names such a kernel, or its framework had no other."""
-    attention = row.get("attention") or "flash"
+    """The generation of flash attention that the row names, else its framework's."""
+    attention, framework = row.get("attention") or "flash", framework_of(row.get("framework", ""))
     if attention != "flash":
         return attention
-    early = row["device"] in framework_of(row.get("framework", "")).early_flash_on
-    return "flash-v1" if early or "attentionv1" in row.get("attention_kernel", "") else "flash"
+    kernel = row.get("attention_kernel", "")
+    named = {"flash_attentionv1": "flash-v1", "flash_attention2": "flash-v2", "cudnn": "flash"}
+    return next(
+        (generation for name, generation in named.items() if kernel.startswith(name)),
+        "flash-v1" if row["device"] in framework.early_flash_on else framework.flash,
+    )
 
 
 def _execution(row: Row) -> Execution:
     dtype = DTYPES.get(row["dtype"], row["dtype"])
     half = "fp16" if dtype == "fp16" else "bf16"
     framework = framework_of(row.get("framework", ""))
-    half_gradients = dtype == "fp16" or _int(row, "zero", 0) == 3 or framework.half_gradients
+    sharded = _int(row, "zero", 0) == 3
+    half_gradients = dtype == "fp16" or framework.half_gradients or (sharded and not framework.full_reduction)
     kernels = row.get("kernels") or "fused"
     if row.get("fused_norm") == "False":
         kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
-    sharded_pure = _int(row, "zero", 0) == 3
     return Execution(
         dtype=dtype,
-        param_dtype=half,
+        param_dtype="fp32" if sharded and framework.full_parameters else half,
         # Megatron and DeepSpeed keep an fp32 master copy and accumulate bf16 gradients in fp32, fp16 ones in
         # fp16, and NeMo's recipes bf16 ones in bf16; "pure" FSDP mixed precision holds everything in half
         # precision.
-        master_weights=not sharded_pure,
+        master_weights=not sharded,
         grad_dtype=half if half_gradients else "fp32",
         attention=_attention(row),
         kernels=kernels,
         async_tp=framework.async_tp and _sequence_parallel(row),
+        async_gradients=framework.async_gradients,
+        blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,
     )
 
 
@@ -229,13 +237,16 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         grad_sync=GradSync(overlap=_flag(row, "overlap_dp", False), bucket_mib=_bucket_mib(row, mesh)),
         tensor=framework_of(row.get("framework", "")).tensor if mesh.tp > 1 else (),
     )
+    if row.get("recompute") == "half":
+        return (replace(base, recompute=_recomputed(base, HALF)),)
     if row.get("recompute"):
         return (replace(base, recompute=Recompute(mode=row["recompute"])),)
-    return tuple(
-        replace(base, recompute=Recompute(mode="none", per_stage=tuple(-(-n * part // 8) for n in blocks)))
-        for blocks in (base.pipeline.stage_blocks,)
-        for part in range(9)
-    )
+    return tuple(replace(base, recompute=_recomputed(base, part)) for part in range(EIGHTHS + 1))
+
+
+def _recomputed(base: Strategy, eighths: int) -> Recompute:
+    """So many eighths of each chunk's blocks in full."""
+    return Recompute(per_stage=tuple(-(-n * eighths // EIGHTHS) for n in base.pipeline.stage_blocks))
 
 
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:

@@ -207,13 +207,13 @@ def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> 
     d, v = shape.head_size, shape.value_size
     flops_per_pair = 2.0 * ((3 * d + 2 * v) if kernel.backward else (d + v))
     # The first generation is as fast with heads of 64 as with 128 (FlashAttention-2, arXiv:2307.08691, figure 5).
-    fill = 0.0 if shape.first_generation else constants["attention.head_fill"]
+    fill = 0.0 if shape.generation == 1 else constants["attention.head_fill"]
     head_share = min(1.0, d / (d + fill) * (128 + fill) / 128)
     if d > 128:
         head_share *= constants[f"attention.large_head_{side}"]
     rate = peak_flops(device, _attention_dtype(kernel.dtype)) * constants[f"attention.{side}"] * head_share
-    if shape.first_generation:
-        rate *= constants["attention.v1"]
+    if shape.generation:
+        rate *= constants[f"attention.v{shape.generation}"]
     tile = min(constants[f"attention.tile_{side}"], shape.query_length)
     keys = float(shape.key_length)
     seen = (keys + tile) / 2 if shape.causal else keys

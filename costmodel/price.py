@@ -120,6 +120,10 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         tail_s = weight_tail_s = reduce_s
     if every:  # the reduction of each micro-batch is over before the next one starts
         last_backward, last_weight = _longer(last_backward, tail_s), _longer(last_weight, weight_tail_s)
+    send_s, joined_s = (
+        pricer.collective_s(message, program.axes) if message is not None else 0.0
+        for message in (stage.send, stage.received)
+    )
     return StageCost(
         forward=_run(forward, [], interference)[0],
         backward=last_backward if every else _run(both, [], interference)[0],
@@ -130,11 +134,8 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         step=_step_phase(stage, program, device, pricer),
         reduce_s=0.0 if every else tail_s,
         reduce_after_weight_s=0.0 if every else weight_tail_s,
-        send_s=sum(
-            pricer.collective_s(message, program.axes)
-            for message in (stage.send, stage.received)
-            if message is not None
-        ),
+        send_s=send_s + joined_s,
+        joined_s=joined_s,
         tied_s=sum(pricer.collective_s(collective, program.axes) for collective in stage.tied_reduce),
     )
 

@@ -63,7 +63,7 @@ class AttentionShape:
     value_size: int
     causal: bool
     flash: bool
-    first_generation: bool = False  # of flash kernels
+    generation: int = 0  # of flash kernels, FlashAttention 1 or 2; 0: the best of the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

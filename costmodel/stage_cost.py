@@ -25,7 +25,8 @@ class StageCost:
     `backward` (B) is recomputation, input and weight gradients together; `backward_input` (I) has the
     recomputation. `last_*` are those of the last micro-batch, beside which gradients are reduced; `reduce_s` is
     what is left of that reduction when the backward has ended. `send_s` is the time from the end of a
-    computation until its output has arrived at the next stage (gradients come back in the same time).
+    computation until its output has arrived at the next stage (gradients come back in the same time), `joined_s`
+    what of it is the receiver's alone, who joins shares of a message.
     `reduce_after_weight_s` stands for `reduce_s` where the last backward is a W.
     """
 
@@ -39,6 +40,7 @@ class StageCost:
     reduce_s: float = 0.0
     reduce_after_weight_s: float = 0.0
     send_s: float = 0.0
+    joined_s: float = 0.0
     tied_s: float = 0.0
 
 

@@ -221,7 +221,7 @@ def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> Pipeline
             now_s += messages[message]
             link_free_s[link] = now_s
             if cost_at == _BLOCKING:
-                free_s[rank] = now_s
+                free_s[rank] = now_s - costs[message].joined_s
             arrival_s.append(now_s)
     steps = _steps(timetable, costs, free_s, arrival_s)
     step_time_s = max((spans[-1][2] for spans in steps if spans), default=0.0)

@@ -41,6 +41,7 @@ _SINGLE = {
     "attention.tail_backward": "likewise backward",
     "optimizer.tensor_s": "host time per parameter tensor of an optimizer step that runs tensor by tensor, kernels = eager",
     "attention.v1": "speed of the first generation of flash kernels (FlashAttention 1, Triton 2022) relative to these",
+    "attention.v2": "likewise the second generation (FlashAttention 2, what torch runs unless told otherwise), where the best is newer",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
     "host.bytes_per_s": "link between a device and its host's memory, each way: what offloading uses",
     "host.memory_bytes": "memory of a node's host, for parameter servers; 0: not stated",
@@ -84,6 +85,7 @@ CONSTANTS: dict[str, str] = {
 UNLESS_SET: dict[str, str | float] = {
     "memory.efficiency.batch_norm": "memory.efficiency.norm",
     "memory.efficiency.pool": "memory.efficiency.reduction",
+    "attention.v2": 1.0,
     "optimizer.tensor_s": 0.0,  # multi-tensor kernels
     "host.memory_bytes": 0.0,  # parameter servers are then refused
     "host.memory_bytes_per_s": 0.0,

@@ -98,10 +98,13 @@ def check_strategy(
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
     if strategy.offload.optimizer or strategy.offload.activations:
         raise UserError("[offload]: the runtime does not offload yet; set both to 0")
-    if strategy.execution.async_tp:
-        raise UserError(
-            "execution.async_tp: the runtime does not run asynchronous tensor parallelism yet; set it to false"
-        )
+    for key in ("async_tp", "async_gradients"):
+        if getattr(strategy.execution, key):
+            raise UserError(
+                f"execution.{key}: the runtime does not run asynchronous tensor parallelism yet; set it to false"
+            )
+    if strategy.execution.blocking_sends:
+        raise UserError("execution.blocking_sends: the runtime's stages do not wait; set it to false")
     check_compression(strategy.grad_sync.compression)
     check_algorithm(strategy, level_sizes)
     check_kernels(strategy)

@@ -71,7 +71,7 @@ class Expander:
     _schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _prepared: dict[tuple[str, int, int, int, bool], Prepared] = field(
+    _prepared: dict[tuple[str, int, int, int, bool, bool], Prepared] = field(
         default_factory=dict, repr=False, compare=False
     )
     _pricers: list[Pricer] = field(default_factory=list, repr=False, compare=False)
@@ -88,14 +88,18 @@ class Expander:
 
     def lay_out(self, strategy: Strategy, other: Expander) -> None:
         """Take over another expander's actions of the strategy's schedule, and their order."""
-        self._schedules[_schedule_key(strategy)[:-1]] = other.schedule(strategy)
+        self._schedules[_schedule_key(strategy)[:4]] = other.schedule(strategy)
         self._prepared[_schedule_key(strategy)] = other.prepared(strategy)
 
     def prepared(self, strategy: Strategy) -> Prepared:
         """What of a strategy's simulation depends on its schedule alone."""
-        key, overlap = _schedule_key(strategy), strategy.grad_sync.overlap
+        key = _schedule_key(strategy)
         if key not in self._prepared:
-            self._prepared[key] = prepare_simulation(self.schedule(strategy), overlap=overlap)
+            self._prepared[key] = prepare_simulation(
+                self.schedule(strategy),
+                overlap=strategy.grad_sync.overlap,
+                blocking_sends=strategy.execution.blocking_sends,
+            )
         return self._prepared[key]
 
     def index(self, block: int, *, dropout: bool) -> BlockIndex:
@@ -158,7 +162,7 @@ class Expander:
 
     def schedule(self, strategy: Strategy) -> Schedule:
         """The actions of every pipeline rank."""
-        key = _schedule_key(strategy)[:-1]
+        key = _schedule_key(strategy)[:4]
         if key not in self._schedules:
             self._schedules[key] = build_schedule(*key)
         return self._schedules[key]
@@ -185,6 +189,7 @@ class Expander:
             micro_batches=strategy.micro_batches,
             dtype=strategy.execution.dtype,
             overlap=sync.overlap,
+            blocking_sends=strategy.execution.blocking_sends,
             bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
             reduce_every_micro=zero >= 2,
             kernels=strategy.execution.kernels,
@@ -384,9 +389,9 @@ def _stage(
     )
 
 
-def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool]:
+def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool, bool]:
     pipeline = strategy.pipeline
     return (
         pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches,
-        strategy.grad_sync.overlap,
+        strategy.grad_sync.overlap, strategy.execution.blocking_sends,
     )  # fmt: skip

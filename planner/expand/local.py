@@ -23,6 +23,7 @@ QUANTISED_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 # A quantised operand is written along rows for the forward and along columns for the backward product.
 # Kind: formula. Source: Transformer Engine, Float8Tensor row-wise and column-wise data.
 QUANTISED_COPIES = 2
+GENERATIONS = {"flash-v1": 1, "flash-v2": 2}  # of flash kernels, by `execution.attention`
 PRODUCTS = frozenset({OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV})
 
 
@@ -176,7 +177,7 @@ class LocalBlock:
             batch=local.get("b", 1), heads=heads, kv_heads=min(local.get("g", heads), heads),
             query_length=max(local.get("s", 1) // s.cp, 1), key_length=local.get("t", local.get("s", 1)),
             head_size=local.get("d", 1), value_size=local.get("v", local.get("d", 1)),
-            causal=operator.causal, flash=s.flash, first_generation=s.execution.attention == "flash-v1",
+            causal=operator.causal, flash=s.flash, generation=GENERATIONS.get(s.execution.attention, 0),
         )  # fmt: skip
 
     def scores_elements(self, op: int) -> int:

@@ -151,8 +151,21 @@ def _collectives(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list
         if is_backward == backward:
             local_size = size // local.setting.tp if op is CollectiveOp.ALL_TO_ALL else size
             whole = Collective(op=op, axes=("tp",), size_bytes=local_size, label="tp")
-            found += _split(whole, local.setting.tp) if local.setting.execution.async_tp else [whole]
+            found += _asynchronous(local, whole, sums=backward and reshard.partial_gradient)
     return found
+
+
+def _asynchronous(local: LocalBlock, whole: Collective, *, sums: bool) -> list[Collective]:
+    """A collective as the execution runs it: in line, in pieces beside the products, or whole beside them.
+
+    Megatron sums an input gradient beside the product of the weight gradient, which needs none of it; here the
+    products of the same pass are what it can hide behind: as long, and there for a split backward, too.
+    Source: Megatron-LM@02bb1f5, megatron/mpu/layers.py, ColumnParallelLinearWithAsyncAllreduce, …SequenceParallelism.
+    """
+    execution = local.setting.execution
+    if sums and execution.async_gradients:
+        return [replace(whole, beside=True)]
+    return _split(whole, local.setting.tp) if execution.async_tp else [whole]
 
 
 def _split(collective: Collective, ranks: int) -> list[Collective]:

@@ -105,10 +105,14 @@ class ExecutionSection(Section):
     master_weights: bool | None = Field(None, description="an fp32 copy beside, held by the optimizer")
     grad_dtype: StoredPrecision | None = Field(None, description="gradients: accumulated and reduced in")
     optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "adafactor"] | None = None
-    attention: Literal["flash", "flash-v1", "unfused"] | None = None
+    attention: Literal["flash", "flash-v1", "flash-v2", "unfused"] | None = None
     kernels: Literal["eager", "fused", "compiled"] | None = None
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     async_tp: bool | None = Field(None, description="sequence-parallel gathers beside the products")
+    async_gradients: bool | None = Field(
+        None, description="tensor-parallel gradient sums beside the products"
+    )
+    blocking_sends: bool | None = Field(None, description="stages wait for their messages to have gone")
 
 
 class GradSyncSection(Section):

@@ -92,6 +92,10 @@ class Execution:
     async_tp: bool = (
         False  # gathers and scatters of sequence parallelism run beside the products (userbuffers)
     )
+    async_gradients: bool = (
+        False  # tensor-parallel sums of input gradients run beside the products of weight gradients
+    )
+    blocking_sends: bool = False  # a stage waits until its message has gone to the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,17 @@ def attention(length: int, *, heads: int = 32, d: int = 128, flash: bool = True,
     )
 
 
+@pytest.mark.parametrize(("name", "ratio"), [("h100-sxm", 0.6), ("a100-sxm-80gb", 1.0)])
+def test_the_second_generation_of_flash_kernels_is_slower_where_a_newer_one_is_the_best(
+    name: str, ratio: float
+) -> None:
+    best = attention(32768)
+    assert best.attention is not None
+    second = replace(best, attention=replace(best.attention, generation=2))
+    best_s, second_s = (device_s(kernel, DEVICES[name], "fused") for kernel in (best, second))
+    assert best_s / second_s == pytest.approx(ratio, rel=1e-3)
+
+
 @settings(deadline=None)
 @given(devices, modes, sizes, sizes, sizes)
 def test_a_product_never_beats_the_peak_nor_the_memory(name: str, mode: str, m: int, n: int, k: int) -> None:

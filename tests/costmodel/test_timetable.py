@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,26 @@ def test_uneven_stages_by_hand() -> None:
     }
     assert {key: ends[key] for key in expected} == pytest.approx(expected)
     assert times.step_time_s == pytest.approx(18.0)
+
+
+def test_a_stage_that_waits_for_its_messages_starts_later_but_not_for_what_the_receiver_does_with_them() -> (
+    None
+):
+    """F = B = 1, a message takes 3, of which the receiver takes 1 to join its shares.
+
+    rank 0: F0 0-1, its message until 4, itself free from 3: F1 3-4. Alone F1 would run 1-2.
+    """
+    first = replace(stage_cost(1.0, 1.0, send_s=3.0), joined_s=1.0)
+    ends = {}
+    for blocking in (False, True):
+        timetable = prepare(build_schedule("gpipe", 2, 1, 2), blocking_sends=blocking)
+        times = pipeline_times(timetable, [first, stage_cost(1.0, 1.0)])
+        ends[blocking] = {
+            show([[action]]): end for action, end in zip(timetable.actions, times.end_s, strict=True)
+        }
+    assert ends[False]["0F1"] == pytest.approx(2.0)
+    assert ends[True]["0F1"] == pytest.approx(4.0)
+    assert ends[True]["1F0"] == pytest.approx(5.0), "the receiver has all of it at 4"
 
 
 def test_messages_on_one_link_wait_for_each_other() -> None:

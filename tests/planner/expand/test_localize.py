@@ -93,6 +93,21 @@ def test_what_megatron_gathers_again_runs_beside_the_backward() -> None:
     assert not [s for s in eager.backward_weight if isinstance(s, Collective)]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_asynchronous_gradient_sums_are_the_same_collectives_beside_the_products(sequence: bool) -> None:
+    plain, beside = (
+        [
+            s
+            for s in parallel(4, sequence=sequence, async_gradients=wanted).backward_input
+            if isinstance(s, Collective)
+        ]
+        for wanted in (False, True)
+    )
+    assert [replace(c, beside=False) for c in beside] == plain
+    op = "reduce_scatter" if sequence else "all_reduce"
+    assert [c.op.value for c in beside if c.beside] == [op] * 2, "one before attention, one before the MLP"
+
+
 def test_full_recomputation_keeps_the_input_and_runs_the_forward_up_to_the_last_saved_value() -> None:
     none, full = work(), work(recompute="full")
     assert full.saved_bytes == 2 * SEQ * HIDDEN * 2

@@ -1,0 +1,68 @@
+"""From a row of published measurements to a strategy: what frameworks do is read once, the same for every source."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rows
+from benchmarks.accuracy import DEVICES
+from benchmarks.frameworks import FRAMEWORKS
+
+PUBLISHED = Path(rows.__file__).parent / "published"
+
+
+def published(name: str) -> list[dict[str, str]]:
+    with (PUBLISHED / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+FURTHER = published("further_rows")
+
+
+def test_every_further_row_is_scorable_and_says_where_it_was_read() -> None:
+    assert len({row["id"] for row in FURTHER}) == len(FURTHER)
+    assert all(row["origin"] for row in FURTHER)
+    assert len([rows.parse(row, [DEVICES]) for row in FURTHER]) == len(FURTHER)
+
+
+def test_no_framework_is_listed_that_no_row_has_run() -> None:
+    run = {row["framework"] for name in ("training_rows", "further_rows") for row in published(name)}
+    assert set(FRAMEWORKS) <= run
+
+
+def test_half_recomputation_is_every_second_block_of_each_chunk() -> None:
+    row = next(row for row in FURTHER if row["recompute"] == "half")
+    (strategy,) = rows.strategies_of(row)
+    (blocks,) = strategy.pipeline.stage_blocks
+    assert strategy.recompute.per_stage == (blocks // 2,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention"),
+    [
+        ({"framework": "nemo"}, "flash"),
+        ({"framework": "nemo", "attention_kernel": "flash_attention2"}, "flash-v2"),
+        ({"framework": "torchtitan"}, "flash-v2"),
+        ({"framework": "torchtitan", "attention_kernel": "flash_attentionv1.0.8"}, "flash-v1"),
+        ({"framework": "torchtitan", "attention": "unfused"}, "unfused"),
+    ],
+)
+def test_attention_is_the_kernel_that_the_row_names_or_else_its_framework_s(
+    changes: dict[str, str], attention: str
+) -> None:
+    row = {**FURTHER[0], "attention_kernel": "", **changes}
+    assert rows.strategies_of(row)[0].execution.attention == attention
+
+
+def test_full_precision_fsdp_holds_and_reduces_in_fp32_and_pure_fsdp_in_half_precision() -> None:
+    def dtypes(framework: str) -> tuple[str, str, bool]:
+        row = next(row for row in FURTHER if row["zero"] == "3")
+        execution = rows.strategies_of({**row, "framework": framework})[0].execution
+        return execution.param_dtype, execution.grad_dtype, execution.master_weights
+
+    assert dtypes("torchtitan") == ("fp32", "fp32", False)
+    assert dtypes("kempnerforge") == ("bf16", "fp32", False)
+    assert dtypes("composer-fsdp") == ("bf16", "bf16", False)
