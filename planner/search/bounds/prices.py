@@ -162,9 +162,11 @@ class PriceBook:
             buffer_bytes=work.buffer_bytes,
         )
 
-    def send_s(self, axes: tuple[Axis, ...], size_bytes: int) -> float:
-        """Seconds of a message to the next stage."""
-        message = Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size_bytes, label="pp")
+    def send_s(self, axes: tuple[Axis, ...], size_bytes: int, *, wraps: bool = False) -> float:
+        """Seconds of a message to the next stage, or back to the first rank."""
+        message = Collective(
+            op=CollectiveOp.SEND, axes=("pp",), size_bytes=size_bytes, label="pp", wraps=wraps
+        )
         return self.pricer.collective_s(message, axes)
 
     def block_s(

@@ -185,7 +185,7 @@ def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantit
         Quantity(forms=end),
         Quantity(forms=end_weight),
         Quantity(forms=(links.sums(_step_rate(book, priced)),)),
-        Quantity(forms=(links.constant(_send_s(problem, book, strategy) * PS),)),
+        Quantity(forms=(_sends(problem, book, strategy, links),)),
     )
 
 
@@ -217,14 +217,28 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
     )
 
 
-def _send_s(problem: Problem, book: PriceBook, strategy: Strategy) -> float:
+def _sends(problem: Problem, book: PriceBook, strategy: Strategy, links: PricedChain) -> Form:
+    """The shortest message after each chunk; on an irregular network the way back to the first rank is another."""
+    form = links.constant(_send_s(problem, book, strategy) * PS)
+    if problem.cluster.network is None or strategy.pipeline.virtual_stages == 1:
+        return form
+    home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
+    back = links.constant(_send_s(problem, book, strategy, wraps=True) * PS)
+    fixed = tuple(
+        back.fixed[c] if c + 1 < len(home) and home[c + 1] < home[c] else form.fixed[c]
+        for c in range(len(form.fixed))
+    )
+    return replace(form, fixed=fixed)
+
+
+def _send_s(problem: Problem, book: PriceBook, strategy: Strategy, *, wraps: bool = False) -> float:
     """The shortest message between neighbouring stages."""
     if strategy.mesh.pp == 1:
         return 0.0
     shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
     shards = strategy.mesh.tp if shared else 1
     size = least_message_bytes(problem, strategy.batch.micro, shards * strategy.mesh.cp)
-    return book.send_s(mesh_axes(strategy), size)
+    return book.send_s(mesh_axes(strategy), size, wraps=wraps)
 
 
 def _bytes(priced: Priced) -> tuple[Quantity, ...]:
