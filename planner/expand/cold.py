@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from math import ceil
 
-from autoparallel.costmodel.access import distinct_rows
+from autoparallel.costmodel.access import AccessLaw, distinct_rows
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.kernels import HOST_UPDATE, SERVED
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, StageWork, Step
@@ -27,6 +28,7 @@ from autoparallel.planner.expand.tables import TablePlace
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
+COLD_ROWS = "cold rows"  # the name of an exchange among the links of a stage
 INDEX_BYTES = 8  # a row's number on the wire: int64
 GATHER_PASSES = 2  # a row is read, and written where it is sent from. Kind: formula
 SUM_PASSES = 3  # a gradient is read, and the sum that it is added to read and written. Kind: formula
@@ -56,69 +58,73 @@ def touched_only(strategy: Strategy) -> bool:
 
 def rows_per_micro_batch(place: TablePlace, strategy: Strategy) -> int:
     """Distinct cold rows that one rank's micro-batch looks up, as expected."""
-    draws = place.table.lookups.at(strategy.batch.micro)
-    return ceil(distinct_rows(place.law, place.table.rows, place.hot, draws))
+    return _expected_rows(
+        place.law, place.table.rows, place.hot, place.table.lookups.at(strategy.batch.micro)
+    )
 
 
 def rows_per_step(place: TablePlace, strategy: Strategy) -> int:
     """Distinct cold rows that all ranks' samples of a step look up."""
-    draws = place.table.lookups.at(strategy.batch.global_)
-    return ceil(distinct_rows(place.law, place.table.rows, place.hot, draws))
+    return _expected_rows(
+        place.law, place.table.rows, place.hot, place.table.lookups.at(strategy.batch.global_)
+    )
+
+
+@lru_cache(maxsize=65_536)
+def _expected_rows(law: AccessLaw, rows: int, hot: int, draws: int) -> int:
+    return ceil(distinct_rows(law, rows, hot, draws))
 
 
 def exchange(placed: Sequence[TablePlace], strategy: Strategy, cluster: Cluster) -> BlockWork:
     """The link that fetches the cold rows of a stage's tables, and in the backward sends their gradients."""
-    forward, backward, kept, gradients = list[Step](), list[Step](), 0, 0
+    forward, backward, numbers = list[Step](), list[Step](), 0
     for tier in ("sharded", "parameter-server"):
-        own = [p for p in placed if p.tier == tier]
-        counts = [rows_per_micro_batch(p, strategy) for p in own]
-        numbers = sum(n * p.table.dim for n, p in zip(counts, own, strict=True))
-        if not numbers:
-            continue
-        asked = sum(counts) * INDEX_BYTES
-        fetched = numbers * state.dtype_bytes(strategy.execution.param_dtype)
-        returned = numbers * state.dtype_bytes(strategy.execution.grad_dtype)
-        summed = Kernel(
-            kind=OpKind.EMBEDDING, dtype="fp32", flops=0, bytes_moved=returned, backward=True
-        )  # of the samples that looked up the same row
-        there, back = _TIERS[tier](asked, fetched, returned, strategy, cluster)
-        forward, backward = [*forward, *there], [*backward, summed, *back]
-        kept, gradients = kept + fetched, gradients + returned
+        own = [(rows_per_micro_batch(p, strategy), p.table.dim) for p in placed if p.tier == tier]
+        inside = sum(rows * dim for rows, dim in own)
+        there, back = exchange_steps(tier, sum(rows for rows, _ in own), inside, strategy, cluster)
+        forward, backward, numbers = [*forward, *there], [*backward, *back], numbers + inside
     return BlockWork(
-        name="cold rows", forward=tuple(forward), backward_input=(), backward_weight=tuple(backward),
-        saved_bytes=kept, backward_temp_bytes=gradients,
+        name=COLD_ROWS, forward=tuple(forward), backward_input=(), backward_weight=tuple(backward),
+        saved_bytes=numbers * state.dtype_bytes(strategy.execution.param_dtype),
+        backward_temp_bytes=numbers * state.dtype_bytes(strategy.execution.grad_dtype),
     )  # fmt: skip
 
 
-def _sharded(
-    asked: int, fetched: int, returned: int, strategy: Strategy, _: Cluster
-) -> tuple[list[Step], list[Step]]:
-    gathered = Kernel(kind=OpKind.EMBEDDING, dtype="fp32", flops=0, bytes_moved=GATHER_PASSES * fetched)
-    added = Kernel(
-        kind=OpKind.EMBEDDING, dtype="fp32", flops=0, bytes_moved=SUM_PASSES * returned, backward=True
-    )
-    there: list[Step] = [_all_to_all(asked, strategy), gathered, _all_to_all(fetched, strategy)]
-    back: list[Step] = [_all_to_all(returned, strategy), added]
-    return there, back
+def exchange_steps(
+    tier: str, rows: int, numbers: int, strategy: Strategy, cluster: Cluster
+) -> tuple[Sequence[Step], Sequence[Step]]:
+    """There and back of `rows` rows with so many `numbers`, for one rank and micro-batch."""
+    if not numbers:
+        return (), ()
+    fetched = numbers * state.dtype_bytes(strategy.execution.param_dtype)
+    returned = numbers * state.dtype_bytes(strategy.execution.grad_dtype)
+    summed = _embedding(returned, backward=True)  # of the samples that looked up the same row
+    if tier == "sharded":
+        gathered = _embedding(GATHER_PASSES * fetched, backward=False)
+        added = _embedding(SUM_PASSES * returned, backward=True)
+        asked = _all_to_all(rows * INDEX_BYTES, strategy)
+        return (
+            (asked, gathered, _all_to_all(fetched, strategy)),
+            (summed, _all_to_all(returned, strategy), added),
+        )
+    there = _by_servers(fetched, rows, strategy, cluster, backward=False)
+    return there, (summed, *_by_servers(returned, rows, strategy, cluster, backward=True))
 
 
-def _served(
-    asked: int, fetched: int, returned: int, strategy: Strategy, cluster: Cluster
-) -> tuple[list[Step], list[Step]]:
-    away = nodes_of(strategy, cluster) > 1
-
-    def way(moved: int, numbers: int, *, backward: bool) -> list[Step]:
-        served = Kernel(
-            kind=SERVED, dtype="", flops=0, bytes_moved=moved, backward=backward,
-            sharers=sharers(strategy, cluster),
-        )  # fmt: skip
-        steps: list[Step] = [_all_to_all(moved + numbers, strategy)] if away else []
-        return [*steps, served]
-
-    return way(fetched, asked, backward=False), way(returned, asked, backward=True)
+def _embedding(bytes_moved: int, *, backward: bool) -> Kernel:
+    return Kernel(kind=OpKind.EMBEDDING, dtype="fp32", flops=0, bytes_moved=bytes_moved, backward=backward)
 
 
-_TIERS = {"sharded": _sharded, "parameter-server": _served}
+def _by_servers(
+    moved: int, rows: int, strategy: Strategy, cluster: Cluster, *, backward: bool
+) -> tuple[Step, ...]:
+    served = Kernel(
+        kind=SERVED, dtype="", flops=0, bytes_moved=moved, backward=backward,
+        sharers=sharers(strategy, cluster),
+    )  # fmt: skip
+    if nodes_of(strategy, cluster) == 1:
+        return (served,)
+    return (_all_to_all(moved + rows * INDEX_BYTES, strategy), served)
 
 
 def sharers(strategy: Strategy, cluster: Cluster) -> int:

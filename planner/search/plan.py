@@ -34,6 +34,7 @@ from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.plan_parts import plan_parts
 from autoparallel.planner.search.space.irregular import has_parts
+from autoparallel.planner.search.tiers.options import tiers_matter, without_tables
 
 __all__ = [
     "Alternative",
@@ -71,14 +72,24 @@ def plan(
     """
     started_s = time.monotonic()
     watch = _Watch(started_s, time_limit_s, progress)
-    if has_parts(problem):
-        result = plan_parts(problem, watch.check, explain=explain, share=watch.share)
+    if tiers_matter(problem, alike=not has_parts(problem)):
+        from autoparallel.planner.search.tiers.answer import plan_tiers
+
+        def on_devices(bare: Problem, *, tell: bool) -> PlanResult:
+            return _plan(bare, watch, expander, explain=explain, tell=tell)
+
+        result = plan_tiers(problem, expander, on_devices, watch.check_time)
+    elif has_parts(problem):
+        result = plan_parts(without_tables(problem), watch.check, explain=explain, share=watch.share)
     else:
-        result = _plan(problem, watch, expander, explain=explain)
+        result = _plan(without_tables(problem), watch, expander, explain=explain)
     return replace(result, seconds=time.monotonic() - started_s)
 
 
-def _plan(problem: Problem, watch: _Watch, expander: Expander | None, *, explain: bool) -> PlanResult:
+def _plan(
+    problem: Problem, watch: _Watch, expander: Expander | None, *, explain: bool, tell: bool = True
+) -> PlanResult:
+    """One search; where nothing fits, `tell` asks for the reason and what would."""
     outer = outer_of(problem, expander)
     if outer is None:
         raise explain_empty(problem)
@@ -95,7 +106,7 @@ def _plan(problem: Problem, watch: _Watch, expander: Expander | None, *, explain
             )
         if frontier.errors and not frontier.seen:
             raise frontier.errors[0]
-        raise explain_infeasible(outer)
+        raise explain_infeasible(outer) if tell else InfeasiblePlan("memory of the devices")
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     return result_of(outer, frontier, work=work, explain=explain and not stopped)
 
@@ -124,6 +135,11 @@ class _Watch:
         if self.progress is not None and now_s - self.reported_s >= REPORT_EVERY_S:
             self.reported_s = now_s
             self.progress(_progress(frontier, now_s - self.started_s))
+
+    def check_time(self, _: object) -> None:
+        """Called before every step of a search that counts its work itself."""
+        if self.limit_s is not None and time.monotonic() - self.started_s >= self.limit_s:
+            raise Stopped
 
     def worked_enough(self, frontier: Frontier) -> bool:
         """Whether the search has done all the work that it does without a time limit."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.tables import find_tables, rule_of
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.legal import strategy_problems
@@ -25,6 +26,9 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
         section, _, name = key.partition(".")
         if section == "tensor":
             continue  # the expander keeps these, and refuses what it cannot keep
+        if section == "embedding":
+            yield from _misplaced(problem, strategy)
+            continue
         part = getattr(strategy, section)
         found = getattr(part, f"{name}_" if name == "global" else name)
         same = list(found) == list(wanted) if isinstance(wanted, (list, tuple)) else found == wanted
@@ -37,6 +41,23 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
     lossy = any(method != "none" for method in strategy.grad_sync.compression)
     if lossy and not problem.allow_lossy and "grad_sync.compression" not in problem.constraints:
         yield "lossy compression that nobody allowed"
+
+
+def _misplaced(problem: Problem, strategy: Strategy) -> Iterator[str]:
+    """Tables that are not where the user's rules have them."""
+    given = problem.constraints["embedding"]
+    assert isinstance(given, tuple)
+    for table in find_tables(problem.graph):
+        wanted, found = (rule_of(rules, table.module) for rules in (given, strategy.embedding))
+        tier = (found.tier if found else None) or "device"
+        if wanted is None:
+            continue
+        if wanted.tier not in (None, tier):
+            yield f"{table.module} is in the tier {tier}, but {wanted.tier} was asked for"
+        if wanted.hot_rows is not None and tier != "device" and found:
+            hot, asked = (min(rule.hot_rows or 0, table.rows) for rule in (found, wanted))
+            if hot != asked:
+                yield f"{table.module} has {hot} hot rows, but {asked} were asked for"
 
 
 def plan_problems(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from autoparallel.errors import UserError
@@ -12,6 +12,7 @@ from autoparallel.planner.search.space.syncs import with_bucket
 from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.types import (
     Batch,
+    EmbeddingAccess,
     GradSync,
     Mesh,
     Offload,
@@ -88,10 +89,21 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
         execution=problem.execution,
         grad_sync=GradSync(**sync, compression=chosen.compression),
         tensor=_rules(problem),
+        embedding_access=access_of(problem),
     )
     if "bucket_mib" in sync or not bucketed:
         return strategy
     return with_bucket(strategy, problem.graph.parameter_count, problem.cluster)
+
+
+def access_of(problem: Problem) -> EmbeddingAccess:
+    """How the user says that embedding tables are looked up."""
+    given: dict[str, Any] = {
+        f.name: problem.constraints[f"embedding_access.{f.name}"]
+        for f in fields(EmbeddingAccess)
+        if f"embedding_access.{f.name}" in problem.constraints
+    }
+    return EmbeddingAccess(**given)
 
 
 def _with_groups(mesh: Mesh, groups: tuple[int, ...]) -> Mesh:

@@ -12,9 +12,10 @@ from autoparallel.planner.capture.load import load_model
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.plan import plan
-from autoparallel.planner.strategy.types import Execution
+from autoparallel.planner.strategy.types import EmbeddingRule, Execution
 from autoparallel.profiles.load import load_cluster
 
+ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # tests/planner/search/test_tiers.py has the others
 CLUSTER = load_cluster("a100-sxm-80gb:1x8")
 
 
@@ -29,7 +30,7 @@ def test_tables_are_sharded_where_replicas_are_slower_or_do_not_fit(rows: int) -
     execution = Execution(kernels="eager", dtype="fp32", param_dtype="fp32", optimizer="sgd")
     problem = Problem(
         graph=graph, cluster=CLUSTER, global_batch=4096, execution=execution,
-        constraints={"mesh.pp": 1, "recompute.mode": "none"},
+        constraints={"mesh.pp": 1, "recompute.mode": "none", "embedding": ON_DEVICES},
     )  # fmt: skip
     best = plan(problem)
     assert best.prediction.feasible

@@ -1,0 +1,1 @@
+"""Embedding tables in tiers: which rows stand where, chosen together with the mesh."""
