@@ -66,6 +66,17 @@ def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any
             )
         ],
         "breakdown_s": dict(prediction.breakdown_s),
+        **_host_table(prediction),
+    }
+
+
+def _host_table(prediction: Prediction) -> dict[str, Any]:
+    """What parameter servers hold in the memory of each node's host, where there are any."""
+    if not prediction.host_bytes:
+        return {}
+    return {
+        "host_memory_gib": prediction.host_bytes / GIB,
+        "host_capacity_gib": prediction.host_capacity_bytes / GIB,
     }
 
 
@@ -110,7 +121,9 @@ def strategy_table(strategy: Strategy) -> dict[str, Any]:
             table |= {"embedding": rules} if rules else {}
         elif part != EmbeddingAccess():  # says nothing about models without tables
             table[f.name] = {
-                g.name.rstrip("_"): _plain(getattr(part, g.name))
+                g.name.rstrip("_"): dict(getattr(part, g.name))
+                if g.name == "tables"
+                else _plain(getattr(part, g.name))
                 for g in fields(part)
                 if g.name not in UNSAID or getattr(part, g.name)
             }
@@ -299,10 +312,21 @@ def strategy_label(strategy: Strategy) -> str:
     again = [*([mode] if mode != "none" else []), *([times(full, "block")] if full else [])]
     if again:
         words.append(f"recompute {' + '.join(again)}")
+    if strategy.embedding:
+        words.append(tables_label(strategy))
     lossy = [c for c in strategy.grad_sync.compression if c != "none"]
     if lossy:
         words.append("gradients " + "/".join(strategy.grad_sync.compression))
     return ", ".join(words)
+
+
+def tables_label(strategy: Strategy) -> str:
+    """Where embedding tables are: `tables sharded + on servers, some rows hot`."""
+    tiers = {rule.tier for rule in strategy.embedding}
+    names = (("device", "on devices"), ("sharded", "sharded"), ("parameter-server", "on servers"))
+    where = " + ".join(words for tier, words in names if tier in tiers)
+    hot = any(rule.tier != "device" and rule.hot_rows for rule in strategy.embedding)
+    return f"tables {where}" + (" with hot rows" if hot else "")
 
 
 def plan_answer(expander: Expander, result: PlanResult, seconds: Mapping[str, float]) -> dict[str, Any]:

@@ -42,9 +42,11 @@ def print_score(console: Console, cluster: Cluster, strategy: Strategy, predicte
     _print_numbers(console, cluster, strategy, predicted)
     if not predicted["feasible"]:
         over = max(stage["peak"] - stage["capacity"] for stage in predicted["memory_gib_by_stage"])
-        console.print(
-            f"  DOES NOT FIT: {gib(over)} too much on the fullest device", style="bold red", markup=False
-        )
+        where = "on the fullest device"
+        if over <= 0:
+            over = predicted["host_memory_gib"] - predicted["host_capacity_gib"]
+            where = "in the memory of each host"
+        console.print(f"  DOES NOT FIT: {gib(over)} too much {where}", style="bold red", markup=False)
 
 
 def _print_numbers(
@@ -74,6 +76,7 @@ def _print_numbers(
         ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, 'sequence')}"),
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
+        *([("on each host", host_words(predicted))] if "host_memory_gib" in predicted else []),
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
         *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
@@ -81,6 +84,12 @@ def _print_numbers(
         *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
+
+
+def host_words(predicted: Mapping[str, Any]) -> str:
+    """What parameter servers hold in the memory of each node's host."""
+    held, room = gib(predicted["host_memory_gib"]), gib(predicted["host_capacity_gib"])
+    return f"{held} of {room} for embedding tables"
 
 
 def price_words(cost: Mapping[str, float]) -> str:

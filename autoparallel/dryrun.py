@@ -74,6 +74,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
     from autoparallel.runtime.dryrun import dry_run
+    from autoparallel.runtime.limits import check_tables
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
     loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
@@ -85,6 +86,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
         )
     if problems := strategy_problems(graph, cluster, strategy):
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    check_tables(strategy.embedding)
     program = Expander(graph, cluster).program(strategy)
     blocks = [link.path for link in graph.chain if link.repeated]
     levels = tuple(level.size for level in cluster.levels)

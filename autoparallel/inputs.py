@@ -24,6 +24,7 @@ from autoparallel.planner.strategy.file import (
 )
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
+from autoparallel.profiles.hardware import Device
 from autoparallel.runtime.limits import limits
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
@@ -198,8 +199,13 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
 def roomy(checked: Checked) -> Checked:
     """The same request on devices whose memory never runs out: what `score` completes a strategy with when
     nothing fits."""
-    groups = tuple(
-        replace(group, device=replace(group.device, memory_bytes=UNLIMITED_BYTES, reserve_bytes=0.0))
-        for group in checked.cluster.groups
-    )
+    groups = tuple(replace(group, device=_roomy(group.device)) for group in checked.cluster.groups)
     return replace(checked, cluster=replace(checked.cluster, groups=groups))
+
+
+def _roomy(device: Device) -> Device:
+    """A device and a host without end."""
+    constants = dict(device.constants)
+    if constants["host.memory_bytes"]:
+        constants["host.memory_bytes"] = UNLIMITED_BYTES
+    return replace(device, memory_bytes=UNLIMITED_BYTES, reserve_bytes=0.0, constants=constants)

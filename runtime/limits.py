@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy.types import EmbeddingRule
 
 # Axes that can be planned, but not run yet.
 _AXES: Mapping[str, object] = {"mesh.cp": 1, "mesh.ep": 1}
+ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
 _SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
+
+
+def check_tables(rules: Iterable[EmbeddingRule]) -> None:
+    """Refuse tables in tiers. Raises UserError."""
+    for rule in rules:
+        if rule.tier not in ("device", None):
+            raise UserError(
+                f'[[embedding]] module = "{rule.module}", tier = "{rule.tier}": this can be planned, but the runtime keeps '
+                'every table on the devices; set tier = "device" (mesh.tp then shards tables)'
+            )
 
 
 def limits(constraints: Mapping[str, object]) -> dict[str, object]:
@@ -14,7 +28,16 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
 
     `constraints` are those that there are already: some of them can be run with some meshes only.
     """
-    found = dict(_AXES)
+    found = {**_AXES, "embedding": ON_DEVICES}
+    rules = constraints.get("embedding", ON_DEVICES)
+    assert isinstance(rules, tuple)
+    check_tables(rules)
+    if all(rule.tier == "device" for rule in rules):
+        found["embedding"] = rules
+    if constraints.get("grad_sync.algorithm") == "parameter-server":  # see runtime.replicas
+        raise UserError(
+            'grad_sync.algorithm = "parameter-server": the runtime has no parameter servers; choose auto or hierarchical'
+        )
     if constraints.get("pipeline.schedule") in _SPLIT_BACKWARD:  # see runtime.pipeline_module
         found["mesh.dp_shard"] = 1
     if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas

@@ -15,6 +15,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.compiled import check_kernels
 from autoparallel.runtime.compression import check_compression
+from autoparallel.runtime.limits import check_tables
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, world_size
@@ -98,6 +99,7 @@ def check_strategy(
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
     if strategy.offload.optimizer or strategy.offload.activations:
         raise UserError("[offload]: the runtime does not offload yet; set both to 0")
+    check_tables(strategy.embedding)
     for key in ("async_tp", "async_gradients"):
         if getattr(strategy.execution, key):
             raise UserError(

@@ -71,6 +71,8 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
         found.append(f"grad_sync.compression = {list(strategy.grad_sync.compression)}")
     if strategy.grad_sync.algorithm != "auto":
         found.append(f'grad_sync.algorithm = "{strategy.grad_sync.algorithm}" (NCCL chooses)')
+    if strategy.embedding:
+        found.append("[[embedding]]: TorchRec shards tables over ranks; none of these does")
     if strategy.mesh.groups:
         found.append(
             f"mesh.groups = {list(strategy.mesh.groups)}: list the hosts in this order of their groups"

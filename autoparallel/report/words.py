@@ -12,6 +12,7 @@ from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.report.numbers import bandwidth, percent, seconds, times
 from autoparallel.report.placement import Place, placement_setting, placement_words, places
+from autoparallel.report.tables import tables_words
 
 _SCHEDULES = {
     "gpipe": "GPipe: all forward passes, then all backward passes",
@@ -68,6 +69,9 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
     if not found:
         text = "The whole model trains on one device; nothing is communicated."
         found.append(Choice(name="One device", setting="1 device", text=text))
+    if strategy.embedding:
+        setting, text = tables_words(strategy)
+        found.append(Choice(name="Embedding tables", setting=setting, text=text))
     found.append(_batch(strategy))
     found.append(_recompute(strategy, predicted))
     return tuple(found)

@@ -34,7 +34,7 @@ def embedding_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) 
 
 def _unknown(key: str, patterns: list[str], names: list[str], graph: ModelGraph) -> Iterator[str]:
     for pattern in patterns:
-        if any(fnmatchcase(name, pattern) for name in names):
+        if pattern == "*" or any(fnmatchcase(name, pattern) for name in names):
             continue
         if not names:
             yield f'{key} = "{pattern}": {graph.name} has no embedding table; leave it out'

@@ -279,6 +279,8 @@ def strategy_from_constraints(constraints: Constraints, *, name: str = "strategy
         parts[section] = kind(**given)
     rules: Any = constraints.get("tensor", ())
     tables: Any = constraints.get("embedding", ())
+    if all(rule.tier == "device" for rule in tables):  # as without rules
+        tables = ()
     return Strategy(**parts, tensor=tuple(rules), embedding=tuple(tables))
 
 

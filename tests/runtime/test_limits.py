@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from autoparallel.runtime.limits import limits
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy.types import EmbeddingRule
+from autoparallel.runtime.limits import ON_DEVICES, limits
 
 
 @pytest.mark.parametrize(
@@ -21,4 +23,19 @@ from autoparallel.runtime.limits import limits
 def test_what_is_asked_for_limits_the_meshes_that_run_it(
     asked: dict[str, Any], fixed: dict[str, Any]
 ) -> None:
-    assert limits(asked) == {"mesh.cp": 1, "mesh.ep": 1, **fixed}
+    assert limits(asked) == {"mesh.cp": 1, "mesh.ep": 1, "embedding": ON_DEVICES, **fixed}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"embedding": (EmbeddingRule(module="tables.*", tier="sharded", hot_rows=0),)},
+            r"tables\.\*.*on the devices",
+        ),
+        ({"grad_sync.algorithm": "parameter-server"}, "no parameter servers"),
+    ],
+)
+def test_what_no_mesh_runs_is_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        limits(asked)
