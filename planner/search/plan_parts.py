@@ -62,7 +62,8 @@ def plan_parts(
             outer = _outer(part)
             if outer is None:
                 continue
-            share(len(waiting) + 1, sum(one.frontier.work for one in done))
+            left = len(waiting) + 1  # of placements the most promising has most of the work
+            share(min(left, 2) if part.worth is not None else left, sum(one.frontier.work for one in done))
             found = _search(part, outer, check, NOTHING if part.loose else value)
         except UserError as error:  # such as a device that does not compute in the dtype
             errors.append(error)

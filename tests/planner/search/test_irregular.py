@@ -38,7 +38,7 @@ from tests.toy_graphs import toy_transformer
 SMALL = toy_transformer(layers=2, hidden=512, heads=4, seq=256, vocab=512)
 LARGE = toy_transformer(layers=8, hidden=4096, heads=32, seq=2048, vocab=1024)
 EAGER = Execution(kernels="eager")
-FEW: dict[str, Any] = {"recompute__mode": "none", "mesh__cp": 1, "mesh__tp": 1}  # what is left takes no time
+FEW: dict[str, Any] = {"recompute__mode": "none", "mesh__cp": 1, "mesh__tp": 1, "batch__micro": 1}  # what is left takes no time
 
 
 def problem_of(cluster: Cluster, graph: Any = SMALL, batch: int = 8, **constraints: object) -> Problem:
@@ -63,23 +63,22 @@ def some_strategies(problem: Problem, rng: np.random.Generator, most: int) -> li
 
 def test_no_placement_of_any_strategy_beats_an_optimal_plan() -> None:
     """Every mesh and order of a small space, on every order of the nodes."""
-    for cluster in (ring([4e9, 4e9, 4e9, 2e8], per_node=1), racks([0, 1, 0, 1], 4e9, 4e8, per_node=1)):
-        fixed = problem_of(cluster, batch__micro=1, recompute__mode="none", mesh__cp=1, mesh__tp=1)
-        found = plan(fixed)
-        assert found.status == "optimal"
-        best, count = inf, 0
-        strategies = some_strategies(fixed, np.random.default_rng(0), 10**6)
-        for nodes in permutations(range(4)):
-            there = placed(cluster, nodes)
-            expander = Expander(graph=SMALL, cluster=there)
-            for strategy in strategies:
-                best = min(best, evaluate(expander, strategy).step_time_s)
-                count += 1
-        assert count > 600
-        assert found.prediction.step_time_s <= best * (1 + 2e-6), (found.strategy, count)
+    cluster = ring([4e9, 1e9, 4e9, 2e8], per_node=1)
+    fixed = problem_of(cluster, **FEW)
+    found = plan(fixed)
+    assert found.status == "optimal"
+    best, count = inf, 0
+    strategies = some_strategies(fixed, np.random.default_rng(0), 10**6)
+    for nodes in permutations(range(4)):
+        expander = Expander(graph=SMALL, cluster=placed(cluster, nodes))
+        for strategy in strategies:
+            best = min(best, evaluate(expander, strategy).step_time_s)
+            count += 1
+    assert count > 600
+    assert found.prediction.step_time_s <= best * (1 + 2e-6), (found.strategy, count)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     rates=st.lists(st.sampled_from([2e8, 1e9, 4e9]), min_size=4, max_size=4), seed=st.integers(0, 99),
     per_node=st.sampled_from([1, 2]), order=st.permutations(range(4)),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,13 +18,9 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.answer.check import plan_problems
 from autoparallel.planner.search.answer.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
 from autoparallel.planner.search.plan import plan
-from autoparallel.planner.search.space.build import build_space, variants
-from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.search.stages.problem import Deal
-from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
-from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
+from tests.planner.search.force import best_by_force, with_memory
 from tests.toy_graphs import toy_mlp, toy_transformer
 
 GRAPHS = (
@@ -36,48 +30,6 @@ GRAPHS = (
     toy_mlp(layers=3, width=512),
 )
 CLUSTERS = ("h100-sxm:1x2", "a100-pcie-80gb:2x1", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
-
-
-def with_memory(cluster: Cluster, capacity_bytes: float) -> Cluster:
-    """The cluster with devices of so many usable bytes."""
-    groups = tuple(
-        replace(g, device=replace(g.device, memory_bytes=capacity_bytes, reserve_bytes=0.0))
-        for g in cluster.groups
-    )
-    return replace(cluster, groups=groups)
-
-
-def deals(problem: Problem, chunks: int, mode: str) -> Iterator[Deal]:
-    """Every way to deal the repeated blocks to chunks, with every number of recomputed ones."""
-    n = len(problem.graph.repeated_positions)
-    for cuts in combinations(range(n + chunks - 1), chunks - 1):
-        edges = (-1, *cuts, n + chunks - 1)
-        blocks = tuple(b - a - 1 for a, b in pairwise(edges))
-        for recomputed in product(*(range(b + 1) for b in blocks)) if mode != "full" else [(0,) * chunks]:
-            yield Deal(blocks=blocks, recomputed=recomputed)
-
-
-def every_strategy(problem: Problem) -> Iterator[Strategy]:
-    """Brute force: each variant of the space with each deal, as far as `strategy_problems` admits it."""
-    space = build_space(problem)
-    every = variants(space, np.arange(len(space.shapes)))
-    for row in range(len(every)):
-        chosen = candidate(space, every, row)
-        for deal in deals(problem, chosen.chunks, chosen.mode):
-            strategy = strategy_of(problem, chosen, deal)
-            if not strategy_problems(problem.graph, problem.cluster, strategy):
-                yield strategy
-
-
-def best_by_force(problem: Problem, expander: Expander) -> tuple[tuple[float, float], int]:
-    """The best objective of any strategy, and how many there are."""
-    best, count = (float("inf"), float("inf")), 0
-    for strategy in every_strategy(problem):
-        prediction = score(problem.graph, problem.cluster, strategy, expander, spans=False)
-        count += 1
-        if prediction.feasible:
-            best = min(best, objective_value(problem, prediction))
-    return best, count
 
 
 def small_problem(graph: int, cluster: int, batch: int, **more: Any) -> Problem:

@@ -1,0 +1,61 @@
+"""Brute force over `score`: every strategy of a small problem, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import numpy as np
+
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Problem, objective_value
+from autoparallel.planner.score import score
+from autoparallel.planner.search.space.build import build_space, variants
+from autoparallel.planner.search.space.candidates import candidate, strategy_of
+from autoparallel.planner.search.stages.problem import Deal
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Cluster
+
+
+def with_memory(cluster: Cluster, capacity_bytes: float) -> Cluster:
+    """The cluster with devices of so many usable bytes."""
+    groups = tuple(
+        replace(g, device=replace(g.device, memory_bytes=capacity_bytes, reserve_bytes=0.0))
+        for g in cluster.groups
+    )
+    return replace(cluster, groups=groups)
+
+
+def deals(problem: Problem, chunks: int, mode: str) -> Iterator[Deal]:
+    """Every way to deal the repeated blocks to chunks, with every number of recomputed ones."""
+    n = len(problem.graph.repeated_positions)
+    for cuts in combinations(range(n + chunks - 1), chunks - 1):
+        edges = (-1, *cuts, n + chunks - 1)
+        blocks = tuple(b - a - 1 for a, b in pairwise(edges))
+        for recomputed in product(*(range(b + 1) for b in blocks)) if mode != "full" else [(0,) * chunks]:
+            yield Deal(blocks=blocks, recomputed=recomputed)
+
+
+def every_strategy(problem: Problem) -> Iterator[Strategy]:
+    """Brute force: each variant of the space with each deal, as far as `strategy_problems` admits it."""
+    space = build_space(problem)
+    every = variants(space, np.arange(len(space.shapes)))
+    for row in range(len(every)):
+        chosen = candidate(space, every, row)
+        for deal in deals(problem, chosen.chunks, chosen.mode):
+            strategy = strategy_of(problem, chosen, deal)
+            if not strategy_problems(problem.graph, problem.cluster, strategy):
+                yield strategy
+
+
+def best_by_force(problem: Problem, expander: Expander) -> tuple[tuple[float, float], int]:
+    """The best objective of any strategy, and how many there are."""
+    best, count = (float("inf"), float("inf")), 0
+    for strategy in every_strategy(problem):
+        prediction = score(problem.graph, problem.cluster, strategy, expander, spans=False)
+        count += 1
+        if prediction.feasible:
+            best = min(best, objective_value(problem, prediction))
+    return best, count
