@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
+from autoparallel.planner.strategy.types import Strategy
 
-RULES_SHOWN = 4
+PLACES_SHOWN = 4
+_PLACES = {
+    "device": "whole on every device",
+    "sharded": "rows dealt in turn to the devices of the data-parallel ranks",
+    "parameter-server": "rows on the hosts",
+}
 
 
 def tables_words(strategy: Strategy) -> tuple[str, str]:
     """In short, and what stands where, what a step does for it, and under which law of access."""
-    rules = strategy.embedding
-    told = [_rule_words(rule) for rule in rules[:RULES_SHOWN]]
-    told += [f"and {len(rules) - RULES_SHOWN} more rules"] if len(rules) > RULES_SHOWN else []
-    tiers = {rule.tier for rule in rules}
-    text = f"{_sentence('; '.join(told))}. "
-    text += "Each micro-batch fetches the cold rows that it looks up, each once, and gives back their gradients; nothing "
-    text += "hides this, and a step computes what one process computes. "
-    text += f"{_law_words(strategy)} {_update_words(strategy)}"
-    names = ", ".join(str(tier) for tier in ("device", "sharded", "parameter-server") if tier in tiers)
-    return names, text
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _rule_words(rule: EmbeddingRule) -> str:
-    where = {
-        "device": "whole on every device",
-        "sharded": "rows dealt to the data-parallel ranks in turn",
-        "parameter-server": "rows on the hosts",
-    }[str(rule.tier)]
-    hot = (
-        f", the first {rule.hot_rows:,} rows on every device"
-        if rule.hot_rows and rule.tier != "device"
-        else ""
+    alike: dict[tuple[str, int], list[str]] = {}
+    for rule in strategy.embedding:
+        alike.setdefault((str(rule.tier), rule.hot_rows or 0), []).append(rule.module)
+    told = [f"{_names(modules)}: {_place_words(*place)}" for place, modules in alike.items()]
+    more = [f"and {len(told) - PLACES_SHOWN} other places"] if len(told) > PLACES_SHOWN else []
+    text = (
+        f"{'; '.join([*told[:PLACES_SHOWN], *more])}. Each micro-batch fetches the cold rows that it looks up, each once, "
+        "and gives back their gradients; nothing hides this, and a step computes what one process computes. "
+        f"{_law_words(strategy)} {_update_words(strategy)}"
     )
-    return f"{rule.module}: {where}{hot}"
+    tiers = {tier for tier, _ in alike}
+    return ", ".join(tier for tier in _PLACES if tier in tiers), text
+
+
+def _names(modules: list[str]) -> str:
+    """`tables.0`, or `7 tables (tables.0 … tables.6)`."""
+    if len(modules) == 1:
+        return modules[0]
+    return f"{len(modules)} tables ({modules[0]} … {modules[-1]})"
+
+
+def _place_words(tier: str, hot_rows: int) -> str:
+    hot = f", the first {hot_rows:,} on every device" if hot_rows and tier != "device" else ""
+    return _PLACES[tier] + hot
 
 
 def _law_words(strategy: Strategy) -> str:

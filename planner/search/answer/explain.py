@@ -143,7 +143,7 @@ def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
     while times <= MOST_TIMES_DEVICES:
         more = _with_devices(problem, times)
         for batch in (problem.global_batch, problem.global_batch * times):
-            found = _try(replace(more, global_batch=batch), None)
+            found = _try(_with_batch(more, batch), None)
             if found is not None:
                 larger = "" if batch == problem.global_batch else f" and batch.global = {batch}"
                 change = (
@@ -152,6 +152,12 @@ def _more_devices(problem: Problem, besides: str) -> Iterator[Relaxation]:
                 yield _relaxation(change, found)
                 return
         times *= 2
+
+
+def _with_batch(problem: Problem, batch: int) -> Problem:
+    """The problem with another batch, where the user named one too."""
+    named = {"batch.global": batch} if "batch.global" in problem.constraints else {}
+    return replace(problem, global_batch=batch, constraints={**problem.constraints, **named})
 
 
 def _try(problem: Problem, expander: Expander | None) -> Evaluation | None:

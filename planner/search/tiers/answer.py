@@ -102,8 +102,8 @@ def _nothing(problem: Problem, search: TierSearch, *, ended: bool) -> Exception:
     room = (device.memory_bytes - device.reserve_bytes) / GIB
     host = device.constants["host.memory_bytes"] / GIB
     return InfeasiblePlan(
-        f"with [[embedding]] as asked for no strategy fits in {room:.4g} GiB of each {device.name} and {host:.4g} GiB of "
-        "each host; let tables move to another tier, or use more nodes"
+        f"memory, with [[embedding]] as asked for: {room:.4g} GiB of each {device.name} and {host:.4g} GiB of "
+        "each host are too few; let tables move to another tier, or use more nodes"
     )
 
 
