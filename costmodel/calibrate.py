@@ -3,11 +3,12 @@
 A few *corrections*, each one factor on a family of constants (how fast kernels run, how fast the network is,
 what a launch costs), are fitted to the logarithms of measured over predicted times:
 
-    minimise  sum_i (log measured_i - log predicted_i(x))^2 / NOISE^2  +  sum_j (x_j / spread_j)^2
+    minimise  sum_i h((log measured_i - log predicted_i(x)) / NOISE)  +  sum_j (x_j / spread_j)^2
 
-where x_j is the logarithm of factor j and `spread_j` how far a factor of its kind may stray from one (a prior:
-three rows cannot overthrow a datasheet). Always fewer corrections than rows. Gauss-Newton with derivatives by
-finite differences: the prediction is a program simulated, with no formula to differentiate.
+where h(r) is r^2 up to 1 and 2 |r| - 1 beyond (Huber: a row that nothing explains must not bend the rest), x_j is
+the logarithm of factor j and `spread_j` how far a factor of its kind may stray from one (a prior: three rows cannot
+overthrow a datasheet). Always fewer corrections than rows. Gauss-Newton with derivatives by finite differences: the
+prediction is a program simulated, with no formula to differentiate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autoparallel.profiles.hardware import Device, Provenance, Residual, ValueKi
 # model leave the rest. Kind: measured, on the sources of benchmarks/published/training_rows.csv.
 NOISE = 0.05
 STEP = 0.02  # finite difference, log scale
-ITERATIONS = 4
+ITERATIONS = 6
 
 Predict = Callable[[Device], Sequence[float]]
 Vector = NDArray[np.float64]
@@ -168,8 +169,10 @@ def _fit(
     for _ in range(ITERATIONS):
         now = logs(x)
         jacobian = np.stack([(logs(x + STEP * unit) - now) / STEP for unit in np.eye(len(x))], axis=1)
-        normal = jacobian.T @ jacobian / NOISE**2 + np.diag(prior)
-        gradient = jacobian.T @ (target - now) / NOISE**2 - prior * x
+        missed = (target - now) / NOISE
+        weighted = jacobian.T / np.maximum(np.abs(missed), 1.0)
+        normal = weighted @ jacobian / NOISE**2 + np.diag(prior)
+        gradient = weighted @ missed / NOISE - prior * x
         move = np.linalg.solve(normal, gradient)
         x = x + np.clip(move, -0.5, 0.5)
         if np.abs(move).max() < 1e-3:

@@ -50,6 +50,14 @@ def test_perfect_predictions_change_nothing() -> None:
     assert max(abs(e) for e in result.errors_held_out) < 1e-3
 
 
+def test_a_row_that_nothing_explains_does_not_bend_the_rest() -> None:
+    measured = predict(A100)
+    result = calibrate(
+        A100, predict, [3.0 * measured[0], *measured[1:]], source="one hung for a while", held_out=False
+    )
+    assert max(abs(e) for e in result.errors_after[1:]) < 0.06, result.factors
+
+
 def test_a_corrected_figure_names_its_correction_and_what_it_was() -> None:
     corrected = correct(A100, {"kernels": 1.1}, "three runs")
     key = "gemm.efficiency.half"
