@@ -18,7 +18,7 @@ from math import log
 from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.program import Program
 from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
-from autoparallel.profiles.hardware import Cluster, Device, Level, Provenance, Residual, ValueKind
+from autoparallel.profiles.hardware import Cluster, Device, Level, Network, Provenance, Residual, ValueKind
 
 SLOWER = 1.01
 STEP = "step"  # the residual of whole steps
@@ -96,7 +96,26 @@ def slowed(cluster: Cluster, kind: ValueKind) -> Cluster:
     levels = tuple(
         _slowed_level(level, f"level.{i}", cluster.provenance, kind) for i, level in enumerate(cluster.levels)
     )
-    return replace(cluster, groups=groups, levels=levels)
+    return replace(cluster, groups=groups, levels=levels, network=_slowed_network(cluster, kind))
+
+
+def _slowed_network(cluster: Cluster, kind: ValueKind) -> Network | None:
+    network = cluster.network
+    if network is None:
+        return None
+    links = tuple(
+        replace(
+            link,
+            bytes_per_s=link.bytes_per_s / _slower(cluster, f"network.{i}.bytes_per_s", kind),
+            latency_s=link.latency_s * _slower(cluster, f"network.{i}.latency_s", kind),
+        )
+        for i, link in enumerate(network.fabric.links)
+    )
+    return replace(network, fabric=replace(network.fabric, links=links))
+
+
+def _slower(cluster: Cluster, key: str, kind: ValueKind) -> float:
+    return SLOWER if _kind(cluster.provenance, key) is kind else 1.0
 
 
 def _slowed_device(device: Device, kind: ValueKind) -> Device:

@@ -99,7 +99,8 @@ def on_nodes(part: Part, placement: Sequence[int]) -> Part:
     assert network is not None
     cluster = replace(cluster, network=replace(network, unplaced=False))
     where = f"on nodes {', '.join(map(str, placement))}"
-    per_node = max(network.devices) if len({g.device.name for g in cluster.groups}) == 1 else 0
+    alike = part.group is None and len({group.device.name for group in cluster.groups}) == 1
+    per_node = max(network.devices) if alike else 0
     return replace(
         part, name=f"{part.name} {where}".strip(), nodes=tuple(placement), loose=False, per_node=per_node,
         problem=replace(part.problem, cluster=cluster),

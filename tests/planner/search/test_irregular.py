@@ -38,7 +38,12 @@ from tests.toy_graphs import toy_transformer
 SMALL = toy_transformer(layers=2, hidden=512, heads=4, seq=256, vocab=512)
 LARGE = toy_transformer(layers=8, hidden=4096, heads=32, seq=2048, vocab=1024)
 EAGER = Execution(kernels="eager")
-FEW: dict[str, Any] = {"recompute__mode": "none", "mesh__cp": 1, "mesh__tp": 1, "batch__micro": 1}  # what is left takes no time
+FEW: dict[str, Any] = {
+    "recompute__mode": "none",
+    "mesh__cp": 1,
+    "mesh__tp": 1,
+    "batch__micro": 1,
+}  # what is left takes no time
 
 
 def problem_of(cluster: Cluster, graph: Any = SMALL, batch: int = 8, **constraints: object) -> Problem:
@@ -247,3 +252,19 @@ def test_more_nodes_than_can_be_tried_are_placed_by_the_solver_under_a_bound() -
     assert found.prediction.step_time_s == pytest.approx(score(LARGE, cluster, found.strategy).step_time_s)
     asis = replace(found.strategy, mesh=replace(found.strategy.mesh, placement=tuple(range(16))))
     assert score(LARGE, cluster, asis).step_time_s > 1.2 * found.prediction.step_time_s
+
+
+def test_unlike_devices_on_an_irregular_network_are_placed_inside_their_groups() -> None:
+    table = cluster_file(4, [("node-0", "a", 25e9), ("node-2", "a", 25e9), ("node-1", "b", 25e9), ("node-3", "b", 25e9),
+                             ("a", "b", 1e9)], per_node=1)  # fmt: skip
+    kinds = ("a100-sxm-40gb", "v100-sxm2-32gb")
+    table["group"] = [{"device": name, "nodes": 2, "devices_per_node": 1} for name in kinds]
+    cluster = cluster_from_dict(table, "test")
+    half = Execution(dtype="fp16", param_dtype="fp16")
+    named = {"mesh.groups": (0, 0, 1, 1), "pipeline.schedule": "1f1b"}
+    problem = Problem(graph=LARGE, cluster=cluster, global_batch=16, constraints=named, execution=half)
+    found = plan(problem)
+    assert found.strategy.mesh.placement in ((1, 0, 2, 3), (0, 1, 3, 2))  # one message each way on the trunk
+    assert found.prediction.step_time_s == pytest.approx(score(LARGE, cluster, found.strategy).step_time_s)
+    alone = plan(replace(problem, constraints={"mesh.groups": (0,), "mesh.dp_shard": 2, "batch.micro": 1}))
+    assert sorted(alone.strategy.mesh.placement) == [0, 1]
