@@ -107,6 +107,8 @@ def _open(rule: EmbeddingRule | None) -> Fixed:
 
 def _options(rows: int, fixed: Fixed, *, served: bool) -> tuple[Option, ...]:
     tier, hot = fixed
+    if fixed == (None, None) and rows <= FIRST_HOT:  # all of them hot
+        return (Option(tier="device", hot=rows),)
     grid = [0]
     while (step := FIRST_HOT * HOT_GROWTH ** (len(grid) - 1)) < rows:
         grid.append(step)

@@ -36,8 +36,10 @@ NOTHING: Value = (inf, inf)
 ONE_RANK = ("mesh.pp", "mesh.tp", "mesh.cp", "mesh.ep")
 # Below this a bound and a value are the same: rounding of bounds to whole picoseconds, and of shares to whole numbers.
 SAME = 1e-6
-# Simulated at most, proved or not: the same on every machine. Kind: formula: a few seconds.
-MOST_SIMULATED, MOST_SOLVED = 300, 1200
+# Work in milliseconds, as measured once on one core, after which a search stops, proved or not: the same on every
+# machine. Kind: measured.
+MOST_WORK = 8000.0
+PER_STRATEGY, PER_CHOICE, PER_SIMULATION, PER_CLASS = 10.0, 8.0, 16.0, 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class TierSearch:
     candidates: int = 0
     opened: int = 0
     solved: int = 0
+    work: float = 0.0
     _heap: list[tuple[Value, int, _Node]] = field(default_factory=list)
     _current: Value = NOTHING
     _given_up: Value = NOTHING
@@ -92,7 +95,7 @@ class TierSearch:
             if not self.may_win(bound):
                 return
             self._current = bound
-            if self.solved >= MOST_SOLVED or len(self.seen) >= MOST_SIMULATED:
+            if self.work >= MOST_WORK:
                 return
             if node.tables is None:
                 self._open(node.strategy)
@@ -126,6 +129,7 @@ class TierSearch:
     def _open(self, strategy: Strategy) -> None:
         """Bound a strategy with its tables open."""
         self.opened += 1
+        self.work += PER_STRATEGY + PER_CLASS * len(self.classes)
         priced = pricing(self.catalogue, strategy)
         bare = bare_of(priced)
         every = tuple(
@@ -159,6 +163,7 @@ class TierSearch:
         """Choose the tables of a strategy; it goes back with the bound that it then has."""
         assert node.tables is not None
         self.solved += 1
+        self.work += PER_CHOICE + PER_CLASS * len(self.classes)
         rate = self._rate(node.strategy)
         below_s = inf if self._by_memory else self.value[0] / rate
         answer = choose(node.tables, below_s=below_s, excluded=node.excluded, by_memory=self._by_memory)
@@ -186,6 +191,7 @@ class TierSearch:
             bound=self._current,
         )  # fmt: skip
         self.seen.append(found)
+        self.work += PER_SIMULATION
         if prediction.feasible and found.value < self.value:
             self.best, self.value = found, found.value
 

@@ -161,7 +161,11 @@ class Pricing:
     def host_s(self, steps: Sequence[Step]) -> float:
         """Of the host that launches them: what every pass takes at least, too."""
         call_s = self.catalogue.expander.cluster.device.constants.get("collective.host_s", 0.0)
-        return sum(call_s if isinstance(step, Collective) else self._times(step)[1] for step in steps)
+        found = 0.0
+        for step in steps:
+            device_s, host_s = self._times(step)
+            found += (call_s if device_s else 0.0) if isinstance(step, Collective) else host_s
+        return found
 
     def _times(self, step: Step) -> tuple[float, float]:
         cluster, pricer = self.catalogue.expander.cluster, self.catalogue.expander.pricer
