@@ -102,8 +102,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
 
 
 def on_host_s(kernel: Kernel, device: Device) -> float:
-    """Rows through the host's memory, which the node's devices use at once, and over a device's own link to it,
-    whichever is slower; an update stays in the host's memory. Raises UserError where the device's profile does not
+    """A call of the host, which the device waits for, then rows through the host's memory, which the node's devices use
+    at once, and over a device's own link to it, whichever is slower; an update stays in the host's memory. Raises UserError where the device's profile does not
     say what the host has."""
     memory_bytes_per_s = device.constants["host.memory_bytes_per_s"]
     if not memory_bytes_per_s:
@@ -114,7 +114,8 @@ def on_host_s(kernel: Kernel, device: Device) -> float:
     shared_s = kernel.bytes_moved * kernel.sharers / memory_bytes_per_s
     if kernel.kind == HOST_UPDATE:
         return shared_s
-    return max(shared_s, kernel.bytes_moved / device.constants["host.bytes_per_s"])
+    link_s = kernel.bytes_moved / device.constants["host.bytes_per_s"]
+    return device.constants["collective.host_s"] + max(shared_s, link_s)
 
 
 def peak_flops(device: Device, dtype: str) -> float:

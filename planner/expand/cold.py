@@ -151,13 +151,20 @@ def cold_state(placed: Sequence[TablePlace], strategy: Strategy, cluster: Cluste
             held += state.share(place.cold, ranks) * place.table.dim
             rows = rows_per_step(place, strategy) if touched_only(strategy) else place.cold
             graded += state.share(rows, ranks) * place.table.dim
+    zeroed = () if touched_only(strategy) or not graded else (_zeroed(graded, strategy),)
     on_device = 1.0 - strategy.offload.optimizer
     return ColdState(
         parameter_bytes=held * state.dtype_bytes(execution.param_dtype),
         gradient_bytes=graded * state.dtype_bytes(execution.grad_dtype),
         optimizer_bytes=round(held * state.optimizer_bytes_per_parameter(execution) * on_device),
-        updates=(*state.update_kernels(graded, strategy), *_host_update(placed, strategy, cluster)),
+        updates=(*zeroed, *state.update_kernels(graded, strategy), *_host_update(placed, strategy, cluster)),
     )
+
+
+def _zeroed(numbers: int, strategy: Strategy) -> Kernel:
+    """Dense gradients begin at zero."""
+    moved = numbers * state.dtype_bytes(strategy.execution.grad_dtype)
+    return Kernel(kind=OpKind.COPY, dtype="fp32", flops=0, bytes_moved=moved, backward=True)
 
 
 def _host_update(placed: Sequence[TablePlace], strategy: Strategy, cluster: Cluster) -> tuple[Kernel, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.expand.tables import Table, find_tables, rule_of
 from autoparallel.planner.strategy.errors import nearest
-from autoparallel.planner.strategy.types import TIERS, Strategy
+from autoparallel.planner.strategy.types import TIERS, EmbeddingRule, Strategy
 from autoparallel.profiles.hardware import Cluster
 
 NAMES_SHOWN = 4
@@ -21,7 +21,7 @@ def embedding_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) 
         return
     tables = find_tables(graph)
     names = [table.module for table in tables]
-    yield from _unknown("[[embedding]] module", [rule.module for rule in strategy.embedding], names, graph)
+    yield from unknown_tables(graph, strategy.embedding, names)
     yield from _unknown("embedding_access.tables", [module for module, _ in access.tables], names, graph)
     for rule in strategy.embedding:
         if rule.tier not in TIERS or (rule.tier != "device" and rule.hot_rows is None):
@@ -30,6 +30,14 @@ def embedding_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) 
                 "plan --strategy` choose them"
             )
     yield from _mesh(cluster, strategy, tables)
+
+
+def unknown_tables(
+    graph: ModelGraph, rules: Iterable[EmbeddingRule], names: list[str] | None = None
+) -> Iterator[str]:
+    """Rules for tables that the model does not have; `names` are those that it has, where they are known."""
+    known = names if names is not None else [table.module for table in find_tables(graph)]
+    return _unknown("[[embedding]] module", [rule.module for rule in rules], known, graph)
 
 
 def _unknown(key: str, patterns: list[str], names: list[str], graph: ModelGraph) -> Iterator[str]:

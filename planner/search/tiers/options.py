@@ -12,6 +12,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.tables import Table, TablePlace, find_tables, law_of, rule_of
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.candidates import access_of
+from autoparallel.planner.strategy.embedding import unknown_tables
 from autoparallel.planner.strategy.types import TIERS, EmbeddingRule
 
 # Hot rows that are tried: none, and a geometric grid, as what they save follows the logarithm of their number under
@@ -65,8 +66,11 @@ def without_tables(problem: Problem) -> Problem:
 
 def tiers_matter(problem: Problem, *, alike: bool = True) -> bool:
     """Whether tables have choices worth a search: the user speaks of tiers, or tables are most of the model. Only where
-    devices and network are `alike` everywhere. Raises UserError where the user asks for tiers elsewhere."""
+    devices and network are `alike` everywhere. Raises UserError where the user asks for tiers elsewhere, or for tables
+    that are not there."""
     if "embedding" in problem.constraints:
+        if unknown := list(unknown_tables(problem.graph, given_rules(problem))):
+            raise UserError("\n".join(unknown))
         asked = any(rule.tier != "device" for rule in given_rules(problem))
         if asked and not alike:
             raise UserError(
