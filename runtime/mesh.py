@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy.machines import rank_at
 from autoparallel.planner.strategy.types import AXES, Mesh
 from autoparallel.runtime.leaving import leave_at_exit
 
@@ -108,7 +107,7 @@ def build_mesh(sizes: Mesh, level_sizes: tuple[int, ...] = ()) -> RankMesh:
 
 def _ranks(sizes: Mesh) -> torch.Tensor:
     """Ranks by position along `AXES`."""
-    ranks = torch.tensor(rank_at(sizes)).reshape([getattr(sizes, axis) for axis in sizes.order])
+    ranks = torch.arange(sizes.devices).reshape([getattr(sizes, axis) for axis in sizes.order])
     return ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
 
 

@@ -85,13 +85,13 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
 
 
 def unsaid_hosts(strategy: Strategy) -> list[str]:
-    """Which hosts to start, and in which order, where the plan names its nodes: the runtime does the rest."""
+    """Which hosts to start, and in which order, where the plan names its nodes: ranks follow the hosts."""
     if not strategy.mesh.placement:
         return []
     nodes = nodes_in_use(strategy.mesh)
     return [
-        f"mesh.placement = {list(strategy.mesh.placement)}: the hosts are nodes {', '.join(map(str, nodes))} of the "
-        f"cluster's file, and torchrun's --node-rank is 0 to {len(nodes) - 1} in this order"
+        f"mesh.placement = {list(strategy.mesh.placement)}: torchrun's --node-rank is 0 to {len(nodes) - 1} on nodes "
+        f"{', '.join(map(str, nodes))} of the cluster's file, in this order"
     ]
 
 

@@ -56,27 +56,9 @@ def nodes_by_group(cluster: Cluster, groups: Sequence[int]) -> tuple[int, ...]:
 
 
 def nodes_in_use(mesh: Mesh) -> tuple[int, ...]:
-    """The nodes of `mesh.placement` that the mesh reaches, in the order of the cluster's file: hosts start so."""
-    return tuple(sorted(mesh.placement[: -(-mesh.devices // _each(mesh))]))
-
-
-def rank_at(mesh: Mesh) -> tuple[int, ...]:
-    """The process at each position of the mesh (the last axis of `mesh.order` fastest), when the hosts in use start
-    in the order of the cluster's file."""
-    if not mesh.placement:
-        return tuple(range(mesh.devices))
-    each = _each(mesh)
-    blocks = {node: min(each, mesh.devices - i * each) for i, node in enumerate(mesh.placement)}
-    first, start = {}, 0
-    for node in nodes_in_use(mesh):
-        first[node] = start
-        start += blocks[node]
-    return tuple(first[node] + i for node in mesh.placement for i in range(max(blocks[node], 0)))
-
-
-def _each(mesh: Mesh) -> int:
-    """Devices of a block; without `mesh.per_node` all blocks are full."""
-    return mesh.per_node or -(-mesh.devices // len(mesh.placement))
+    """The nodes of `mesh.placement` that the mesh reaches, in rank order: hosts start in this order."""
+    each = mesh.per_node or -(-mesh.devices // max(len(mesh.placement), 1))
+    return mesh.placement[: -(-mesh.devices // each)]
 
 
 def placement_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
