@@ -18,6 +18,7 @@ from autoparallel.profiles import Cluster, cluster_from_dict
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
 from autoparallel.report.placement import places
+from autoparallel.report.tables import rule_words
 from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
@@ -152,7 +153,9 @@ def _settings(strategy: Strategy) -> list[tuple[str, str]]:
     from autoparallel.planner.strategy.file import strategy_to_constraints
 
     keys = strategy_to_constraints(strategy)
-    return [(key, literal(value)) for key, value in keys.items() if key != "tensor"]
+    rules = [(f"embedding {rule.module}", rule_words(rule)) for rule in strategy.embedding]
+    told = [(key, literal(value)) for key, value in keys.items() if key not in ("tensor", "embedding")]
+    return [*told, *rules]
 
 
 def warnings(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
 
 PLACES_SHOWN = 4
 _PLACES = {
@@ -26,6 +26,11 @@ def tables_words(strategy: Strategy) -> tuple[str, str]:
     )
     tiers = {tier for tier, _ in alike}
     return ", ".join(tier for tier in _PLACES if tier in tiers), text
+
+
+def rule_words(rule: EmbeddingRule) -> str:
+    """A rule in short."""
+    return _place_words(str(rule.tier), rule.hot_rows or 0)
 
 
 def _names(modules: list[str]) -> str:

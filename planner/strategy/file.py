@@ -289,6 +289,8 @@ def strategy_to_constraints(strategy: Strategy) -> Constraints:
     result: dict[str, object] = {}
     for section, kind in _PARTS.items():
         part = getattr(strategy, section)
+        if part == EmbeddingAccess():  # says nothing about most models
+            continue
         result.update({f"{section}.{f.name.rstrip('_')}": getattr(part, f.name) for f in fields(kind)})
     result["tensor"] = strategy.tensor
     if strategy.embedding:

@@ -44,6 +44,9 @@ def test_a_plan_with_tables_is_written_told_and_scored_alike(graph: Path, tmp_pa
     assert scored.status == 0, scored.err
     assert scored.json["step_time_s"] == planned.json["step_time_s"]
     assert scored.json["strategy"]["embedding"] == planned.json["strategy"]["embedding"]
+    page = run("report", out, "-o", tmp_path / "r.html")
+    assert page.status == 0, page.err
+    assert "Embedding tables" in (tmp_path / "r.html").read_text()
     again = run(
         "plan",
         graph,
