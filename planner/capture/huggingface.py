@@ -13,6 +13,7 @@ from autoparallel.planner.capture.errors import ModelError
 
 # The sequence length where neither the user nor the model says one (kind: chosen).
 DEFAULT_SEQ_LEN = 4096
+USUAL_IMAGE_SIZE = 224  # pixels. Kind: chosen. Source: the usual crop of ImageNet
 
 # Samples in the example inputs. Capture chooses its own batch sizes.
 _SAMPLES = 2
@@ -124,7 +125,7 @@ def _example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) -
         _check_length(file, module, text, length)
         inputs["input_ids"] = _tokens(text, length)
     elif main == "pixel_values":
-        height, width = _image_size(file, config)
+        height, width = _image_size(config)
         inputs["pixel_values"] = _floats(module, getattr(config, "num_channels", 3), height, width)
     elif main == "input_features":
         frames = 2 * config.max_source_positions  # Whisper's second convolution halves the frames
@@ -145,7 +146,7 @@ def _example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) -
 
 
 def _default_length(config: Any) -> int:
-    for key in ("max_position_embeddings", "n_positions", "max_target_positions"):
+    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len"):
         length = getattr(config, key, None)
         if isinstance(length, int) and length > 0:
             return min(length, DEFAULT_SEQ_LEN)
@@ -188,13 +189,14 @@ def _labels(module: torch.nn.Module, config: Any, length: int) -> torch.Tensor:
     return _tokens(config, length)
 
 
-def _image_size(file: Path, config: Any) -> tuple[int, int]:
+def _image_size(config: Any) -> tuple[int, int]:
+    """The model's own; convolutional ones have none and take any."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return size, size
     if isinstance(size, list | tuple) and len(size) == 2:
         return int(size[0]), int(size[1])
-    raise ModelError(f"{file}: image_size is missing; add it, or pass your own code as FILE.py:NAME")
+    return USUAL_IMAGE_SIZE, USUAL_IMAGE_SIZE
 
 
 def _floats(module: torch.nn.Module, *shape: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ from autoparallel.planner.capture.records import (
     Value,
 )
 from autoparallel.planner.capture.trees import leaves, mapped, named_arguments, plain, tensors
-from autoparallel.planner.capture.whole import is_causal, replacement
+from autoparallel.planner.capture.whole import is_causal, known_index, replacement
 
 _NO_OVERRIDE = {
     name: (lambda *_: False)
@@ -163,6 +163,8 @@ class Tracer(TorchFunctionMode):
         name = func.__name__
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
+        if name == "__getitem__":
+            args = (args[0], known_index(args[1]))
         call = Call(name=name, frame=self._frame, first_node=_sequence_number())
         before = [t._version for t in tensors((args, kwargs))]
         self._call = call

@@ -117,3 +117,12 @@ def is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name != "scaled_dot_product_attention":
         return False
     return bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+
+
+def known_index(index: Any) -> Any:
+    """An index with its lists of numbers as tensors, whose values stay known: torch would make them out of sight."""
+    if isinstance(index, tuple):
+        return tuple(map(known_index, index))
+    if isinstance(index, list) and index and all(type(i) is int for i in index):
+        return torch.tensor(index)
+    return index

@@ -189,6 +189,23 @@ def test_a_module_that_cannot_be_traced_is_a_priced_leaf_and_the_user_is_told() 
     assert graph.parameter_count == sum(p.numel() for p in module.parameters())
 
 
+class _Guarded(nn.Module):
+    """As transformers' models, which look whether the ends of a row are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids) * (2.0 if 0 in ids[:, [-1, 0]] else 1.0)
+
+
+def test_code_that_looks_at_some_of_its_inputs_values_is_traced() -> None:
+    graph = capture(_Guarded(), torch.ones(2, 4, dtype=torch.int64), name="x")
+    assert not graph.warnings
+    assert OpKind.LEAF not in {op.kind for op in operators(graph)}
+
+
 def test_the_whole_model_can_be_a_leaf() -> None:
     graph = capture(_Gate(), torch.randn(2, 8), name="x")
     assert [op.kind for op in operators(graph)] == [OpKind.LEAF]
