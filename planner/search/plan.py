@@ -121,7 +121,7 @@ class _Watch:
         self.reported_s = started_s
         self.most_work = MOST_WORK
 
-    def share(self, parts: int, done: float = 0.0) -> None:
+    def share(self, parts: float, done: float = 0.0) -> None:
         """Divide the work that is left evenly among so many searches."""
         self.most_work = max(MOST_WORK - done, 0.0) / parts
 

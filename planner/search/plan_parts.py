@@ -33,6 +33,9 @@ from autoparallel.profiles.hardware import Cluster
 MOST_PLACED = (
     4  # placements that are searched of those that are too many to look at. Kind: formula: seconds each
 )
+OTHERS = (
+    0.4  # of the work of a search, for all placements but the most promising, which has all. Kind: formula
+)
 GLANCE = 100.0  # work (`Frontier.work`) that tells which placements to search first. Kind: formula
 MOST_ASSIGNED = 8  # strategies that are placed to find them
 
@@ -49,7 +52,11 @@ class Searched:
 
 
 def plan_parts(
-    problem: Problem, check: Callable[[Frontier], None], *, explain: bool, share: Callable[[int, float], None]
+    problem: Problem,
+    check: Callable[[Frontier], None],
+    *,
+    explain: bool,
+    share: Callable[[float, float], None],
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
     waiting = deque(_promising_first(every_part(problem), check))
@@ -62,8 +69,10 @@ def plan_parts(
             outer = _outer(part)
             if outer is None:
                 continue
-            left = len(waiting) + 1  # of placements the most promising has most of the work
-            share(min(left, 2) if part.worth is not None else left, sum(one.frontier.work for one in done))
+            if part.worth is None:
+                share(1 + len(waiting), sum(one.frontier.work for one in done))
+            else:
+                share(1.0 if value == NOTHING else (1 + len(waiting)) / OTHERS, 0.0)
             found = _search(part, outer, check, NOTHING if part.loose else value)
         except UserError as error:  # such as a device that does not compute in the dtype
             errors.append(error)
