@@ -8,4 +8,5 @@
 - `answer/`: the result checked, its rivals and why they lost, or why nothing fits.
 
 `plan.py` drives all of this; `plan_parts.py` does for clusters of unlike devices or nodes, and irregular networks.
+`tiers/` searches where embedding tables stand, beside the search that has them on the devices.
 """
