@@ -24,6 +24,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import score
 from autoparallel.profiles.hardware import Cluster, Device
+from benchmarks.losses import with_fused_loss
 from benchmarks.models import Shape, build
 from benchmarks.rows import Row, Run, Unscorable, parse, read_rows
 from benchmarks.summary import Scored, summarise
@@ -42,7 +43,8 @@ class Graphs:
 
     def of(self, shape: Shape, layers: int) -> ModelGraph:
         if shape not in self.known:
-            self.known[shape] = self._load(shape)
+            graph = self._load(shape)
+            self.known[shape] = with_fused_loss(graph) if shape.loss == "half" else graph
         return grown(self.known[shape], layers)
 
     def _load(self, shape: Shape) -> ModelGraph:
