@@ -202,3 +202,15 @@ def test_the_plan_says_what_the_other_tiers_would_take() -> None:
     kinds = {other.kind for other in found.alternatives}
     assert any("embedding tables" in kind for kind in kinds), kinds
     assert all(isinstance(other.strategy, Strategy) for other in found.alternatives)
+
+
+def test_gradients_go_through_parameter_servers_where_the_user_asks_for_it() -> None:
+    constraints = {"mesh.dp_replicate": 2, "shard.zero": 0, "recompute.mode": "none"}
+    problem = Problem(
+        graph=toy_transformer(layers=2), cluster=small("2x1"), global_batch=8, constraints=constraints
+    )
+    served = replace(problem, constraints={**constraints, "grad_sync.algorithm": "parameter-server"})
+    found, free = plan(served), plan(problem)
+    assert found.status == "optimal"
+    assert found.strategy.grad_sync.algorithm == "parameter-server"
+    assert found.prediction.step_time_s >= free.prediction.step_time_s
