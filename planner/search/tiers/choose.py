@@ -44,7 +44,6 @@ class TableProblem:
     whole: Whole
     capacity_bytes: float
     host_capacity_bytes: float
-    barred: str = ""  # a tier that makes no sense for the strategy, where tables have another choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +105,6 @@ def choose(
     for one, row in zip(problem.classes, n, strict=True):
         model.add(sum(row) == len(one.tables))
         _alike(model, one, row)
-        if any(option.tier != problem.barred for option in one.options):
-            for x, option in zip(row, one.options, strict=True):
-                if option.tier == problem.barred:
-                    model.add(x == 0)
     flat = [(n[c][o], t) for c, row in enumerate(problem.terms) for o, t in enumerate(row)]
     units = _Scale(UNITS / max(least_s(problem), 1e-12))
     below = MOST if below_s * units.per_s > MOST else max(ceil(below_s * units.per_s) - 1, 0)

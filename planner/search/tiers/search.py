@@ -5,7 +5,7 @@ whose bound takes the place of the first one; when that leads, the choice is sim
 goes back with the bound of the next choice. The search ends when no bound is below the incumbent.
 
 The space: one pipeline rank, no tensor, context or expert parallelism, blocks recomputed all or none, buckets of the
-default size, no sharding among a single rank. What is left out
+default size. What is left out
 is in the space of the search that has all tables on the devices.
 """
 
@@ -141,7 +141,6 @@ class TierSearch:
             classes=self.classes, terms=every, whole=whole_of(priced, bare, every),
             capacity_bytes=device.memory_bytes - device.reserve_bytes,
             host_capacity_bytes=device.constants["host.memory_bytes"],
-            barred="" if strategy.mesh.data_parallel > 1 else "sharded",
         )  # fmt: skip
         bound = (0.0, 0.0) if self._by_memory else (least_s(tables) * self._rate(strategy), 0.0)
         self._push(max(bound, self._current), _Node(strategy=strategy, tables=tables))

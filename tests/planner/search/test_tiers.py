@@ -90,6 +90,10 @@ CASES = (
         graph=toy_recommender(100_000, 20_000), cluster=small("1x2"), global_batch=64, execution=ADAM,
         objective=Objective.MEMORY, constraints={"batch.micro": 32},
     ),
+    Problem(
+        graph=toy_recommender(2_000_000, 300_000), cluster=small("1x1"), global_batch=4096, execution=ADAM,
+        constraints={"batch.micro": 2048, "embedding_access.update": "touched"},
+    ),
 )  # fmt: skip
 
 
