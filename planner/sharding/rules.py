@@ -20,6 +20,10 @@ _SHARD = re.compile(r"shard\((-?\d+)(?:, strided (\d+))?\)")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+class NotShardable(UserError):
+    """A model that has no tensor-parallel plan, whatever the entries say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
     """What the entries fix in one block; `source` says which entry fixed a parameter or node.
@@ -240,7 +244,7 @@ def _pins(problem: BlockProblem, module: str, rule: TensorRule) -> Iterator[tupl
 
 def contradiction(
     graph: ModelGraph, blocks: Sequence[PricedBlock], ties: Sequence[Sequence[tuple[int, str]]],
-    given: Sequence[Fixed], tp: int,
+    given: Sequence[Fixed], tp: int, sequence_parallel: bool,
 ) -> UserError:  # fmt: skip
     """The error for rules that leave no choice: names the first entry that cannot hold with those before it."""
     entries = list(dict.fromkeys(entry for fixed in given for entry in fixed.source.values()))
@@ -251,8 +255,14 @@ def contradiction(
             solve_blocks(trial, ties)
         except NoTensorPlan:
             if count == 0:
-                return UserError(
-                    f"mesh.tp = {tp}: {graph.name} has no legal tensor-parallel plan; use mesh.tp = 1"
+                also, instead = "", ""
+                if sequence_parallel:
+                    also, instead = (
+                        " and shard.sequence_parallel = true",
+                        "shard.sequence_parallel = false or ",
+                    )
+                return NotShardable(
+                    f"mesh.tp = {tp}{also}: {graph.name} has no legal tensor-parallel plan; use {instead}mesh.tp = 1"
                 )
             before = f" with {', '.join(entries[: count - 1])}" if count > 1 else ""
             return UserError(
@@ -264,8 +274,10 @@ def contradiction(
 def _only(block: PricedBlock, fixed: Fixed, entries: set[str]) -> PricedBlock:
     return replace(
         block,
-        fixed_params={n: v for n, v in fixed.params.items() if fixed.source[n] in entries},
-        fixed_nodes={n: v for n, v in fixed.nodes.items() if fixed.source[n] in entries},
+        fixed_params={
+            n: v for n, v in block.fixed_params.items() if fixed.source.get(n, "") in {"", *entries}
+        },
+        fixed_nodes={n: v for n, v in block.fixed_nodes.items() if fixed.source.get(n, "") in {"", *entries}},
     )
 
 

@@ -152,7 +152,7 @@ def _solve(
     try:
         return solve_blocks(blocks, ties)
     except NoTensorPlan:
-        raise contradiction(graph, blocks, ties, given, request.tp) from None
+        raise contradiction(graph, blocks, ties, given, request.tp, request.sequence_parallel) from None
 
 
 def tied_groups(graph: ModelGraph) -> list[tuple[list[int], list[list[tuple[int, str]]]]]:

@@ -18,6 +18,7 @@ from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Ints
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.forms import Chain
+from autoparallel.planner.sharding.rules import NotShardable
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 
 if TYPE_CHECKING:
@@ -82,20 +83,30 @@ def unit_table(
     """One row per shape; each distinct (tp, sequence parallelism, micro-batch, mode) is priced once, with tensor
     parallelism on neighbouring devices, where it is cheapest.
 
-    Where one unit or the tail alone does not fit, nor does it with larger micro-batches: those rows are infinite.
+    Where one unit or the tail alone does not fit, nor does it with larger micro-batches: those rows are infinite, and so
+    are those of a degree that the model has no tensor-parallel plan for. Raises `NotShardable` where no row is left
+    for this reason.
     """
     distinct, rows = settings_of(problem, shapes)
     names = [f.name for f in fields(Units)]
     nothing = (np.inf,) * len(names)
     priced: list[tuple[float, ...]] = []
     full: tuple[int, ...] = ()  # the setting whose smaller micro-batches are too large already
+    illegal: NotShardable | None = None
+    legal = False
     for key in distinct.tolist():
         setting = tuple(key[:-1])
-        row = _row(problem, chain, book, key) if setting != full else nothing
+        try:
+            row = _row(problem, chain, book, key) if setting != full else nothing
+            legal = legal or row is not nothing
+        except NotShardable as error:
+            illegal, row = illegal or error, nothing
         unit = row[names.index("least_saved")] + row[names.index("peak")]
         if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
+    if illegal is not None and not legal:
+        raise illegal
     table = np.array(priced, dtype=np.float64).reshape(len(priced), len(names))
     columns = table[rows]
     return Units(**{name: columns[:, i] for i, name in enumerate(names)})

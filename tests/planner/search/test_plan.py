@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph import ModelGraph, ModuleCall
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
@@ -208,3 +209,19 @@ def test_too_large_a_model_is_infeasible() -> None:
     problem = small_problem(1, 1, 4)
     with pytest.raises(InfeasiblePlan, match="GiB too few"):
         plan(replace(problem, cluster=with_memory(problem.cluster, 1e5)))
+
+
+def test_a_degree_without_a_legal_plan_is_left_out_and_said_where_it_is_asked_for() -> None:
+    graph = GRAPHS[0]
+    glue = graph.blocks[0]  # its output is handed on by code of no module, where nothing can be pinned
+    whole = tuple(replace(op, shardings=()) for op in glue.operators)
+    stuck = replace(glue, operators=whole, calls=(ModuleCall(module="elsewhere"),))
+    problem = Problem(
+        graph=replace(graph, blocks=(stuck, *graph.blocks[1:])),
+        cluster=load_cluster("h100-sxm:1x2"),
+        global_batch=2,
+    )
+    assert plan(problem).status == "optimal"
+    asked = replace(problem, constraints={"mesh.tp": 2, "shard.sequence_parallel": True})
+    with pytest.raises(UserError, match=r"no legal tensor-parallel plan; use shard\.sequence_parallel = false"):
+        plan(asked)
