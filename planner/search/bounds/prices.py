@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoparallel.costmodel.buckets import fill_buckets
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, price_block
@@ -192,7 +193,8 @@ class PriceBook:
         bucket = round(strategy.grad_sync.bucket_mib * MIB)
         if state.zero_level(strategy) == 3 or not bucket:
             reduction = state.reduction_of(trainable, strategy, experts)
-            return sum(self.pricer.collective_s(c, axes) for c in reduction)
+            together = (c for b in fill_buckets([reduction], 0) for c in b.collectives)
+            return sum(self.pricer.collective_s(c, axes) for c in together)
         item, found = state.dtype_bytes(strategy.execution.grad_dtype), 0.0
         if trainable > experts:
             found += (trainable - experts) * item * self.reduce_rate(strategy, axes, bucket)

@@ -194,7 +194,8 @@ def _dense_s(
         item = state.dtype_bytes(strategy.execution.grad_dtype)
         bucket = round(widest_bucket_mib(problem) * MIB)
         return book.reduce_rate(strategy, axes, bucket) * item, 0.0, 0.0
-    most = max(int(units.most_trainable[shape]), 1)
+    # Shards of experts and of the rest are summed over replicas by one collective.
+    most = max(int(units.most_trainable[shape]), 1) + int(units.all_experts[shape])
     reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most
     whole = max(problem.graph.parameter_count, 1)
     unit = int(units.unit_parameters[shape])

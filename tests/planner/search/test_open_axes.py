@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autoparallel.costmodel.buckets import fill_buckets
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
@@ -71,6 +72,25 @@ def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
         stages = stage_problem(case, outer.chain, outer.book, priced, states, 1e18)
         assert deal_value(stages, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
         assert max(row_value(stages, r, deal) for r in stages.memory) <= found.peak_bytes, shown
+
+
+def test_experts_and_the_rest_are_summed_over_replicas_as_in_the_simulation() -> None:
+    """By one collective, which starts once."""
+    case = problem(
+        "mixtral", "a100-pcie-80gb:4x2", mesh__ep=2, mesh__dp_replicate=2, mesh__tp=2, shard__zero=3
+    )
+    outer = outer_of(case)
+    assert outer is not None
+    every, _ = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER)
+    priced = price_candidate(case, outer.chain, outer.book, candidate(outer.space, every, 0))
+    program = outer.book.expander.program(priced.strategy)
+    reduced = [block.reduce for block, _ in program.stages[0].blocks]
+    seconds = {
+        sum(outer.book.pricer.collective_s(c, program.axes) for c in bucket.collectives)
+        for bucket in fill_buckets(reduced, program.bucket_bytes)
+    }
+    assert {link.reduce_s for link in priced.links.kept[0]} <= seconds
+    assert any(len({(c.op, c.axes) for c in one}) < len(one) for one in reduced), "nothing to be merged"
 
 
 def nearly_alike(case: Problem, *, experts: int, dense: int) -> Problem:
