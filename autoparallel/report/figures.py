@@ -44,12 +44,21 @@ def device_figures(device: Device) -> tuple[Figure, ...]:
 
 
 def cluster_figures(cluster: Cluster) -> tuple[Figure, ...]:
-    """The figures of a cluster's network levels."""
-    return tuple(
-        figure
-        for i, level in enumerate(cluster.levels)
-        for figure in _level_figures(i, level, cluster.provenance)
-    )
+    """The figures of a cluster's network levels; of an irregular network, those of its links."""
+    levels = cluster.levels if cluster.network is None else cluster.levels[:-1]
+    found = [f for i, level in enumerate(levels) for f in _level_figures(i, level, cluster.provenance)]
+    return (*found, *_link_figures(cluster))
+
+
+def _link_figures(cluster: Cluster) -> Iterator[Figure]:
+    if cluster.network is None:
+        return
+    fabric, known = cluster.network.fabric, cluster.provenance
+    for i, link in enumerate(fabric.links):
+        name, key = " - ".join(map(fabric.name, link.ends)), f"network.{i}"
+        rate = bandwidth(link.bytes_per_s)
+        yield _figure(f"{name}: bandwidth in each direction", rate, known, f"{key}.bytes_per_s")
+        yield _figure(f"{name}: latency", seconds(link.latency_s), known, f"{key}.latency_s")
 
 
 def _level_figures(index: int, level: Level, known: Mapping[str, Provenance]) -> Iterator[Figure]:

@@ -7,7 +7,7 @@ best strategies of that are placed by what they say (`space/assign.py`), and sea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -64,16 +64,17 @@ def plan_parts(
     errors: list[UserError] = []
     stopped, value = False, NOTHING
     while waiting:
-        part = waiting.popleft()
+        part, glanced = waiting.popleft()
         try:
-            outer = _outer(part)
+            outer = glanced.outer if glanced is not None else _outer(part)
             if outer is None:
                 continue
             if part.worth is None:
                 share(1 + len(waiting), sum(one.frontier.work for one in done))
             else:
-                share(1.0 if value == NOTHING else (1 + len(waiting)) / OTHERS, 0.0)
-            found = _search(part, outer, check, NOTHING if part.loose else value)
+                share(1.0 if not done else (1 + len(waiting)) / OTHERS, 0.0)
+            seen = glanced.frontier.seen if glanced is not None else ()
+            found = _search(part, outer, check, NOTHING if part.loose else value, seen)
         except UserError as error:  # such as a device that does not compute in the dtype
             errors.append(error)
             continue
@@ -82,7 +83,7 @@ def plan_parts(
             break
         done.append(found)
         if part.loose:
-            waiting.extendleft(_placed(found))
+            waiting.extendleft((one, None) for one in _placed(found))
         else:
             value = min(value, found.frontier.value)
     winners = [one for one in done if one.frontier.incumbent is not None and not one.part.loose]
@@ -93,26 +94,28 @@ def plan_parts(
     return _whole(problem, winners[-1], done, bound, work=work, explain=explain and not stopped)
 
 
-def _promising_first(found: tuple[Part, ...], check: Callable[[Frontier], None]) -> list[Part]:
-    """Placements of one network by the best strategy that a glance finds; other parts stay where they are."""
+def _promising_first(
+    found: tuple[Part, ...], check: Callable[[Frontier], None]
+) -> list[tuple[Part, Searched | None]]:
+    """Placements of one network by the best strategy that a glance finds, with what it saw; other parts stay where
+    they are."""
     if sum(part.worth is not None for part in found) < 3:
-        return list(found)
+        return [(part, None) for part in found]
 
     def glance(frontier: Frontier) -> None:
         check(frontier)
         if frontier.work >= GLANCE:
             raise Stopped
 
-    def value(part: Part) -> Value:
-        if part.worth is None:
-            return (0.0, 0.0)
-        with suppress(UserError, KeyboardInterrupt):
-            outer = _outer(part)
-            if outer is not None:
-                return _search(part, outer, glance, NOTHING).frontier.value
-        return NOTHING
-
-    return sorted(found, key=value)
+    glances: list[tuple[Part, Searched | None]] = []
+    for part in found:
+        seen = None
+        if part.worth is not None:
+            with suppress(UserError, KeyboardInterrupt):
+                outer = _outer(part)
+                seen = _search(part, outer, glance, NOTHING) if outer is not None else None
+        glances.append((part, seen))
+    return sorted(glances, key=lambda one: one[1].frontier.value if one[1] is not None else (0.0, 0.0))
 
 
 def _bound(done: list[Searched]) -> Value:
@@ -153,8 +156,17 @@ def _outer(part: Part) -> Outer | None:
     return replace(outer, space=space, counts=counts) if counts.any() else None
 
 
-def _search(part: Part, outer: Outer, check: Callable[[Frontier], None], value: Value) -> Searched:
+def _search(
+    part: Part,
+    outer: Outer,
+    check: Callable[[Frontier], None],
+    value: Value,
+    seen: Sequence[Evaluation] = (),
+) -> Searched:
+    """Search a part below a value; `seen` are strategies that are known of it."""
     frontier = Frontier(outer=outer, check=check, value=value)
+    for one in seen:
+        frontier.consider(one)
     with suppress(Stopped):
         frontier.run()
     bound = frontier.bound()
