@@ -21,6 +21,7 @@ from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, 
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
 # Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
 MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
 EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
@@ -50,7 +51,8 @@ def solve_in_layers(
         found = deal_value(problem, quick)
         below = found + 1 if below is None else min(below, found + 1)
     pieces = _pieces(problem)
-    tables = [_added(problem, one, chunk) for chunk, one in enumerate(pieces)]
+    before = _before(problem)
+    tables = [_added(problem, before, one, chunk) for chunk, one in enumerate(pieces)]
     if max((float(np.abs(table).max(initial=0.0)) for table in tables), default=0.0) * len(tables) > EXACT:
         return False, None
     limits = np.array(
@@ -95,7 +97,21 @@ def _pieces(problem: StageProblem) -> list[Pieces]:
     return found
 
 
-def _added(problem: StageProblem, pieces: Pieces, chunk: int) -> Floats:
+def _before(problem: StageProblem) -> list[list[Before]]:
+    """By quantity and form: what all units before a position need, kept and recomputed."""
+    return [
+        [
+            (
+                np.array([0, *accumulate(form.kept[k] for k in problem.kinds)], dtype=np.float64),
+                np.array([0, *accumulate(form.recomputed[k] for k in problem.kinds)], dtype=np.float64),
+            )
+            for form in quantity.forms
+        ]
+        for quantity in problem.quantities
+    ]
+
+
+def _added(problem: StageProblem, before: list[list[Before]], pieces: Pieces, chunk: int) -> Floats:
     """What each piece adds to each row as that chunk: [row, piece]."""
     rows = [*problem.paths, *problem.memory]
     terms = [(r, q, factor) for r, row in enumerate(rows) for q, c, factor in row.terms if c == chunk]
@@ -103,20 +119,25 @@ def _added(problem: StageProblem, pieces: Pieces, chunk: int) -> Floats:
     factors = np.zeros((len(rows), len(used)))
     for r, q, factor in terms:
         factors[r, used.index(q)] += factor
-    amounts = [
-        np.max([_amount(problem, form, pieces, chunk) for form in problem.quantities[q].forms], axis=0)
-        for q in used
-    ]
+    amounts = []
+    for q in used:
+        forms = zip(problem.quantities[q].forms, before[q], strict=True)
+        each = [_amount(form, known, pieces, chunk) for form, known in forms]
+        amounts.append(each[0] if len(each) == 1 else np.max(each, axis=0))
     return np.asarray(factors @ np.array(amounts).reshape(len(used), len(pieces.start)))
 
 
-def _amount(problem: StageProblem, form: Form, pieces: Pieces, chunk: int) -> Floats:
-    kept = np.array([0, *accumulate(form.kept[k] for k in problem.kinds)], dtype=np.float64)
-    again = np.array([0, *accumulate(form.recomputed[k] for k in problem.kinds)], dtype=np.float64)
+def _amount(form: Form, before: Before, pieces: Pieces, chunk: int) -> Floats:
+    kept, again = before
     size, turn = pieces.end - pieces.start, pieces.start + pieces.recomputed
     amount = form.fixed[chunk] + again[turn] - again[pieces.start] + kept[pieces.end] - kept[turn]
-    amount = amount + form.when_all * ((pieces.recomputed == size) & (size > 0)) + form.when_few * (size <= 1)
-    return np.asarray(amount + (form.when_none[chunk] * (size == 0) if form.when_none else 0))
+    if form.when_all:
+        amount = amount + form.when_all * ((pieces.recomputed == size) & (size > 0))
+    if form.when_few:
+        amount = amount + form.when_few * (size <= 1)
+    if form.when_none:
+        amount = amount + form.when_none[chunk] * (size == 0)
+    return np.asarray(amount)
 
 
 def _least_left(tables: list[Floats], pieces: list[Pieces], units: int) -> list[Floats]:

@@ -223,5 +223,7 @@ def test_a_degree_without_a_legal_plan_is_left_out_and_said_where_it_is_asked_fo
     )
     assert plan(problem).status == "optimal"
     asked = replace(problem, constraints={"mesh.tp": 2, "shard.sequence_parallel": True})
-    with pytest.raises(UserError, match=r"no legal tensor-parallel plan; use shard\.sequence_parallel = false"):
+    with pytest.raises(
+        UserError, match=r"no legal tensor-parallel plan; use shard\.sequence_parallel = false"
+    ):
         plan(asked)
