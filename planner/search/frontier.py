@@ -40,7 +40,6 @@ PER_SOLVE, PER_CHUNK, PER_UNLIKE_CHUNK = (
     0.1,
     0.8,
 )  # of a stage problem with a choice; blocks alike or not
-PER_EFFORT = 5500.0  # CP-SAT's deterministic time
 PER_BLOCK_SIMULATED = 0.02
 PER_ACTION_LAID_OUT, PER_ACTION_WALKED = 0.008, 0.0004
 PER_VARIANT, PER_RANK = 0.001, 0.0005  # of a bound on the model as a whole, and on each rank
@@ -334,8 +333,8 @@ class Frontier:
         else:
             self._push(value, node)
 
-    def _spend(self, effort: float) -> None:
-        self.work += PER_EFFORT * effort
+    def _spend(self, work: float) -> None:
+        self.work += work
 
     def _least_memory(self, problem: StageProblem, excluded: tuple[Deal, ...]) -> StageAnswer | None:
         """The deal with the least peak, the fastest of these."""

@@ -37,6 +37,7 @@ from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, several seconds).
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.03
+PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
 
@@ -51,14 +52,15 @@ def solve_stages(
     """The best deal with a value below `below` that is not excluded; None where there is none.
 
     By trying all where they are few enough, else by CP-SAT.
-    Deterministic: one worker, a fixed seed, and `effort` in deterministic time, of which `spend` is told how much it took.
+    Deterministic: one worker, a fixed seed, and `effort` in deterministic time. `spend` is told how much work it was, about
+    milliseconds, the same on every machine.
     """
     if problem.chunks == 1:
         return one_chunk(problem, excluded, below)
     few = few_deals(problem)
     if few is not None:
         return best_of(problem, [deal for deal in few if deal not in excluded], below)
-    small_enough, found = solve_in_layers(problem, excluded, below)
+    small_enough, found = solve_in_layers(problem, excluded, below, spend)
     return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort, spend)
 
 
@@ -87,7 +89,7 @@ def solve_with_cp_sat(
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
     if spend is not None:
-        spend(solver.response_proto.deterministic_time)
+        spend(PER_EFFORT * solver.response_proto.deterministic_time)
     if status == cp_model.INFEASIBLE:
         return None
     assert status != cp_model.MODEL_INVALID, model.validate()
