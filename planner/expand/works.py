@@ -1,0 +1,130 @@
+"""What one device does of each block: solved, laid out and localised once for all strategies that share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autoparallel.costmodel.block_index import BlockIndex, index_block
+from autoparallel.costmodel.fusion import Unit
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.program import BlockWork
+from autoparallel.planner.expand.axes import mesh_axes, nearest_stride
+from autoparallel.planner.expand.chain import carried_inputs, first_positions
+from autoparallel.planner.expand.layout import Layout
+from autoparallel.planner.expand.local import LocalBlock, Setting
+from autoparallel.planner.expand.localize import Passes, fused_units, localize, passes_of
+from autoparallel.planner.expand.offload import with_offloaded
+from autoparallel.planner.sharding.experts import unsolved_plan
+from autoparallel.planner.sharding.plan import TensorPlan
+from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
+from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.profiles.hardware import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkKey:
+    block: int
+    plan: TensorRequest | None
+    micro: int
+    tp: int
+    cp: int
+    ep: int
+    recompute: str
+    offloaded: float
+    execution: Execution
+
+
+@dataclass(frozen=True)
+class LocalWorks:
+    """The local work of one model's blocks on one cluster, in caches keyed by all that it depends on."""
+
+    graph: ModelGraph
+    cluster: Cluster
+    _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
+    _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
+    _layouts: dict[tuple[int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
+    _units: dict[tuple[int, str], tuple[Unit, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _passes: dict[_WorkKey, Passes] = field(default_factory=dict, repr=False, compare=False)
+    _works: dict[_WorkKey, BlockWork] = field(default_factory=dict, repr=False, compare=False)
+
+    def index(self, block: int, *, dropout: bool) -> BlockIndex:
+        """The block's look-ups; dropout off turns its operators into views."""
+        key = (block, dropout)
+        if key not in self._indices:
+            position = first_positions(self.graph)[block]
+            carried = carried_inputs(self.graph, position)
+            self._indices[key] = index_block(self.graph.blocks[block], carried=carried, dropout=dropout)
+        return self._indices[key]
+
+    def tensor_plan(self, strategy: Strategy) -> TensorPlan:
+        """How each distinct block runs over the tp axis: the user's rules kept, the rest solved."""
+        request = self._request(strategy)
+        if request not in self._plans:
+            indices = tuple(
+                self.index(b, dropout=strategy.execution.dropout > 0) for b in range(len(self.graph.blocks))
+            )
+            if strategy.mesh.tp == 1:
+                blocks = tuple(unsolved_plan(index, strategy.mesh.ep) for index in indices)
+                self._plans[request] = TensorPlan(blocks=blocks)
+            else:
+                without_experts = self._plans.get(replace(request, ep=1))
+                self._plans[request] = solve_tensor_plan(
+                    self.graph, indices, self.cluster, request, without_experts
+                )
+        return self._plans[request]
+
+    def _layout(self, strategy: Strategy, block: int) -> Layout:
+        plan, dropout = self.tensor_plan(strategy).blocks[block], strategy.execution.dropout > 0
+        key = (id(plan), dropout)  # every plan stays alive
+        if key not in self._layouts:
+            self._layouts[key] = Layout(index=self.index(block, dropout=dropout), plan=plan)
+        return self._layouts[key]
+
+    def work(self, strategy: Strategy, block: int, recompute: str) -> BlockWork:
+        """A block's local work for one micro-batch, before data parallelism."""
+        mesh, execution = strategy.mesh, strategy.execution
+        request = self._request(strategy) if mesh.tp > 1 else None
+        repeated = any(self.graph.chain[i].block == block for i in self.graph.repeated_positions)
+        offloaded = strategy.offload.activations if repeated else 0.0
+        micro, plan = strategy.batch.micro, self.tensor_plan(strategy).blocks[block]
+        ep = mesh.ep if plan.has_experts else 1  # elsewhere its size changes nothing
+        key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)
+        if key not in self._works:
+            made = localize(
+                self._passes_of(strategy, block, replace(key, recompute="", offloaded=0.0)), recompute
+            )
+            self._works[key] = with_offloaded(made, offloaded)
+        return self._works[key]
+
+    def _passes_of(self, strategy: Strategy, block: int, key: _WorkKey) -> Passes:
+        if key not in self._passes:
+            layout, kernels = self._layout(strategy, block), strategy.execution.kernels
+            shape = (id(layout), kernels)
+            if shape not in self._units:
+                self._units[shape] = fused_units(layout, kernels)
+            self._passes[key] = passes_of(layout, self._setting(strategy), self._units[shape])
+        return self._passes[key]
+
+    def local(self, strategy: Strategy, block: int) -> LocalBlock:
+        """A block as one device of the strategy sees it."""
+        return LocalBlock(layout=self._layout(strategy, block), setting=self._setting(strategy))
+
+    def _request(self, strategy: Strategy) -> TensorRequest:
+        axis = next(a for a in mesh_axes(strategy) if a.name == "tp")
+        tp, ep = (
+            strategy.mesh.tp,
+            min(strategy.mesh.ep, 2),
+        )  # expert layers have one way to run, whatever ep is
+        if tp == 1:  # nothing to solve: all such strategies share one plan
+            return TensorRequest(tp=1, stride=1, sequence_parallel=False, execution=Execution(), ep=ep)
+        return TensorRequest(
+            tp=tp, stride=nearest_stride(axis, self.cluster), ep=ep, rules=strategy.tensor,
+            sequence_parallel=strategy.shard.sequence_parallel, execution=strategy.execution,
+        )  # fmt: skip
+
+    def _setting(self, strategy: Strategy) -> Setting:
+        mesh = strategy.mesh
+        return Setting(
+            graph_dtype=self.graph.dtype, micro=strategy.batch.micro, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep,
+            execution=strategy.execution,
+        )  # fmt: skip
