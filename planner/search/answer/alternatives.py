@@ -26,7 +26,7 @@ from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Frontier.work`) that is spent on each kind: enough to see its best strategy or one near it, and little
 # enough that a dozen kinds take well under a second. Kind: formula.
-WORK = 40.0
+WORK = 25.0
 EXPLAINED_WORK = 500.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative

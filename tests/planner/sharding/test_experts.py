@@ -54,10 +54,12 @@ def products(work: BlockWork) -> list[Kernel]:
 def test_layers_of_experts_are_found_without_names(name: str) -> None:
     made = expander(name)
     layers = [
-        layer for b in range(len(made.graph.blocks)) for layer in expert_layers(made.index(b, dropout=True))
+        layer
+        for b in range(len(made.graph.blocks))
+        for layer in expert_layers(made.works.index(b, dropout=True))
     ]
     assert [(layer.experts, len(layer.products), len(layer.params)) for layer in layers] == [(EXPERTS, 2, 2)]
-    assert not expert_layers(expander("llama").index(1, dropout=True))
+    assert not expert_layers(expander("llama").works.index(1, dropout=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
