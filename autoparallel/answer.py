@@ -329,11 +329,12 @@ def tables_label(strategy: Strategy) -> str:
     return f"tables {where}" + (" with hot rows" if hot else "")
 
 
-def plan_answer(expander: Expander, result: PlanResult, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """What `plan --json` prints."""
-    search = search_table(result)
+def plan_answer(
+    result: PlanResult, predicted: Mapping[str, Any], search: Mapping[str, Any], seconds: Mapping[str, float]
+) -> dict[str, Any]:
+    """What `plan --json` prints, from the tables of the strategy file."""
     return {
-        **score_answer(expander, result.strategy, result.prediction),
+        **score_answer(result.strategy, predicted),
         "search": {
             **{key: search[key] for key in ("status", "lower_bound_s", "gap", "candidates", "pruned")},
             "seconds": dict(seconds),
@@ -346,14 +347,10 @@ def plan_answer(expander: Expander, result: PlanResult, seconds: Mapping[str, fl
     }
 
 
-def score_answer(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
-    """What `score --json` prints."""
-    return {
-        **prediction_table(expander.graph, prediction),
-        **cost_table(expander.cluster, strategy.mesh, prediction),
-        "confidence": confidence_table(*at_home(expander, strategy)),
-        "strategy": strategy_table(strategy),
-    }
+def score_answer(strategy: Strategy, predicted: Mapping[str, Any]) -> dict[str, Any]:
+    """What `score --json` prints, from a `predicted_table`."""
+    said = {key: value for key, value in predicted.items() if key not in ("warnings", "timeline")}
+    return {**said, "strategy": strategy_table(strategy)}
 
 
 def outcome_table(outcome: Outcome, tokens: float | None = None) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def run_plan(
     if json_:
         total_s = time.monotonic() - started
         seconds = {"capture": capture_s, "search": result.seconds, "total": total_s}
-        print_json(plan_answer(expander, result, seconds))
+        print_json(plan_answer(result, predicted, found, seconds))
 
 
 def run_score(request: Request, save_graph: Path | None, time_limit_s: float | None, *, json_: bool) -> None:
@@ -272,7 +272,7 @@ def run_score(request: Request, save_graph: Path | None, time_limit_s: float | N
     predicted = predicted_table(expander, strategy, prediction)
     print_score(console, checked.cluster, strategy, predicted)
     if json_:
-        print_json(score_answer(expander, strategy, prediction))
+        print_json(score_answer(strategy, predicted))
 
 
 def scored(checked: Checked, expander: Expander, time_limit_s: float | None, console: Console) -> Any:

@@ -35,7 +35,7 @@ class Measured:
 
     def predicted_s(self, device: Device) -> float:
         """The step that the cost model predicts with this device."""
-        return score(self.graph, self.cluster(device), self.strategy, spans=False).step_time_s
+        return score(self.graph, self.cluster(device), self.strategy).step_time_s
 
 
 def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:

@@ -109,7 +109,7 @@ def compare(row: dict[str, str], graph: ModelGraph) -> Compared:
     expander = Expander(graph, cluster)
     stage = 0 if row["rank"] == "0" else -1
     work = expander.stages(chosen)[stage]
-    memory = score(graph, cluster, chosen, expander, spans=False).memory[stage]
+    memory = score(graph, cluster, chosen, expander).memory[stage]
     states = work.parameter_bytes + work.gradient_bytes + work.optimizer_bytes + work.buffer_bytes
     return Compared(
         key=row["key"], layers=int(row["layers"]), rank=int(row["rank"]), states_mib=states / MIB,

@@ -13,7 +13,6 @@ expected to need the sum of these over all rows. Kind: formula (occupancy of une
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import expm1, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,16 +126,6 @@ def distinct_rows(law: AccessLaw, rows: int, hot: int, draws: int) -> float:
     with np.errstate(divide="ignore"):
         missed = draws * np.log1p(-each)
     return float(min(-np.sum(counts * np.expm1(missed)), draws))
-
-
-def cold_share(law: AccessLaw, rows: int, hot: int) -> float:
-    """Share of look-ups that fall on rows after the first `hot`."""
-    return float(1.0 - law.cumulative(np.array([min(hot, rows)]), rows)[0])
-
-
-def uniform_distinct_rows(rows: int, draws: int) -> float:
-    """Expected distinct rows under the uniform law, in closed form: what `distinct_rows` is tested against."""
-    return -rows * expm1(draws * log(1.0 - 1.0 / rows)) if rows > 1 else float(min(rows, draws))
 
 
 def _edges(law: AccessLaw, rows: int, hot: int) -> NDArray[np.int64]:

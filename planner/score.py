@@ -18,13 +18,11 @@ def score(
     cluster: Cluster,
     strategy: Strategy,
     expander: Expander | None = None,
-    *,
-    spans: bool = True,
 ) -> Prediction:
     """The prediction for a complete strategy, whether it fits in memory or not.
 
-    An `expander` of the same graph and cluster shares work between calls; `spans` asks for the timeline. Raises UserError, naming every
-    problem, where the strategy cannot run.
+    An `expander` of the same graph and cluster shares work between calls. Raises UserError, naming every problem, where
+    the strategy cannot run.
     """
     problems = strategy_problems(graph, cluster, strategy)
     if problems:
@@ -35,7 +33,7 @@ def score(
         expander.cluster,
         pricer=expander.pricer,
         prepared=expander.prepared(strategy),
-        spans=spans,
+        spans=False,
     )
 
 

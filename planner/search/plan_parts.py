@@ -20,7 +20,7 @@ from autoparallel.planner.search.answer.constraints import ALL
 from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
 from autoparallel.planner.search.answer.outcome import GIB, Alternative, Explored, PlanResult, SearchTimeout
 from autoparallel.planner.search.answer.reasons import reason
-from autoparallel.planner.search.answer.result import explored, lower_bound_s, result_of, with_rules
+from autoparallel.planner.search.answer.result import explored, proof_of, result_of, with_rules
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import Evaluation
@@ -199,7 +199,7 @@ def _whole(
     check_plan(problem, strategy, prediction)
     value = winner.frontier.value
     optimal = not bound[0] < value[0] * (1 - TOLERANCE)
-    gap = 0.0 if optimal else max(0.0, 1.0 - bound[0] / value[0])
+    proof = proof_of(problem, prediction, value[0], bound[0], optimal=optimal)
     others = [
         one
         for one in (_other(problem, one, found) for one in done if one is not winner and not one.part.loose)
@@ -211,8 +211,8 @@ def _whole(
         kept.setdefault(one.kind, one)
     points: list[Explored] = [p for one in done for p in explored(one.outer, one.frontier)]
     return replace(
-        found, strategy=strategy, prediction=prediction, status="optimal" if optimal else "feasible", gap=gap,
-        lower_bound_s=lower_bound_s(problem, prediction, gap if not optimal else TOLERANCE),
+        found, strategy=strategy, prediction=prediction, status=proof.status, gap=proof.gap,
+        lower_bound_s=proof.lower_bound_s,
         candidates=sum(int(one.outer.counts.sum()) for one in done),
         pruned=sum(max(int(one.outer.counts.sum()) - one.frontier.solved, 0) for one in done),
         alternatives=tuple(kept.values()), explored=tuple(points),
@@ -226,7 +226,7 @@ def _other(problem: Problem, one: Searched, chosen: PlanResult) -> Alternative |
         return None
     expander = one.outer.book.expander
     strategy = with_rules(expander, one.best.strategy)
-    prediction = score(one.part.problem.graph, one.part.problem.cluster, strategy, expander, spans=False)
+    prediction = score(one.part.problem.graph, one.part.problem.cluster, strategy, expander)
     return Alternative(
         kind=one.part.name, strategy=one.part.whole(strategy), step_time_s=prediction.step_time_s,
         peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible,

@@ -21,44 +21,23 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plan_with_tables_is_written_told_and_scored_alike(graph: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.toml"
-    planned = run(
-        "plan",
-        graph,
-        "--cluster",
-        "a100-sxm-80gb:1x4",
-        "--global-batch",
-        "4096",
-        *ZIPF,
-        "--explain",
-        "-o",
-        out,
-        "--json",
-    )
+    cluster = ("--cluster", "a100-sxm-80gb:1x4")
+    plan = ("plan", graph, *cluster, "--global-batch", "4096", *ZIPF, "--explain")
+    planned = run(*plan, "-o", out, "--json")
     assert planned.status == 0, planned.err
     written = tomllib.loads(out.read_text())
     assert written["embedding"][0]["tier"] in ("sharded", "parameter-server")
     assert written["embedding_access"]["law"] == "zipf:1.1"
     assert "Embedding tables (" in planned.err
     assert "zipf:1.1" in planned.err
-    scored = run("score", graph, "--cluster", "a100-sxm-80gb:1x4", "--strategy", out, "--json")
+    scored = run("score", graph, *cluster, "--strategy", out, "--json")
     assert scored.status == 0, scored.err
     assert scored.json["step_time_s"] == planned.json["step_time_s"]
     assert scored.json["strategy"]["embedding"] == planned.json["strategy"]["embedding"]
     page = run("report", out, "-o", tmp_path / "r.html")
     assert page.status == 0, page.err
     assert "Embedding tables" in (tmp_path / "r.html").read_text()
-    again = run(
-        "plan",
-        graph,
-        "--cluster",
-        "a100-sxm-80gb:1x4",
-        "--global-batch",
-        "4096",
-        *ZIPF,
-        "--explain",
-        "-o",
-        tmp_path / "t.toml",
-    )
+    again = run(*plan, "-o", tmp_path / "t.toml")
     assert again.status == 0
     assert (tmp_path / "t.toml").read_text() == out.read_text()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import expm1, log
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,10 +12,8 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.access import (
     AccessLaw,
     check_steps,
-    cold_share,
     distinct_rows,
     parse_law,
-    uniform_distinct_rows,
 )
 from autoparallel.errors import UserError
 
@@ -24,6 +24,16 @@ LAWS = st.one_of(
     st.sampled_from(["steps:10=0.5,1000=0.9", "steps:1=0.2", "steps:7=0.7,100000=1.0"]),
 )
 ROWS, DRAWS, SHARE = st.integers(1, 1_000_000), st.integers(0, 100_000), st.floats(0.0, 1.0)
+
+
+def cold_share(law: AccessLaw, rows: int, hot: int) -> float:
+    """Share of look-ups that fall on rows after the first `hot`."""
+    return float(1.0 - law.cumulative(np.array([min(hot, rows)]), rows)[0])
+
+
+def uniform_distinct_rows(rows: int, draws: int) -> float:
+    """Expected distinct rows under the uniform law, in closed form."""
+    return -rows * expm1(draws * log(1.0 - 1.0 / rows)) if rows > 1 else float(min(rows, draws))
 
 
 def exact(shares: np.ndarray, hot: int, draws: int) -> float:

@@ -95,7 +95,7 @@ def alternatives(
     search begins, which ends with its proof or after `work`. Kinds with the same best strategy are one.
     """
     cluster = outer.problem.cluster
-    reference = score(outer.problem.graph, cluster, best.strategy, outer.book.expander, spans=False)
+    reference = score(outer.problem.graph, cluster, best.strategy, outer.book.expander)
     found = []
     with suppress(KeyboardInterrupt):  # the plan is there; what is missing is said of fewer kinds
         for kind in kinds_besides(best.strategy):
@@ -211,7 +211,7 @@ def _alternative(
     outer: Outer, name: str, strategy: Strategy, reference: Prediction, *, proved: bool
 ) -> Alternative:
     problem = outer.problem
-    prediction = score(problem.graph, problem.cluster, strategy, outer.book.expander, spans=False)
+    prediction = score(problem.graph, problem.cluster, strategy, outer.book.expander)
     return Alternative(
         kind=name, strategy=strategy, step_time_s=prediction.step_time_s,
         peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible, proved=proved,

@@ -72,7 +72,7 @@ def plan_problems(
     fresh = Expander(graph=problem.graph, cluster=problem.cluster)
     if laid_out is not None:
         fresh.lay_out(strategy, laid_out)
-    again = score(problem.graph, problem.cluster, strategy, fresh, spans=False)
+    again = score(problem.graph, problem.cluster, strategy, fresh)
     if abs(again.step_time_s - prediction.step_time_s) > SAME * prediction.step_time_s:
         found.append(f"a step of {again.step_time_s} s, not {prediction.step_time_s} s")
     if again.peak_bytes != prediction.peak_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.expand.expander import Expander
@@ -28,17 +28,17 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     problem, expander = outer.problem, outer.book.expander
     rivals = _rivals(outer, frontier, work)
     strategy = with_rules(expander, frontier.incumbent.strategy)
-    prediction = score(problem.graph, problem.cluster, strategy, expander, spans=False)
+    prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction, expander)
-    optimal = not frontier.may_win(frontier.bound())
-    gap = 0.0 if optimal else max(0.0, 1.0 - frontier.bound()[0] / frontier.value[0])
+    bound = frontier.bound()
+    proof = proof_of(problem, prediction, frontier.value[0], bound[0], optimal=not frontier.may_win(bound))
     candidates = int(outer.counts.sum())
     return PlanResult(
         strategy=strategy,
         prediction=prediction,
-        status="optimal" if optimal else "feasible",
-        lower_bound_s=lower_bound_s(problem, prediction, gap if not optimal else TOLERANCE),
-        gap=gap,
+        status=proof.status,
+        lower_bound_s=proof.lower_bound_s,
+        gap=proof.gap,
         candidates=candidates,
         pruned=max(candidates - frontier.solved, 0),
         seconds=0.0,
@@ -87,11 +87,25 @@ def _constraints(outer: Outer, best: Evaluation) -> tuple[ConstraintCost, ...]:
     return tuple(found)
 
 
-def lower_bound_s(problem: Problem, prediction: Prediction, gap: float) -> float:
-    """The bound on the objective as seconds on as many devices; the step itself where seconds come second."""
-    if problem.objective == Objective.MEMORY:
-        return prediction.step_time_s * (1 - TOLERANCE)
-    return prediction.step_time_s * (1 - gap)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How far a strategy is proved to be the best: `gap` is the share by which a better one could beat it."""
+
+    status: str
+    gap: float
+    lower_bound_s: float
+
+
+def proof_of(problem: Problem, prediction: Prediction, value: float, bound: float, *, optimal: bool) -> Proof:
+    """The proof for a strategy worth `value` where nothing is below `bound`. `lower_bound_s` is the bound on the objective
+    as seconds on as many devices; the step itself where seconds come second."""
+    gap = 0.0 if optimal else max(0.0, 1.0 - bound / value)
+    below = TOLERANCE if optimal or problem.objective == Objective.MEMORY else gap
+    return Proof(
+        status="optimal" if optimal else "feasible",
+        gap=gap,
+        lower_bound_s=prediction.step_time_s * (1 - below),
+    )
 
 
 def with_rules(expander: Expander, strategy: Strategy) -> Strategy:

@@ -38,7 +38,7 @@ def tradeoffs(outer: Outer, best: Evaluation, *, work: float = WORK) -> tuple[Tr
 
 def score_of(outer: Outer, strategy: Strategy) -> Prediction:
     """The prediction of a strategy of the search's own problem."""
-    return score(outer.problem.graph, outer.problem.cluster, strategy, outer.book.expander, spans=False)
+    return score(outer.problem.graph, outer.problem.cluster, strategy, outer.book.expander)
 
 
 def _less_memory(outer: Outer, best: Evaluation, work: float) -> Iterator[tuple[Strategy, Prediction]]:

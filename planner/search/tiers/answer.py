@@ -26,7 +26,7 @@ from autoparallel.planner.search.answer.outcome import (
     SearchTimeout,
 )
 from autoparallel.planner.search.answer.reasons import reason
-from autoparallel.planner.search.answer.result import lower_bound_s
+from autoparallel.planner.search.answer.result import proof_of
 from autoparallel.planner.search.frontier import TOLERANCE, Stopped
 from autoparallel.planner.search.tiers.options import classes_of, given_rules, without_tables
 from autoparallel.planner.search.tiers.search import Placed, TierSearch
@@ -122,16 +122,16 @@ def _answer(
     if devices is not None:
         least = min(least, objective_value(problem, devices.prediction)[0] * (1 - devices.gap))
     optimal = least >= value[0] * (1 - TOLERANCE)
-    gap = 0.0 if optimal else 1.0 - least / value[0]
+    proof = proof_of(problem, prediction, value[0], least, optimal=optimal)
     seen = devices.explored if devices is not None else ()
     solved = devices.candidates - devices.pruned if devices is not None else 0
     candidates = search.candidates + (devices.candidates if devices is not None else 0)
     return PlanResult(
         strategy=strategy,
         prediction=prediction,
-        status="optimal" if optimal else "feasible",
-        lower_bound_s=lower_bound_s(problem, prediction, gap if not optimal else TOLERANCE),
-        gap=gap,
+        status=proof.status,
+        lower_bound_s=proof.lower_bound_s,
+        gap=proof.gap,
         candidates=candidates,
         pruned=max(candidates - solved - search.opened, 0),
         seconds=0.0,
@@ -171,7 +171,7 @@ def _alternatives(
     for kind, one in _others(strategy, devices, search):
         if one == strategy or kind in found:
             continue
-        prediction = score(problem.graph, problem.cluster, one, expander, spans=False)
+        prediction = score(problem.graph, problem.cluster, one, expander)
         found[kind] = Alternative(
             kind=kind, strategy=one, step_time_s=prediction.step_time_s,
             peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible, proved=False,

@@ -45,7 +45,7 @@ def strategy(
 
 def priced(one: Strategy) -> Prediction:
     cluster = ONE_NODE if one.mesh.devices == 8 else FOUR_NODES
-    return score(GRAPH, cluster, one, spans=False)
+    return score(GRAPH, cluster, one)
 
 
 def moved(one: Strategy) -> int:
@@ -135,7 +135,7 @@ def test_pulls_and_pushes_stand_in_the_program() -> None:
 
 def test_a_host_without_room_does_not_fit() -> None:
     huge = toy_recommender(10_000_000_000)
-    found = score(huge, ONE_NODE, strategy("parameter-server", 0), spans=False)
+    found = score(huge, ONE_NODE, strategy("parameter-server", 0))
     assert found.excess_bytes < 0 < found.host_excess_bytes
     assert not found.feasible
 

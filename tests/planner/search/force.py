@@ -54,7 +54,7 @@ def best_by_force(problem: Problem, expander: Expander) -> tuple[tuple[float, fl
     """The best objective of any strategy, and how many there are."""
     best, count = (float("inf"), float("inf")), 0
     for strategy in every_strategy(problem):
-        prediction = score(problem.graph, problem.cluster, strategy, expander, spans=False)
+        prediction = score(problem.graph, problem.cluster, strategy, expander)
         count += 1
         if prediction.feasible:
             best = min(best, objective_value(problem, prediction))

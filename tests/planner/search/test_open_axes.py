@@ -135,7 +135,7 @@ def test_the_best_of_all_axes_is_found() -> None:
     every = variants(space, np.arange(len(space.shapes)))
     blocks = len(case.graph.repeated_positions)
     found = [
-        score(case.graph, case.cluster, strategy_of(case, c, even_deal(blocks, 1)), spans=False).step_time_s
+        score(case.graph, case.cluster, strategy_of(case, c, even_deal(blocks, 1))).step_time_s
         for c in (candidate(space, every, row) for row in range(len(every)))
     ]
     assert {int(n) for n in space.shapes.ep} == {1, 2, 4}

@@ -62,7 +62,7 @@ def best_by_hand(problem: Problem) -> tuple[float, float]:
     best = (float("inf"), float("inf"))
     for strategy, chosen in product(list(strategies(problem)), list(placements(problem))):
         whole = replace(strategy, embedding=rules_of(problem.graph, chosen))
-        found = score(problem.graph, problem.cluster, whole, expander, spans=False)
+        found = score(problem.graph, problem.cluster, whole, expander)
         if found.feasible:
             best = min(best, objective_value(problem, found))
     return best
