@@ -124,7 +124,10 @@ def lower_module(
         module.to(dtypes.param)
     if mesh.sizes.tp > 1:
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
-    recompute_blocks(module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full)
+    recompute_blocks(
+        module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
+        attention=strategy.execution.attention,
+    )  # fmt: skip
     if strategy.execution.kernels == "compiled":
         compile_blocks(module, blocks)
     copied = shard_data(

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
@@ -26,6 +25,7 @@ from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.micro_batches import as_call, loss_of, split, to_device
+from autoparallel.runtime.recompute import attention_kernel
 from autoparallel.runtime.tensor_tools import to_plain
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -193,8 +193,7 @@ def mean_over_replicas(value: Tensor, mesh: RankMesh) -> Tensor:
 def numerics(strategy: Strategy, dtypes: Dtypes, mesh: RankMesh) -> Iterator[None]:
     """Attention kernel and, where FSDP2 does not cast, autocast to the compute dtype."""
     with ExitStack() as stack:
-        if strategy.execution.attention == "unfused":
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(attention_kernel(strategy.execution.attention))
         if dtypes.compute != dtypes.param and mesh.sizes.dp_shard == 1:
             stack.enter_context(torch.autocast(mesh.device.type, dtype=dtypes.compute))
         yield

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,16 +25,40 @@ class _RecomputeAttention(TorchFunctionMode):
     output would keep more than no recomputation does).
     """
 
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self._attention = attention
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and torch.is_grad_enabled():
-            return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+            return _checkpoint(func, self._attention, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def recompute_blocks(module: nn.Module, blocks: Sequence[str], *, mode: str, full: int = 0) -> None:
+def attention_kernel(attention: str) -> AbstractContextManager[None]:
+    """Inside, attention runs as `execution.attention` says."""
+    return sdpa_kernel(SDPBackend.MATH) if attention == "unfused" else nullcontext()
+
+
+def _checkpoint(forward: Callable[..., Any], attention: str, *args: Any, **kwargs: Any) -> Any:
+    """Run `forward` now and again in the backward pass, with the same attention kernel: torch's checkpoint keeps
+    autocast and random numbers, but not that."""
+    if attention != "unfused":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = functools.partial(_first_and_again, attention)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _first_and_again(attention: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), attention_kernel(attention)
+
+
+def recompute_blocks(
+    module: nn.Module, blocks: Sequence[str], *, mode: str, full: int = 0, attention: str = "flash"
+) -> None:
     """Make the blocks at these paths recompute: the first `full` of them wholly, the others by `mode`.
 
-    In place, by an instance-level `forward`: names, hooks and class stay.
+    `attention` is `execution.attention`. In place, by an instance-level `forward`: names, hooks and class stay.
     """
     if mode not in MODES:
         raise UserError(f'recompute.mode = "{mode}": choose one of {", ".join(MODES)}')
@@ -40,25 +66,25 @@ def recompute_blocks(module: nn.Module, blocks: Sequence[str], *, mode: str, ful
         block = module.get_submodule(path)
         own = "full" if position < full else mode
         if own == "full":
-            block.forward = _recomputed(block.forward)
+            block.forward = _recomputed(block.forward, attention)
         elif own == "selective":
-            block.forward = _attention_recomputed(block.forward)
+            block.forward = _attention_recomputed(block.forward, attention)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], attention: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return _checkpoint(forward, attention, *args, **kwargs)
 
     return run
 
 
-def _attention_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _attention_recomputed(forward: Callable[..., Any], attention: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _RecomputeAttention():
+        with _RecomputeAttention(attention):
             return forward(*args, **kwargs)
 
     return run

@@ -41,7 +41,7 @@ class Difference:
 def strategy_of(
     example: Example, *, micro: int = 2, micro_batches: int = 1, zero: int = 0, recompute: str = "none",
     sequence_parallel: bool = False, compression: tuple[str, ...] = (), order: tuple[str, ...] | None = None,
-    bucket_mib: float = 0.01, kernels: str = "eager", tensor: tuple[TensorRule, ...] | None = None, **mesh: int,
+    bucket_mib: float = 0.01, kernels: str = "eager", attention: str = "flash", tensor: tuple[TensorRule, ...] | None = None, **mesh: int,
 ) -> Strategy:  # fmt: skip
     """A strategy in which each data-parallel rank runs `micro_batches` of `micro` samples."""
     sizes = Mesh(**mesh)
@@ -52,7 +52,7 @@ def strategy_of(
         mesh=sizes,
         shard=Shard(zero=zero, sequence_parallel=sequence_parallel),
         recompute=Recompute(mode=recompute),
-        execution=Execution(kernels=kernels),
+        execution=Execution(kernels=kernels, attention=attention),
         grad_sync=GradSync(compression=compression, bucket_mib=bucket_mib),
         tensor=(tuple(example.rules(sequence_parallel)) if tensor is None else tensor)
         if sizes.tp > 1
