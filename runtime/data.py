@@ -1,6 +1,6 @@
-"""Sharded data parallelism: ZeRO levels over the dp_shard axis, lowered to FSDP2.
+"""Sharded data parallelism: ZeRO levels over the dp_shard and cp axes, lowered to FSDP2.
 
-What each level keeps on a rank, N = dp_shard, P = bytes of the parameters, in every case 1/N of the optimizer
+What each level keeps on a rank, N = dp_shard * cp, P = bytes of the parameters, in every case 1/N of the optimizer
 state:
 
     zero 3   P/N parameters, plus the unit being computed; gradients P/N; gather and reduce per micro-batch
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.runtime.compression import Bf16ReduceScatter
-from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.mesh import RankMesh, sharding_axes
 from autoparallel.runtime.torch_private import parts_of
 
 
@@ -36,13 +36,14 @@ def shard_data(
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
 ) -> set[nn.Parameter]:
-    """Shard the parameters over dp_shard, in place; nothing to do where that axis has size 1.
+    """Shard the parameters over dp_shard * cp, in place; nothing to do at zero 0, or where that is one rank.
 
     Returns those of which every rank keeps a copy (see `unshardable`): their gradients are left to the caller.
     """
-    if mesh.sizes.dp_shard == 1:
+    sharded = sharding_axes(mesh.sizes, zero)
+    if not sharded:
         return set()
-    axis = mesh.axis("dp_shard")
+    axis = mesh.axis(*sharded)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != param_dtype else None,
         reduce_dtype=grad_dtype if grad_dtype != dtype else None,

@@ -28,7 +28,7 @@ from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut
 from autoparallel.runtime.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.materialise import all_names
-from autoparallel.runtime.mesh import RankMesh, build_mesh
+from autoparallel.runtime.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
 from autoparallel.runtime.messages import Message
 from autoparallel.runtime.micro_batches import as_call
 from autoparallel.runtime.parallel_module import numerics
@@ -147,7 +147,8 @@ class _Step:
     ) -> None:  # fmt: skip
         self._stages, self._lowered, self._strategy = stages, lowered, strategy
         self._mesh, self._dtypes = mesh, dtypes
-        self._axes = _group_names(mesh)
+        self._axes = _group_names(mesh, strategy.shard.zero)
+        self._sharded = sharding_axes(mesh.sizes, strategy.shard.zero)
         self._tensor_axis = mesh.axis("tp") if mesh.sizes.tp > 1 else None
         pipeline = strategy.pipeline
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
@@ -240,13 +241,13 @@ class _Step:
 
     def _whole_bytes(self, index: int) -> int:
         """Parameters that stand gathered in the module now, other than those that the rank owns."""
-        owned = {id(p) for p in self._stages[index].parameters()} if self._mesh.sizes.dp_shard == 1 else set()
+        owned = set() if self._sharded else {id(p) for p in self._stages[index].parameters()}
         whole = [p for p in self._stages[index].parameters() if id(p) not in owned and not self._is_share(p)]
         return _bytes_of(whole)
 
     def _is_share(self, parameter: nn.Parameter) -> bool:
         names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        return "dp_shard" in (names or ())
+        return joined_name(self._sharded) in (names or ())
 
     def _gradient_bytes(self, index: int) -> int:
         stage, sync = self._stages[index], self._lowered[index].sync
@@ -254,11 +255,14 @@ class _Step:
         return max(_bytes_of(held), sync.buffer_bytes()) + accumulated_bytes(stage)
 
 
-def _group_names(mesh: RankMesh) -> dict[str, str]:
-    """The axis of each process group of this rank, by the group's name."""
+def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
+    """The axis, or joined axes, of each process group of this rank, by the group's name."""
     found: dict[str, str] = {
         mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
     }
+    for axes in (sharding_axes(mesh.sizes, zero), replica_axes(mesh.sizes, zero)):
+        if len(axes) > 1:
+            found[mesh.group(*axes).group_name] = " x ".join(axes)
     for group in mesh.levels or ():
         found[group.group_name] = "dp_replicate"
     return found

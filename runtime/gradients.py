@@ -1,7 +1,7 @@
 """Gradients: accumulated over micro-batches, averaged over replicas in buckets, measured and clipped.
 
-Sharded data parallelism (FSDP2) averages over dp_shard by itself. What is left is done here, the same way for
-plain, tensor-parallel and FSDP2 parameters: the mean over dp_replicate, in buckets that start on their way as
+Sharded data parallelism (FSDP2) averages over the ranks that it shards over by itself. What is left is done here, the same way for
+plain, tensor-parallel and FSDP2 parameters: the mean over the replicas, in buckets that start on their way as
 soon as their last gradient has arrived; and partial sums over tp that autograd leaves on replicated
 parameters (norms under sequence parallelism).
 """
@@ -43,7 +43,7 @@ class _Bucket:
 
 
 class GradientSync:
-    """Brings `.grad` of a module's parameters to the mean over dp_replicate.
+    """Brings `.grad` of a module's parameters to the mean over the replicas.
 
     Between `begin` and `finish` each gradient is expected `arrivals` times and its bucket starts when the
     last has come; `finish` waits for all. A backward pass outside of the two is followed by the same, at once
@@ -67,7 +67,7 @@ class GradientSync:
     ) -> None:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self._reducer, self._group, self._overlap = reducer, group, overlap
-        # What FSDP2 leaves alone (scalars): its mean over dp_shard is taken here.
+        # What FSDP2 leaves alone (scalars): its mean over the ranks that shard is taken here.
         self._copied_group = copied_group
         self._copied = [p for p in self._parameters if p in copied]
         self._arrivals = 0  # expected of each parameter; 0 outside of a step

@@ -16,7 +16,7 @@ from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
-from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.replicas import method_along, replica_reducer
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
@@ -120,6 +120,7 @@ def lower_module(
     get no values (a dry run's are fake tensors).
     """
     zero = strategy.shard.zero
+    sharded = sharding_axes(mesh.sizes, zero)
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
         module.to(dtypes.param)
     if mesh.sizes.tp > 1:
@@ -135,7 +136,7 @@ def lower_module(
         blocks,
         mesh,
         zero=zero,
-        compression=method_along("dp_shard", strategy, mesh),
+        compression=method_along(sharded, strategy, mesh),
         dtype=dtypes.compute,
         param_dtype=dtypes.param,
         grad_dtype=dtypes.grad,
@@ -152,22 +153,24 @@ def lower_module(
         load_weights(module, weights)
     copied = {module.get_parameter(name) for name in copied_names}
     sync = _gradient_sync(module, strategy, mesh, dtypes, copied)
-    return Lowered(module, zero=zero, sharded=mesh.sizes.dp_shard > 1, sync=sync)
+    return Lowered(module, zero=zero, sharded=bool(sharded), sync=sync)
 
 
 def _gradient_sync(
     module: nn.Module, strategy: Strategy, mesh: RankMesh, dtypes: Dtypes, copied: set[nn.Parameter]
 ) -> GradientSync:
     """What brings gradients to the mean over the replicas; `copied` are parameters that FSDP2 leaves alone."""
+    zero = strategy.shard.zero
+    replicas, sharded = replica_axes(mesh.sizes, zero), sharding_axes(mesh.sizes, zero)
     return GradientSync(
         module.parameters(),
         replica_reducer(strategy, mesh),
-        group=mesh.group("dp_replicate") if mesh.sizes.dp_replicate > 1 else None,
+        group=mesh.group(*replicas) if replicas else None,
         grad_dtype=dtypes.grad,
         bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
         overlap=strategy.grad_sync.overlap,
         copied=copied,
-        copied_group=mesh.group("dp_shard") if mesh.sizes.dp_shard > 1 else None,
+        copied_group=mesh.group(*sharded) if sharded else None,
     )
 
 

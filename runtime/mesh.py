@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import AXES, Mesh
 from autoparallel.runtime.leaving import leave_at_exit
+from autoparallel.runtime.torch_private import joined_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +34,17 @@ class RankMesh:
         """This rank's position along `axis`."""
         return 0 if self.device_mesh is None else self.device_mesh.get_local_rank(axis)
 
-    def axis(self, name: str) -> DeviceMesh:
-        """The one-dimensional mesh along `name` through this rank."""
-        assert self.device_mesh is not None, f"axis {name} asked for without a process group"
-        return self.device_mesh[name]
+    def axis(self, *names: str) -> DeviceMesh:
+        """The one-dimensional mesh along `names` through this rank: several axes are joined to one, of the name
+        `joined_name(names)`. Collective when they are first joined."""
+        assert self.device_mesh is not None, f"axis {names} asked for without a process group"
+        if len(names) == 1:
+            return self.device_mesh[names[0]]
+        return joined_mesh(self.device_mesh[names], joined_name(names))
 
-    def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along `axis` through this rank."""
-        return self.axis(axis).get_group()
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The process group along `axes` through this rank."""
+        return self.axis(*axes).get_group()
 
     @property
     def data_parallel_size(self) -> int:
@@ -49,6 +54,22 @@ class RankMesh:
     def data_parallel_rank(self) -> int:
         """Which share of the global batch this rank reads: dp_replicate is the outer axis of the batch."""
         return self.coordinate("dp_replicate") * self.sizes.dp_shard + self.coordinate("dp_shard")
+
+
+def sharding_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
+    """Axes of more than one rank that ZeRO shards over; none at level 0."""
+    return tuple(a for a in ("dp_shard", "cp") if zero and getattr(sizes, a) > 1)
+
+
+def replica_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
+    """Axes of more than one rank along which gradients differ and parameters are held whole, or in equal shares."""
+    sharded = sharding_axes(sizes, zero)
+    return tuple(a for a in ("dp_replicate", "cp") if getattr(sizes, a) > 1 and a not in sharded)
+
+
+def joined_name(axes: Sequence[str]) -> str:
+    """The name of the mesh axis that several are joined to."""
+    return "_".join(axes)
 
 
 def world_size() -> int:
@@ -111,7 +132,8 @@ def _ranks(sizes: Mesh) -> torch.Tensor:
     return ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
 
 
-def groups_along(sizes: Mesh, axis: str) -> list[list[int]]:
-    """The ranks of every group along `axis`, in the same order on every rank."""
-    along = _ranks(sizes).movedim(AXES.index(axis), -1)
-    return along.reshape(-1, getattr(sizes, axis)).tolist()
+def groups_along(sizes: Mesh, *axes: str) -> list[list[int]]:
+    """The ranks of every group along `axes`, in the same order on every rank."""
+    dims = [AXES.index(axis) for axis in axes]
+    along = _ranks(sizes).movedim(dims, list(range(-len(dims), 0))).flatten(start_dim=-len(dims))
+    return along.flatten(end_dim=-2).tolist()

@@ -23,7 +23,7 @@ from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradients
 from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.materialise import share_of
-from autoparallel.runtime.mesh import RankMesh
+from autoparallel.runtime.mesh import RankMesh, sharding_axes
 from autoparallel.runtime.micro_batches import as_call, loss_of, split, to_device
 from autoparallel.runtime.recompute import attention_kernel
 from autoparallel.runtime.tensor_tools import to_plain
@@ -194,6 +194,6 @@ def numerics(strategy: Strategy, dtypes: Dtypes, mesh: RankMesh) -> Iterator[Non
     """Attention kernel and, where FSDP2 does not cast, autocast to the compute dtype."""
     with ExitStack() as stack:
         stack.enter_context(attention_kernel(strategy.execution.attention))
-        if dtypes.compute != dtypes.param and mesh.sizes.dp_shard == 1:
+        if dtypes.compute != dtypes.param and not sharding_axes(mesh.sizes, strategy.shard.zero):
             stack.enter_context(torch.autocast(mesh.device.type, dtype=dtypes.compute))
         yield

@@ -291,7 +291,7 @@ class PipelineModule(nn.Module):
     def _gather(self, values: dict[str, Any]) -> dict[str, Any]:
         """The values of all stages, whole, on rank 0; the first stage's where several hold a name."""
         group = self._mesh.group("pp")
-        axes = ("dp_replicate", "dp_shard", "tp")
+        axes = ("dp_replicate", "dp_shard", "cp", "tp")
         keeps = not any(self._mesh.coordinate(axis) for axis in axes)
         full = gather_full(values, 0 if keeps else 1)
         target = dist.get_global_rank(group, 0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.compression import method_between
-from autoparallel.runtime.mesh import RankMesh, groups_along
+from autoparallel.runtime.mesh import RankMesh, groups_along, replica_axes, sharding_axes
 from autoparallel.runtime.reductions import Reducer, ScatterReducer, make_reducer, two_levels
 
 _RUN = ("auto", "hierarchical")
@@ -24,7 +24,7 @@ _RUN = ("auto", "hierarchical")
 def check_algorithm(strategy: Strategy, level_sizes: Sequence[int]) -> None:
     """Refuse a `grad_sync.algorithm` that the runtime does not run as it says."""
     algorithm, sizes = strategy.grad_sync.algorithm, strategy.mesh
-    if sizes.data_parallel == 1 or algorithm == "auto":
+    if sizes.data_parallel * sizes.cp == 1 or algorithm == "auto":
         return
     where = f'grad_sync.algorithm = "{algorithm}"'
     if algorithm not in _RUN:
@@ -34,7 +34,8 @@ def check_algorithm(strategy: Strategy, level_sizes: Sequence[int]) -> None:
         )
     if not level_sizes:
         raise UserError(f"{where} needs to know the network's levels: pass cluster= to auto_parallelize")
-    if sizes.dp_shard > 1 and any(two_levels(g, level_sizes) for g in groups_along(sizes, "dp_shard")):
+    sharded = sharding_axes(sizes, strategy.shard.zero)
+    if sharded and any(two_levels(group, level_sizes) for group in groups_along(sizes, *sharded)):
         raise UserError(
             f"{where}: the runtime reduces sharded gradients at once; keep dp_shard inside a node and use "
             "dp_replicate across nodes (mesh.order), or write auto"
@@ -57,9 +58,10 @@ def with_levels(mesh: RankMesh, strategy: Strategy) -> RankMesh:
 
 
 def _divided(strategy: Strategy, level_sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Each group along dp_replicate, divided into the parts inside; empty where it is reduced at once."""
+    """Each group of replicas, divided into the parts inside; empty where it is reduced at once."""
     compression = strategy.grad_sync.compression
-    groups = groups_along(strategy.mesh, "dp_replicate")
+    replicas = replica_axes(strategy.mesh, strategy.shard.zero)
+    groups = groups_along(strategy.mesh, *replicas) if replicas else []
     found = [two_levels(ranks, level_sizes) for ranks in groups]
     if all(levels is None for levels in found):
         return []
@@ -78,11 +80,9 @@ def _divided(strategy: Strategy, level_sizes: Sequence[int]) -> list[list[list[i
     return parts
 
 
-def method_along(axis: str, strategy: Strategy, mesh: RankMesh) -> str:
-    """How gradients travel along `axis` at once: by the method of the outermost level that it crosses."""
-    if getattr(mesh.sizes, axis) == 1:
-        return "none"
-    return _method(mesh.group(axis), strategy, mesh)
+def method_along(axes: Sequence[str], strategy: Strategy, mesh: RankMesh) -> str:
+    """How gradients travel along `axes` at once: by the method of the outermost level that they cross."""
+    return _method(mesh.group(*axes), strategy, mesh) if axes else "none"
 
 
 def _method(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) -> str:
@@ -91,11 +91,12 @@ def _method(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) -> str
 
 
 def replica_reducer(strategy: Strategy, mesh: RankMesh) -> Reducer | None:
-    """What takes the mean over dp_replicate; None where there are no replicas."""
-    if mesh.sizes.dp_replicate == 1:
+    """What takes the mean over the replicas; None where there are none."""
+    axes = replica_axes(mesh.sizes, strategy.shard.zero)
+    if not axes:
         return None
     if mesh.levels is None:
-        return make_reducer(mesh.group("dp_replicate"), method_along("dp_replicate", strategy, mesh))
+        return make_reducer(mesh.group(*axes), method_along(axes, strategy, mesh))
     inside, across = mesh.levels
     outer = make_reducer(across, _method(across, strategy, mesh))
     return ScatterReducer(inside, _method(inside, strategy, mesh), outer)

@@ -120,6 +120,11 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
     return result
 
 
+def joined_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The axes of `mesh` as one, which the mesh it was taken from then knows by `name`; collective the first time."""
+    return mesh._flatten(name)
+
+
 def fake_tensors() -> FakeTensorMode:
     """While active, tensors have shapes and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
