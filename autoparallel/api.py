@@ -21,6 +21,8 @@ from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
+from autoparallel.runtime.expert_modules import expert_modules
+from autoparallel.runtime.experts import can_share
 from autoparallel.runtime.limits import limits
 from autoparallel.runtime.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.mesh import start_ranks, world_size
@@ -101,6 +103,7 @@ def auto_parallelize(
         program=_program(decision, execution),
         level_sizes=tuple(level.size for level in decision.cluster.levels) if decision.cluster else (),
         weights=weights,
+        experts=expert_modules(decision.graph),
     )
 
 
@@ -110,6 +113,7 @@ def _decide(module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inpu
     source = read_source(given.strategy)
     source.check_graph(graph_hash(graph))
     cluster = _cluster(given.cluster, source)
+    shared = {} if can_share(module, expert_modules(graph)) else {"mesh.ep": 1}
     strategy = find_strategy(
         graph,
         cluster,
@@ -120,7 +124,7 @@ def _decide(module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inpu
         cache=given.cache,
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,
-        limits=limits(source.constraints),
+        limits={**limits(source.constraints), **shared},
     )
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 

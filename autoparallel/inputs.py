@@ -25,7 +25,7 @@ from autoparallel.planner.strategy.file import (
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
 from autoparallel.profiles.hardware import Device
-from autoparallel.runtime.limits import limits
+from autoparallel.runtime.limits import graph_limits, limits
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
 
@@ -178,6 +178,8 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
 def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
     """The problem to plan. The global batch is one sequence per device unless told otherwise."""
     constraints = checked.constraints
+    if checked.request.runnable:
+        constraints = {**graph_limits(graph), **constraints}
     chosen = {
         f.name: constraints[f"execution.{f.name}"]
         for f in fields(Execution)

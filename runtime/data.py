@@ -14,14 +14,17 @@ micro-batch. `parameters()` hands out the shards, so that any torch optimizer ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.runtime.compression import Bf16ReduceScatter
 from autoparallel.runtime.mesh import RankMesh, sharding_axes
+from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import parts_of
 
 
@@ -35,8 +38,10 @@ def shard_data(
     dtype: torch.dtype,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    experts: Sequence[nn.Module] = (),
 ) -> set[nn.Parameter]:
-    """Shard the parameters over dp_shard * cp, in place; nothing to do at zero 0, or where that is one rank.
+    """Shard the parameters over dp_shard * cp, in place; nothing to do at zero 0, or where that is one rank. Those
+    of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones.
 
     Returns those of which every rank keeps a copy (see `unshardable`): their gradients are left to the caller.
     """
@@ -48,7 +53,8 @@ def shard_data(
         param_dtype=dtype if dtype != param_dtype else None,
         reduce_dtype=grad_dtype if grad_dtype != dtype else None,
     )
-    ignored = unshardable(module.parameters(), axis.size())
+    copied = unshardable(module.parameters(), axis.size())
+    ignored = copied | _shard_experts(experts, mesh, policy, reshard=zero == 3)
     for block in unshared_blocks(module, blocks):
         if any(p not in ignored for p in block.parameters()):
             fully_shard(
@@ -63,7 +69,31 @@ def shard_data(
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[arg-type]  # by its shape
-    return ignored
+    return copied
+
+
+def _shard_experts(
+    experts: Sequence[nn.Module], mesh: RankMesh, policy: MixedPrecisionPolicy, *, reshard: bool
+) -> set[nn.Parameter]:
+    """Shard each layer over the ranks that hold the same experts; the parameters, if one rank alone holds them."""
+    if not experts:
+        return set()
+    axis = mesh.expert_axis(EXPERT_SHARD)
+    if axis.size() == 1:
+        return {parameter for layer in experts for parameter in layer.parameters()}
+
+    def placed(parameter: nn.Parameter) -> Shard | None:
+        """Along dim 0 ranks would go without where there are fewer experts than ranks."""
+        held = local(parameter).shape
+        return Shard(next((dim for dim, size in enumerate(held) if size % axis.size() == 0), 0))
+
+    for layer in experts:
+        # Weights of the choices keep their dtype, as they do where a block with its experts is one unit.
+        fully_shard(
+            layer, mesh=axis, reshard_after_forward=reshard, shard_placement_fn=placed,
+            mp_policy=replace(policy, cast_forward_inputs=False),
+        )  # fmt: skip
+    return set()
 
 
 def unshardable(parameters: Iterable[nn.Parameter], ranks: int) -> set[nn.Parameter]:

@@ -250,9 +250,9 @@ class _Step:
         return joined_name(self._sharded) in (names or ())
 
     def _gradient_bytes(self, index: int) -> int:
-        stage, sync = self._stages[index], self._lowered[index].sync
+        stage, lowered = self._stages[index], self._lowered[index]
         held = [p.grad for p in stage.parameters() if p.grad is not None]
-        return max(_bytes_of(held), sync.buffer_bytes()) + accumulated_bytes(stage)
+        return max(_bytes_of(held), lowered.buffer_bytes()) + accumulated_bytes(stage)
 
 
 def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import EmbeddingRule
+from autoparallel.runtime.expert_modules import expert_modules
 
 # Axes that can be planned, but not run yet.
-_AXES: Mapping[str, object] = {"mesh.cp": 1, "mesh.ep": 1}
+_AXES: Mapping[str, object] = {"mesh.cp": 1}
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
 _SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 
@@ -21,6 +23,11 @@ def check_tables(rules: Iterable[EmbeddingRule]) -> None:
                 f'[[embedding]] module = "{rule.module}", tier = "{rule.tier}": this can be planned, but the runtime keeps '
                 'every table on the devices; set tier = "device" (mesh.tp then shards tables)'
             )
+
+
+def graph_limits(graph: ModelGraph) -> dict[str, object]:
+    """Likewise, the constraints that the model makes: mesh.ep = 1 where tokens cannot be sent to its experts."""
+    return {} if expert_modules(graph) is not None else {"mesh.ep": 1}
 
 
 def limits(constraints: Mapping[str, object]) -> dict[str, object]:

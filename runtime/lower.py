@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup as Group
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
+from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
 from autoparallel.runtime.recompute import recompute_blocks
-from autoparallel.runtime.replicas import method_along, replica_reducer
+from autoparallel.runtime.reductions import Reducer
+from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
 from autoparallel.runtime.weights import Weights, load_weights
 
@@ -71,14 +74,15 @@ class Lowered:
     schedules do) passes `reductions=1`.
     """
 
-    def __init__(self, module: nn.Module, *, zero: int, sharded: bool, sync: GradientSync) -> None:
-        self.module, self.sync = module, sync
+    def __init__(self, module: nn.Module, *, zero: int, sharded: bool, syncs: Sequence[GradientSync]) -> None:
+        self.module, self._syncs = module, syncs
         self._zero, self._sharded = zero, sharded
 
     def begin(self, micro_batches: int, *, reductions: int | None = None) -> None:
         """Start a step of `micro_batches` forward and backward passes."""
         own = reductions_per_step(self._zero, micro_batches, sharded=self._sharded)
-        self.sync.begin(own if reductions is None else reductions)
+        for sync in self._syncs:
+            sync.begin(own if reductions is None else reductions)
 
     def announce(self, *, last: bool) -> None:
         """Say that the next micro-batch comes, and whether it is the step's last."""
@@ -87,7 +91,12 @@ class Lowered:
 
     def finish(self) -> None:
         """End the step: `.grad` holds the mean over all data-parallel ranks."""
-        self.sync.finish()
+        for sync in self._syncs:
+            sync.finish()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers for gradients that are there now; `.grad` are views of them where dtypes agree."""
+        return sum(sync.buffer_bytes() for sync in self._syncs)
 
 
 def check_rules(module: nn.Module, strategy: Strategy) -> None:
@@ -109,6 +118,7 @@ def lower_module(
     seed: int = 0,
     weights: Weights | None = None,
     memory: AbstractContextManager[object] | None = None,
+    experts: Sequence[Sharing] = (),
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
@@ -117,19 +127,21 @@ def lower_module(
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
-    get no values (a dry run's are fake tensors).
+    get no values (a dry run's are fake tensors). `experts` are the layers of `module` that are shared over ep.
     """
     zero = strategy.shard.zero
     sharded = sharding_axes(mesh.sizes, zero)
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
         module.to(dtypes.param)
+    compiled = strategy.execution.kernels == "compiled"
+    layers = share_experts(module, experts, mesh, dtype=dtypes.compute, compiled=compiled)
     if mesh.sizes.tp > 1:
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
     recompute_blocks(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,
     )  # fmt: skip
-    if strategy.execution.kernels == "compiled":
+    if compiled:
         compile_blocks(module, blocks)
     copied = shard_data(
         module,
@@ -140,6 +152,7 @@ def lower_module(
         dtype=dtypes.compute,
         param_dtype=dtypes.param,
         grad_dtype=dtypes.grad,
+        experts=layers,
     )
     copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
     if on_meta(module):
@@ -152,26 +165,34 @@ def lower_module(
     if weights is not None:
         load_weights(module, weights)
     copied = {module.get_parameter(name) for name in copied_names}
-    sync = _gradient_sync(module, strategy, mesh, dtypes, copied)
-    return Lowered(module, zero=zero, sharded=bool(sharded), sync=sync)
+    syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
+    return Lowered(module, zero=zero, sharded=bool(sharded), syncs=syncs)
 
 
-def _gradient_sync(
-    module: nn.Module, strategy: Strategy, mesh: RankMesh, dtypes: Dtypes, copied: set[nn.Parameter]
-) -> GradientSync:
-    """What brings gradients to the mean over the replicas; `copied` are parameters that FSDP2 leaves alone."""
-    zero = strategy.shard.zero
+def _gradient_syncs(
+    module: nn.Module, strategy: Strategy, mesh: RankMesh, dtypes: Dtypes, copied: set[nn.Parameter],
+    experts: Sequence[nn.Module],
+) -> list[GradientSync]:  # fmt: skip
+    """What brings gradients to the mean over the replicas; `copied` are parameters that FSDP2 leaves alone.
+
+    Where FSDP2 does not shard, those of `experts` have other replicas than the rest.
+    """
+    zero, sync = strategy.shard.zero, strategy.grad_sync
     replicas, sharded = replica_axes(mesh.sizes, zero), sharding_axes(mesh.sizes, zero)
-    return GradientSync(
-        module.parameters(),
-        replica_reducer(strategy, mesh),
-        group=mesh.group(*replicas) if replicas else None,
-        grad_dtype=dtypes.grad,
-        bucket_bytes=strategy.grad_sync.bucket_mib * _MIB,
-        overlap=strategy.grad_sync.overlap,
-        copied=copied,
-        copied_group=mesh.group(*sharded) if sharded else None,
-    )
+    apart = dict.fromkeys(p for layer in experts for p in layer.parameters() if not sharded)
+
+    def over(parameters: Iterable[nn.Parameter], reducer: Reducer | None, group: Group | None) -> GradientSync:
+        return GradientSync(
+            parameters, reducer, group=group, grad_dtype=dtypes.grad, bucket_bytes=sync.bucket_mib * _MIB,
+            overlap=sync.overlap, copied=copied, copied_group=mesh.group(*sharded) if sharded else None,
+        )  # fmt: skip
+
+    dense = [parameter for parameter in module.parameters() if parameter not in apart]
+    found = [over(dense, replica_reducer(strategy, mesh), mesh.group(*replicas) if replicas else None)]
+    if apart:
+        group = mesh.expert_replicas()
+        found.append(over(apart, group and group_reducer(group, strategy, mesh), group))
+    return found
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

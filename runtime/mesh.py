@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, expert_parts
 from autoparallel.planner.strategy.types import AXES, Mesh
 from autoparallel.runtime.leaving import leave_at_exit
 from autoparallel.runtime.torch_private import joined_mesh
+
+EXPERT_AXES = ("pp", "dp_replicate", EXPERT_SHARD, EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,8 @@ class RankMesh:
     # The replicas of this rank's share below its port of a network level, and those that stand where it stands
     # below other ports, where gradients are reduced level by level.
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    # With ep > 1 the same ranks by the axes that experts are shared over: pp, dp_replicate, expert_shard, ep.
+    expert_mesh: DeviceMesh | None = None
 
     def coordinate(self, axis: str) -> int:
         """This rank's position along `axis`."""
@@ -45,6 +50,19 @@ class RankMesh:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group along `axes` through this rank."""
         return self.axis(*axes).get_group()
+
+    def expert_axis(self, *names: str) -> DeviceMesh:
+        """As `axis`, along axes of `EXPERT_AXES`: `ep` (other experts), `expert_shard` (the same ones)."""
+        assert self.expert_mesh is not None, f"axis {names} asked for without expert parallelism"
+        if len(names) == 1:
+            return self.expert_mesh[names[0]]
+        return joined_mesh(self.expert_mesh[names], joined_name(names))
+
+    def expert_replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same experts as this one; None if it is the only one."""
+        shape = dict(zip(EXPERT_AXES, self.expert_mesh.shape if self.expert_mesh else (), strict=True))
+        axes = [axis for axis in ("dp_replicate", EXPERT_SHARD) if shape[axis] > 1]
+        return self.expert_axis(*axes).get_group() if axes else None
 
     @property
     def data_parallel_size(self) -> int:
@@ -108,11 +126,13 @@ def check_mesh(sizes: Mesh, world: int) -> None:
             f"[mesh] {shown} needs {sizes.devices} processes but {world} are running: start "
             f"{sizes.devices} (torchrun --nproc-per-node), or plan for {world} devices"
         )
-    for axis in ("cp", "ep"):
-        if getattr(sizes, axis) != 1:
-            raise UserError(
-                f"mesh.{axis} = {getattr(sizes, axis)}: the runtime does not run it yet; set it to 1"
-            )
+    if sizes.cp != 1:
+        raise UserError(f"mesh.cp = {sizes.cp}: the runtime does not run it yet; set it to 1")
+    if sizes.dp_shard * sizes.cp * sizes.tp % sizes.ep:
+        raise UserError(
+            f"mesh.ep = {sizes.ep} does not divide dp_shard x cp x tp = {sizes.dp_shard * sizes.cp * sizes.tp}: "
+            "change one of them"
+        )
     if sorted(sizes.order) != sorted(AXES):
         raise UserError(f"mesh.order = {list(sizes.order)} must name each of {list(AXES)} once")
 
@@ -123,13 +143,33 @@ def build_mesh(sizes: Mesh, level_sizes: tuple[int, ...] = ()) -> RankMesh:
     if not dist.is_initialized():
         return RankMesh(sizes=sizes, rank=0, device=device, device_mesh=None)
     device_mesh = DeviceMesh(device.type, _ranks(sizes), mesh_dim_names=AXES)
-    return RankMesh(sizes=sizes, rank=rank, device=device, device_mesh=device_mesh, level_sizes=level_sizes)
+    expert_mesh = None
+    if sizes.ep > 1:
+        expert_mesh = DeviceMesh(device.type, expert_ranks(sizes), mesh_dim_names=EXPERT_AXES)
+    return RankMesh(
+        sizes=sizes, rank=rank, device=device, device_mesh=device_mesh, level_sizes=level_sizes,
+        expert_mesh=expert_mesh,
+    )  # fmt: skip
 
 
 def _ranks(sizes: Mesh) -> torch.Tensor:
     """Ranks by position along `AXES`."""
     ranks = torch.arange(sizes.devices).reshape([getattr(sizes, axis) for axis in sizes.order])
     return ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
+
+
+def expert_ranks(sizes: Mesh) -> torch.Tensor:
+    """Ranks by position along `EXPERT_AXES`: of tp, cp and dp_shard the inner parts hold different experts, as
+    `planner.expand.axes.expert_parts` prices it, and the outer ones the same."""
+    parts = expert_parts(sizes)
+    split = [
+        size
+        for axis in AXES
+        for size in ((getattr(sizes, axis) // parts[axis], parts[axis]) if axis in parts else (getattr(sizes, axis),))
+    ]  # fmt: skip
+    # pp, dp_replicate, then (outer, inner) of dp_shard, cp and tp
+    by_part = _ranks(sizes).reshape(split).permute(0, 1, 2, 4, 6, 3, 5, 7)
+    return by_part.reshape(sizes.pp, sizes.dp_replicate, -1, sizes.ep).contiguous()
 
 
 def groups_along(sizes: Mesh, *axes: str) -> list[list[int]]:

@@ -90,13 +90,18 @@ def _method(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) -> str
     return method_between(ranks, strategy.grad_sync.compression, mesh.level_sizes)
 
 
+def group_reducer(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) -> Reducer:
+    """What takes the mean over the ranks of `group` at once."""
+    return make_reducer(group, _method(group, strategy, mesh))
+
+
 def replica_reducer(strategy: Strategy, mesh: RankMesh) -> Reducer | None:
     """What takes the mean over the replicas; None where there are none."""
     axes = replica_axes(mesh.sizes, strategy.shard.zero)
     if not axes:
         return None
     if mesh.levels is None:
-        return make_reducer(mesh.group(*axes), method_along(axes, strategy, mesh))
+        return group_reducer(mesh.group(*axes), strategy, mesh)
     inside, across = mesh.levels
     outer = make_reducer(across, _method(across, strategy, mesh))
     return ScatterReducer(inside, _method(inside, strategy, mesh), outer)

@@ -15,6 +15,8 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.compiled import check_kernels
 from autoparallel.runtime.compression import check_compression
+from autoparallel.runtime.expert_modules import ExpertModule
+from autoparallel.runtime.experts import check_experts
 from autoparallel.runtime.limits import check_tables
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
@@ -35,17 +37,20 @@ def parallelize(
     dtypes: Dtypes | None = None,
     level_sizes: tuple[int, ...] = (),
     weights: str | os.PathLike[str] | None = None,
+    experts: Sequence[ExpertModule] | None = (),
 ) -> nn.Module:
     """Run `module` by `strategy` on the processes of this run, in place where there is no pipeline.
 
     `blocks` are the paths of its repeated blocks in model order, `level_sizes` those of the cluster's network
-    levels (they decide which group crosses which level). Every rank ends up with rank 0's values;
+    levels (they decide which group crosses which level), `experts` its layers of experts (None: some that are called
+    in a way that is not known). Every rank ends up with rank 0's values;
     parameters on the meta device are made and initialised share by share. With `weights` (a safetensors file,
     or a folder of them) each rank reads its shares from there. Collective. Raises UserError, before anything is
     changed, for a strategy that does not fit the module or the processes, and for weights that do not fit it.
     """
     found = find_weights(weights, module) if weights is not None else None
     check_strategy(module, strategy, blocks, level_sizes, given=found or ())
+    sharings = check_experts(module, strategy.mesh, experts)
     dtypes = dtypes or module_dtypes(module)
     mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
     _share_generator(mesh)
@@ -54,14 +59,15 @@ def parallelize(
 
         return pipeline_module(
             module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program,
-            weights=found,
+            weights=found, experts=sharings,
         )  # fmt: skip
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
     seed = common_seed(mesh.device) if on_meta(module) else 0
     lowered = lower_module(
-        module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found
-    )
+        module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
+        experts=sharings,
+    )  # fmt: skip
     run = Run(strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program)
     return make_parallel(module, run)
 

@@ -174,6 +174,8 @@ def _distribute_parameters(module: nn.Module, rules: Sequence[ModuleRule], mesh:
                 )
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner, name, parameter in own_parameters(module):
+        if isinstance(parameter, DTensor):  # of experts, shared over ep
+            made[parameter] = parameter
         if parameter not in made:
             placement = wanted.get(parameter, (Replicate(), ""))[0]
             # No communication: all ranks hold the same values already (or meta tensors).

@@ -130,6 +130,11 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
+
+
 def group_name_of(group: Any) -> str:
     """The name of a process group, as operators of collectives get it: by name, or boxed."""
     return group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name

@@ -22,6 +22,7 @@ from autoparallel.planner.strategy.types import (
 )
 from autoparallel.runtime.micro_batches import as_call, loss_of
 from autoparallel.runtime.start import parallelize
+from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.models import EXAMPLES, Example
 from tests.runtime.shared import no_program
 
@@ -62,7 +63,7 @@ def strategy_of(
 
 def build(name: str, batch: int, dtype: torch.dtype) -> Example:
     torch.manual_seed(1)
-    example = EXAMPLES[name](batch)
+    example = (EXAMPLES | EXPERT_EXAMPLES)[name](batch)
     example.module.to(dtype)
     inputs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, example.inputs)
     return replace(example, inputs=inputs)
@@ -115,8 +116,9 @@ def run_strategy(
     names = [n for n, _ in reference.named_parameters()]
     share = strategy.batch.micro * strategy.micro_batches
     model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program
-    )
+        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
+        experts=example.experts,
+    )  # fmt: skip
     if strategy.mesh.pp == 1:
         assert [n for n, _ in model.named_parameters()] == names
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)

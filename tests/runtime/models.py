@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
+from autoparallel.runtime.expert_modules import ExpertModule
 
 VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 
@@ -25,6 +26,7 @@ class Example:
     targets: Any
     loss_fn: Callable[[Any, Any], Tensor] | None
     rules: Callable[[bool], Sequence[TensorRule]]
+    experts: tuple[ExpertModule, ...] = ()
 
 
 def rule(
@@ -38,15 +40,15 @@ def rule(
     )
 
 
-def _language_loss(output: Any, target: Tensor) -> Tensor:
+def language_loss(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
-def _class_loss(output: Any, target: Tensor) -> Tensor:
+def class_loss(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(getattr(output, "logits", output), target)
 
 
-def _tokens(batch: int) -> tuple[dict[str, Tensor], Tensor]:
+def tokens(batch: int) -> tuple[dict[str, Tensor], Tensor]:
     ids = torch.randint(0, VOCABULARY, (batch, LENGTH))
     return {"input_ids": ids}, ids.roll(-1, dims=1)
 
@@ -119,7 +121,7 @@ def _llama_like(kind: str, batch: int, *, labels: bool = False) -> Example:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=32,
         tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
-    inputs, targets = _tokens(batch)
+    inputs, targets = tokens(batch)
     if labels:
         inputs = inputs | {"labels": inputs["input_ids"]}
     return Example(
@@ -127,7 +129,7 @@ def _llama_like(kind: str, batch: int, *, labels: bool = False) -> Example:
         blocks=("model.layers.0", "model.layers.1"),
         inputs=inputs,
         targets=None if labels else targets,
-        loss_fn=None if labels else _language_loss,
+        loss_fn=None if labels else language_loss,
         rules=llama_rules,
     )
 
@@ -151,13 +153,13 @@ def gpt2(batch: int) -> Example:
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    inputs, targets = _tokens(batch)
+    inputs, targets = tokens(batch)
     return Example(
         module=AutoModelForCausalLM.from_config(config),
         blocks=("transformer.h.0", "transformer.h.1"),
         inputs=inputs,
         targets=targets,
-        loss_fn=_language_loss,
+        loss_fn=language_loss,
         rules=gpt2_rules,
     )
 
@@ -174,7 +176,7 @@ def vit(batch: int) -> Example:
         blocks=("vit.layers.0", "vit.layers.1"),
         inputs={"pixel_values": torch.randn(batch, 3, 8, 8)},
         targets=torch.randint(0, CLASSES, (batch,)),
-        loss_fn=_class_loss,
+        loss_fn=class_loss,
         rules=vit_rules,
     )
 
@@ -210,7 +212,7 @@ def mlp(batch: int) -> Example:
         blocks=("blocks.0", "blocks.1", "blocks.2"),
         inputs=torch.randn(batch, 16),
         targets=torch.randint(0, CLASSES, (batch,)),
-        loss_fn=_class_loss,
+        loss_fn=class_loss,
         rules=mlp_rules,
     )
 
@@ -244,7 +246,7 @@ def resnet(batch: int) -> Example:
         blocks=("blocks.0", "blocks.1"),
         inputs=(torch.randn(batch, 3, 6, 6),),
         targets=torch.randint(0, CLASSES, (batch,)),
-        loss_fn=_class_loss,
+        loss_fn=class_loss,
         rules=lambda _: [rule("head", "replicate", params={"weight": "shard(0)", "bias": "shard(0)"})],
     )
 
