@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.expand.state import zero_level
@@ -18,6 +19,7 @@ from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles import cluster_from_dict
+from autoparallel.runtime.expert_modules import expert_modules
 from autoparallel.runtime.messages import Message, program_messages, sent_bytes
 
 if TYPE_CHECKING:
@@ -90,7 +92,10 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     program = Expander(graph, cluster).program(strategy)
     blocks = [link.path for link in graph.chain if link.repeated]
     levels = tuple(level.size for level in cluster.levels)
-    lowered = dry_run(loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels)
+    lowered = dry_run(
+        loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels,
+        experts=expert_modules(graph),
+    )  # fmt: skip
     return DryRun(model=graph.name, strategy=strategy, ranks=compare(strategy, program, lowered))
 
 
@@ -113,7 +118,8 @@ def compare(
     pipeline, mesh = strategy.pipeline, strategy.mesh
     homes = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
     predicted = program_messages(program)
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sizes = {axis: getattr(mesh, axis) for axis in (*AXES, EXPERTS)}
+    sizes[EXPERT_SHARD] = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
     keeps_gathered = zero_level(strategy) in (1, 2)
     found = []
     for rank in range(mesh.pp):

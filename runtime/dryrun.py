@@ -22,10 +22,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut
+from autoparallel.runtime.expert_modules import ExpertModule
+from autoparallel.runtime.experts import Sharing, check_experts, experts_within
 from autoparallel.runtime.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.materialise import all_names
 from autoparallel.runtime.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
@@ -64,10 +67,12 @@ def dry_run(
     *,
     blocks: Sequence[str],
     level_sizes: tuple[int, ...] = (),
+    experts: Sequence[ExpertModule] | None = (),
 ) -> tuple[LoweredStage, ...]:
     """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
 
-    `example_inputs` may be of any batch size. Raises UserError for a strategy that does not fit, and for a model
+    `example_inputs` may be of any batch size; `experts` are as in `parallelize`, each of them chosen equally often.
+    Raises UserError for a strategy that does not fit, and for a model
     whose forward reads values of its tensors, which are not there.
     """
     dtypes = _dtypes(strategy.execution)
@@ -75,11 +80,14 @@ def dry_run(
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
         check_strategy(module, strategy, blocks, level_sizes, given=all_names(module))
+        sharings = check_experts(module, strategy.mesh, experts)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
         inputs = _one_micro_batch(example_inputs, strategy.batch.micro)
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
-        lowered = [_lowered(stage, module, strategy, blocks, mesh, dtypes, memory) for stage in stages]
+        lowered = [
+            _lowered(stage, module, strategy, blocks, mesh, dtypes, memory, sharings) for stage in stages
+        ]
         with memory:
             return _Step(stages, lowered, strategy, mesh, dtypes).run(_on_cpu(inputs))
 
@@ -124,7 +132,7 @@ def _stages(
 
 def _lowered(
     stage: nn.Module, module: nn.Module, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh, dtypes: Dtypes,
-    memory: Any,
+    memory: Any, experts: Sequence[Sharing],
 ) -> Lowered:  # fmt: skip
     full, rules = strategy.recompute.per_stage, strategy.tensor
     if isinstance(stage, StageModule):
@@ -135,6 +143,7 @@ def _lowered(
     return lower_module(
         stage, blocks, strategy, mesh, dtypes,
         recomputed_in_full=full[index] if full else 0, rules=rules, origin=module, memory=memory,
+        experts=experts_within(experts, stage),
     )  # fmt: skip
 
 
@@ -247,7 +256,7 @@ class _Step:
 
     def _is_share(self, parameter: nn.Parameter) -> bool:
         names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        return joined_name(self._sharded) in (names or ())
+        return any(name in (names or ()) for name in (joined_name(self._sharded), EXPERT_SHARD))
 
     def _gradient_bytes(self, index: int) -> int:
         stage, lowered = self._stages[index], self._lowered[index]
@@ -263,6 +272,8 @@ def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
     for axes in (sharding_axes(mesh.sizes, zero), replica_axes(mesh.sizes, zero)):
         if len(axes) > 1:
             found[mesh.group(*axes).group_name] = " x ".join(axes)
+    for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
+        found[mesh.expert_axis(axis).get_group().group_name] = axis
     for group in mesh.levels or ():
         found[group.group_name] = "dp_replicate"
     return found

@@ -60,7 +60,12 @@ def _expert_module(path: str, layer: ExpertLayer, call: ModuleCall, index: Block
     others = [name for name in specs if name != chosen[0] and specs[name].dtype in FLOATING]
     weights = [name for name in others if specs[name].shape == shape]
     hidden = [name for name in others if specs[name].shape == results[0].shape]
-    if len(weights) != 1 or len(hidden) != 1 or weights == hidden or specs[hidden[0]].shape[:-1] != shape[:-1]:
+    if (
+        len(weights) != 1
+        or len(hidden) != 1
+        or weights == hidden
+        or specs[hidden[0]].shape[:-1] != shape[:-1]
+    ):
         return None
     return ExpertModule(
         path=path, experts=layer.experts,

@@ -71,7 +71,9 @@ def check_experts(
         raise UserError(f"{where}: the model has no layer of experts; set mesh.ep to 1")
     odd = [layer for layer in layers if layer.experts % sizes.ep]
     if odd:
-        raise UserError(f"{where} does not divide the {odd[0].experts} experts of {odd[0].path}; choose one that does")
+        raise UserError(
+            f"{where} does not divide the {odd[0].experts} experts of {odd[0].path}; choose one that does"
+        )
     return _sharings(module, layers, where)
 
 
@@ -144,7 +146,7 @@ def _runs_in_parts(owner: nn.Module, layer: ExpertModule, counts: tuple[Place, .
             parts = [of(slice(e, e + 1), hidden, first, alone) for e in range(_TRIAL_EXPERTS)]
         except Exception:  # whatever a forward of the user's says to being run like this
             return False
-    if any(part.shape != hidden.shape for part in (whole, *parts)):
+    if any(made.shape != hidden.shape or not bool(made.any()) for made in (whole, *parts)):
         return False
     wanted = sum(weights[:, e, None] * part for e, part in enumerate(parts))
     return bool((whole - wanted).norm() <= _TRIAL_TOLERANCE * whole.norm())
@@ -180,6 +182,12 @@ def _holding(owner: nn.Module, values: Mapping[str, Tensor], counts: Mapping[Pla
     finally:
         for held, name, value in reversed(before):
             held[name] = value
+
+
+def experts_within(sharings: Sequence[Sharing], stage: nn.Module) -> list[Sharing]:
+    """The layers that `stage`, a part of the model, has."""
+    held = {path for path, _ in stage.named_modules()}
+    return [sharing for sharing in sharings if sharing.layer.path in held]
 
 
 def share_experts(
@@ -264,15 +272,13 @@ class _Share:
         """This rank's tokens of `tensor`, as a matrix; gradients of the whole are sums over tp."""
         if self.mesh is not None:
             spread = _spread(tensor, self.mesh)
-            tensor = spread.to_local(
-                grad_placements=[Partial()] if tensor.is_floating_point() else None
-            )
+            tensor = spread.to_local(grad_placements=[Partial()] if tensor.is_floating_point() else None)
         return tensor.reshape(self.tokens, -1)[self.start : self.stop]
 
     def give(self, made: Tensor, like: Tensor) -> Tensor:
         """What the tokens get, for the rest of the model: with tp a partial sum, where it computes on DTensors."""
         if self.mesh is None:
-            return made.view(like.shape)
+            return made if made.shape == like.shape else made.view(like.shape)
         rows = pad(made, (0, 0, self.start, self.tokens - self.stop)).view(like.shape)
         whole = DTensor.from_local(rows, self.mesh, [Partial()], run_check=False)
         if isinstance(like, DTensor):

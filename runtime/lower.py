@@ -144,29 +144,29 @@ def lower_module(
     if compiled:
         compile_blocks(module, blocks)
     copied = shard_data(
-        module,
-        blocks,
-        mesh,
-        zero=zero,
-        compression=method_along(sharded, strategy, mesh),
-        dtype=dtypes.compute,
-        param_dtype=dtypes.param,
-        grad_dtype=dtypes.grad,
-        experts=layers,
-    )
+        module, blocks, mesh, zero=zero, compression=method_along(sharded, strategy, mesh), dtype=dtypes.compute,
+        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers,
+    )  # fmt: skip
     copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
-    if on_meta(module):
-        whole = origin if origin is not None else module
-        given = weights or () if memory is None else all_names(module)
-        with memory or nullcontext():
-            materialise(module, mesh.device, seed=seed, origin=whole, given=given)
-    else:
-        module.to(mesh.device)
-    if weights is not None:
-        load_weights(module, weights)
+    _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in copied_names}
     syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
     return Lowered(module, zero=zero, sharded=bool(sharded), syncs=syncs)
+
+
+def _fill(
+    module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module | None, weights: Weights | None,
+    memory: AbstractContextManager[object] | None,
+) -> None:  # fmt: skip
+    """Give the module's shares their values on `device`; see `lower_module`."""
+    if on_meta(module):
+        given = weights or () if memory is None else all_names(module)
+        with memory or nullcontext():
+            materialise(module, device, seed=seed, origin=module if origin is None else origin, given=given)
+    else:
+        module.to(device)
+    if weights is not None:
+        load_weights(module, weights)
 
 
 def _gradient_syncs(
@@ -181,7 +181,9 @@ def _gradient_syncs(
     replicas, sharded = replica_axes(mesh.sizes, zero), sharding_axes(mesh.sizes, zero)
     apart = dict.fromkeys(p for layer in experts for p in layer.parameters() if not sharded)
 
-    def over(parameters: Iterable[nn.Parameter], reducer: Reducer | None, group: Group | None) -> GradientSync:
+    def over(
+        parameters: Iterable[nn.Parameter], reducer: Reducer | None, group: Group | None
+    ) -> GradientSync:
         return GradientSync(
             parameters, reducer, group=group, grad_dtype=dtypes.grad, bucket_bytes=sync.bucket_mib * _MIB,
             overlap=sync.overlap, copied=copied, copied_group=mesh.group(*sharded) if sharded else None,
@@ -191,7 +193,7 @@ def _gradient_syncs(
     found = [over(dense, replica_reducer(strategy, mesh), mesh.group(*replicas) if replicas else None)]
     if apart:
         group = mesh.expert_replicas()
-        found.append(over(apart, group and group_reducer(group, strategy, mesh), group))
+        found.append(over(apart, group_reducer(group, strategy, mesh) if group else None, group))
     return found
 
 

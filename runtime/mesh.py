@@ -160,16 +160,19 @@ def _ranks(sizes: Mesh) -> torch.Tensor:
 
 def expert_ranks(sizes: Mesh) -> torch.Tensor:
     """Ranks by position along `EXPERT_AXES`: of tp, cp and dp_shard the inner parts hold different experts, as
-    `planner.expand.axes.expert_parts` prices it, and the outer ones the same."""
+    `planner.expand.axes.expert_parts` prices it, and the outer ones the same. Ranks ascend along every axis, as
+    process groups count them."""
     parts = expert_parts(sizes)
-    split = [
-        size
-        for axis in AXES
-        for size in ((getattr(sizes, axis) // parts[axis], parts[axis]) if axis in parts else (getattr(sizes, axis),))
-    ]  # fmt: skip
-    # pp, dp_replicate, then (outer, inner) of dp_shard, cp and tp
-    by_part = _ranks(sizes).reshape(split).permute(0, 1, 2, 4, 6, 3, 5, 7)
-    return by_part.reshape(sizes.pp, sizes.dp_replicate, -1, sizes.ep).contiguous()
+    split = [n for axis in sizes.order for n in _outer_and_inner(getattr(sizes, axis), parts.get(axis, 1))]
+    shared = [n for n, axis in enumerate(sizes.order) if axis in parts]
+    first = [2 * sizes.order.index(axis) for axis in ("pp", "dp_replicate")]
+    dims = [*first, *(2 * n for n in shared), *(2 * n + 1 for n in shared), *(n + 1 for n in first)]
+    ranks = torch.arange(sizes.devices).reshape(split).permute(dims)
+    return ranks.reshape(sizes.pp, sizes.dp_replicate, -1, sizes.ep).contiguous()
+
+
+def _outer_and_inner(size: int, inner: int) -> tuple[int, int]:
+    return size // inner, inner
 
 
 def groups_along(sizes: Mesh, *axes: str) -> list[list[int]]:

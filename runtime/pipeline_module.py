@@ -17,7 +17,7 @@ from autoparallel.planner.expand.schedules import build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut, release
-from autoparallel.runtime.experts import Sharing
+from autoparallel.runtime.experts import Sharing, experts_within
 from autoparallel.runtime.gradients import gradient_norm_squared
 from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
 from autoparallel.runtime.materialise import common_seed, on_meta
@@ -75,7 +75,6 @@ def pipeline_module(
     lowered = []
     for stage in stages:
         rules = rules_within(strategy.tensor, stage) if strategy.mesh.tp > 1 else ()
-        held = {path for path, _ in stage.named_modules()}
         lowered.append(
             lower_module(
                 stage,
@@ -88,7 +87,7 @@ def pipeline_module(
                 origin=module,
                 seed=seed,
                 weights=weights,
-                experts=[sharing for sharing in experts if sharing.layer.path in held],
+                experts=experts_within(experts, stage),
             )
         )
     return PipelineModule(

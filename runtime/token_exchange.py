@@ -81,14 +81,14 @@ def return_rows(rows: Tensor, weights: Tensor, route: Route, *, gradient_scale: 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """The tensor itself, whose gradient is multiplied by `factor`."""
-    scaled: Tensor = tensor if factor == 1.0 else _ScaledGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    scaled: Tensor = tensor if factor == 1.0 else _ScaledGradient.apply(tensor, factor)
     return scaled
 
 
 def _exchange(
     rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, scale: float = 1.0
 ) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(rows, sent, received, group, scale)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _Exchange.apply(rows, sent, received, group, scale)
     return exchanged
 
 

@@ -57,7 +57,16 @@ def deep(name: str, batch: int, dtype: torch.dtype, layers: int = DEPTH) -> Exam
         for parameter in example.module.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter += 0.1 * noise.to(parameter.dtype)
-    return replace(example, blocks=tuple(f"{parent}.{index}" for index in range(layers)))
+    inside = {e.path.removeprefix(f"{example.blocks[0]}."): e for e in example.experts}
+    experts = [
+        replace(layer, path=f"{parent}.{index}.{path}")
+        for index in range(layers)
+        for path, layer in inside.items()
+        if path in dict(blocks.get_submodule(str(index)).named_modules())
+    ]
+    return replace(
+        example, blocks=tuple(f"{parent}.{index}" for index in range(layers)), experts=tuple(experts)
+    )
 
 
 def pipeline_strategy(example: Example, pipeline: dict[str, Any], options: dict[str, Any]) -> Strategy:
@@ -79,8 +88,9 @@ def run_pipeline(
     reference = copy.deepcopy(example.module)
     share = strategy.batch.micro * strategy.micro_batches
     model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program
-    )
+        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
+        experts=example.experts,
+    )  # fmt: skip
     optimizers = [torch.optim.SGD(m.parameters(), lr=LEARNING_RATE, momentum=0.9) for m in (model, reference)]
     first = model.data_parallel_rank * share
     inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))

@@ -23,7 +23,7 @@ from autoparallel.runtime.limits import ON_DEVICES, limits
 def test_what_is_asked_for_limits_the_meshes_that_run_it(
     asked: dict[str, Any], fixed: dict[str, Any]
 ) -> None:
-    assert limits(asked) == {"mesh.cp": 1, "mesh.ep": 1, "embedding": ON_DEVICES, **fixed}
+    assert limits(asked) == {"mesh.cp": 1, "embedding": ON_DEVICES, **fixed}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and nothing else changes."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.axes import mesh_axes
+from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
+from autoparallel.runtime.experts import can_share, check_experts
+from autoparallel.runtime.mesh import expert_ranks
+from autoparallel.runtime.start import parallelize
+from tests.runtime.compare import TOLERANCE, Difference, build, compare, part, strategy_of
+from tests.runtime.expert_models import EXPERT_EXAMPLES, LoopedExperts, routed
+from tests.runtime.harness import Processes
+from tests.runtime.pipelines import Found, run_pipeline
+from tests.runtime.shared import no_program
+
+DTYPES = {"mixtral": "float32", "deepseek": "float32", "routed": "float64"}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "zero 1": {"dp_shard": 2, "ep": 2, "zero": 1, "micro_batches": 2},
+    "zero 2, selective recomputation": {
+        "dp_shard": 2, "ep": 2, "zero": 2, "micro_batches": 2, "recompute": "selective",
+    },
+    "zero 3, full recomputation": {"dp_shard": 2, "ep": 2, "zero": 3, "recompute": "full"},
+    "sequence parallel, full recomputation": {
+        "tp": 2, "ep": 2, "sequence_parallel": True, "recompute": "full",
+    },
+}  # fmt: skip
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "the same experts on two ranks, zero 1": {"dp_shard": 4, "ep": 2, "zero": 1, "micro_batches": 2},
+    "replicated": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 2},
+    "over tp, sharded": {"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3},
+    "over tp, replicated": {"dp_replicate": 2, "tp": 2, "ep": 2},
+    "over dp_shard, tp outermost": {
+        "dp_shard": 2, "tp": 2, "ep": 4, "zero": 3, "order": ("tp", "dp_shard", "pp", "cp", "dp_replicate"),
+    },
+}  # fmt: skip
+PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": (
+        {"schedule": "1f1b", "stage_blocks": (1, 3)},
+        {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 3, "micro_batches": 3},
+    ),
+    "zero bubble, over tp": (
+        {"schedule": "zb1p", "stage_blocks": (2, 2)}, {"pp": 2, "tp": 2, "ep": 2, "micro_batches": 3},
+    ),
+}  # fmt: skip
+
+
+def _compare_all(
+    rank: int, world_size: int, name: str, cases: dict[str, dict[str, Any]], dtype: str
+) -> dict[str, Difference | None]:
+    return {case: compare(rank, world_size, name, options, dtype) for case, options in cases.items()}
+
+
+# What the time for tests allows: every case with the model that costs least.
+CASES = {
+    ("routed", 2): list(ON_TWO),
+    ("routed", 4): list(ON_FOUR),
+    ("mixtral", 2): ["sequence parallel, full recomputation"],
+    ("mixtral", 4): ["over tp, sharded"],
+    ("deepseek", 4): ["the same experts on two ranks, zero 1"],
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_experts_on_several_ranks_give_the_gradients_of_one_process(
+    gloo: Processes, name: str, ranks: int
+) -> None:
+    cases = {case: (ON_TWO if ranks == 2 else ON_FOUR)[case] for case in CASES[name, ranks]}
+    found = gloo.run(ranks, _compare_all, name=name, cases=cases, dtype=DTYPES[name])[0]
+    limit = TOLERANCE[getattr(torch, DTYPES[name])]
+    assert max(max(f.loss, f.gradient) for f in found.values()) <= limit, found
+
+
+def _pipelines(rank: int, world_size: int, name: str, dtype: str) -> dict[str, Found | None]:
+    return {
+        case: run_pipeline(rank, world_size, name, pipeline, options, dtype)
+        for case, (pipeline, options) in PIPELINES.items()
+    }
+
+
+@pytest.mark.distributed
+def test_pipelines_with_experts_give_state_gradients_and_norm_of_one_process(gloo: Processes) -> None:
+    found = gloo.run(4, _pipelines, name="mixtral", dtype="float32")[0]
+    limit = TOLERANCE[torch.float32]
+    for case, got in found.items():
+        assert max(got.loss, got.gradient, got.norm, got.state) <= limit, (case, got)
+        assert not got.missing, case
+
+
+def _lopsided(rank: int, world_size: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """A step in which no token chooses an expert of rank 1, beside one process; and the norm's difference."""
+    example = build("routed", 4, torch.float64)
+    for block in example.module.blocks:
+        with torch.no_grad():
+            block.router.bias[:2] += 100.0
+    reference = build("routed", 4, torch.float64).module
+    reference.load_state_dict(example.module.state_dict())
+    strategy = strategy_of(example, dp_shard=2, ep=2, zero=3)
+    model = parallelize(
+        example.module, None, strategy, blocks=example.blocks, program=no_program, experts=example.experts
+    )
+    first = model.data_parallel_rank * 2
+    inputs, targets = (part(batch, first, first + 2) for batch in (example.inputs, example.targets))
+    model.step(inputs, targets, loss_fn=example.loss_fn)
+    example.loss_fn(reference(example.inputs), example.targets).backward()
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    norm = model.clip_grad_norm_(0.01)
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    return float((norm - wanted).abs() / wanted), model.full_gradients(), gradients
+
+
+@pytest.mark.distributed
+def test_a_rank_whose_experts_nobody_chooses_takes_part_all_the_same(gloo: Processes) -> None:
+    norm, gradients, wanted = gloo.run(2, _lopsided)[0]
+    assert norm <= 1e-10
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, wanted[name], rtol=1e-10, atol=1e-14), name
+
+
+@pytest.mark.parametrize("order", permutations(("dp_shard", "cp", "tp")))
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_ranks_that_share_experts_are_those_that_are_priced(order: tuple[str, ...], ep: int) -> None:
+    sizes = Mesh(pp=2, dp_shard=2, cp=2, tp=4, ep=ep, order=("pp", "dp_replicate", *order))
+    ranks = expert_ranks(sizes)
+    assert ranks.shape == (2, 1, 16 // ep, ep)
+    strategy = Strategy(batch=Batch(global_=2, micro=1), mesh=sizes)
+    for dim, name in ((2, "expert_shard"), (3, "ep")):
+        assert bool((ranks.diff(dim=dim) > 0).all()), "process groups count their ranks upwards"
+        reached = {0}
+        for axis in (axis for axis in mesh_axes(strategy) if axis.name == name):
+            reached = {rank + axis.stride * n for rank in reached for n in range(axis.size)}
+        first = ranks[0, 0].movedim(dim - 2, 0)[:, 0]
+        assert set(first.tolist()) == reached, ranks
+
+
+class Residual(LoopedExperts):
+    """Adds the token itself, which then counts once for every choice that is sent elsewhere."""
+
+    def forward(self, x: Tensor, by: Tensor, chosen: Tensor) -> Tensor:
+        return x + super().forward(x, by, chosen)
+
+
+class Softened(LoopedExperts):
+    """Not in proportion to the weights."""
+
+    def forward(self, x: Tensor, by: Tensor, chosen: Tensor) -> Tensor:
+        return super().forward(x, by.softmax(dim=-1), chosen)
+
+
+class Shifted(LoopedExperts):
+    """Reads how many experts there are from somewhere that is not an attribute."""
+
+    def forward(self, x: Tensor, by: Tensor, chosen: Tensor) -> Tensor:
+        return super().forward(x, by, chosen + 8 - len(self.up))
+
+
+@pytest.mark.parametrize("kind", [Residual, Softened, Shifted])
+def test_experts_that_do_not_run_apart_are_refused_with_the_remedy(kind: type[nn.Module]) -> None:
+    example = routed(2)
+    example.module.blocks[1].experts = kind(8, 8)
+    assert not can_share(example.module, example.experts)
+    with pytest.raises(
+        UserError, match=rf"mesh.ep = 2: blocks.1.experts \({kind.__name__}\).*set mesh.ep to 1"
+    ):
+        check_experts(example.module, Mesh(dp_shard=2, ep=2), example.experts)
+
+
+@pytest.mark.parametrize("name", EXPERT_EXAMPLES)
+def test_experts_that_run_apart_are_known_by_a_trial_without_their_values(name: str) -> None:
+    with torch.device("meta"):
+        example = EXPERT_EXAMPLES[name](1)
+    found = check_experts(example.module, Mesh(dp_shard=2, ep=2), example.experts)
+    assert [sharing.layer for sharing in found] == list(example.experts)
+    count = "count" if name == "routed" else "num_experts"
+    assert {sharing.counts for sharing in found} == {(("", count),)}, "not the width, which is as large"
+
+
+def test_a_model_without_known_layers_of_experts_is_refused() -> None:
+    example = routed(2)
+    with pytest.raises(UserError, match=r"mesh.ep = 2: the model has no layer of experts; set mesh.ep to 1"):
+        check_experts(example.module, Mesh(dp_shard=2, ep=2), ())
+    with pytest.raises(UserError, match=r"mesh.ep = 2: .* is not called with .*set mesh.ep to 1"):
+        check_experts(example.module, Mesh(dp_shard=2, ep=2), None)
+    with pytest.raises(UserError, match=r"mesh.ep = 3 does not divide the 8 experts of blocks.0.experts"):
+        check_experts(example.module, Mesh(dp_shard=3, ep=3), example.experts)
