@@ -15,11 +15,12 @@ from autoparallel.planner.strategy.types import Strategy
 def check_kernels(strategy: Strategy) -> None:
     """Refuse kernels that the runtime does not run; say so where it runs others than were priced."""
     kernels = strategy.execution.kernels
-    if kernels == "compiled" and strategy.mesh.tp > 1:
-        raise UserError(
-            'execution.kernels = "compiled" with mesh.tp > 1: the runtime does not compile tensor-parallel '
-            'blocks yet; write "eager"'
-        )
+    for axis in ("tp", "cp"):
+        if kernels == "compiled" and getattr(strategy.mesh, axis) > 1:
+            raise UserError(
+                f'execution.kernels = "compiled" with mesh.{axis} > 1: the runtime does not compile blocks that '
+                'compute on shards yet; write "eager"'
+            )
     if kernels == "fused":
         warnings.warn(
             'execution.kernels = "fused" is what was priced; the module runs with the kernels that it has. Write '

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup as Group
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.compiled import compile_blocks
+from autoparallel.runtime.context import run_in_shares
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.gradients import GradientSync
@@ -137,6 +138,8 @@ def lower_module(
     layers = share_experts(module, experts, mesh, dtype=dtypes.compute, compiled=compiled)
     if mesh.sizes.tp > 1:
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
+    if mesh.sizes.cp > 1:
+        run_in_shares(module, blocks, mesh.axis("cp"))
     recompute_blocks(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,

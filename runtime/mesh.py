@@ -126,13 +126,17 @@ def check_mesh(sizes: Mesh, world: int) -> None:
             f"[mesh] {shown} needs {sizes.devices} processes but {world} are running: start "
             f"{sizes.devices} (torchrun --nproc-per-node), or plan for {world} devices"
         )
-    if sizes.cp != 1:
-        raise UserError(f"mesh.cp = {sizes.cp}: the runtime does not run it yet; set it to 1")
     if sizes.dp_shard * sizes.cp * sizes.tp % sizes.ep:
         raise UserError(
             f"mesh.ep = {sizes.ep} does not divide dp_shard x cp x tp = {sizes.dp_shard * sizes.cp * sizes.tp}: "
             "change one of them"
         )
+    for axis in ("tp", "pp", "ep"):
+        if sizes.cp > 1 and getattr(sizes, axis) > 1:
+            raise UserError(
+                f"mesh.cp = {sizes.cp} with mesh.{axis} = {getattr(sizes, axis)}: the runtime does not run context "
+                "parallelism beside it yet; set one of them to 1"
+            )
     if sorted(sizes.order) != sorted(AXES):
         raise UserError(f"mesh.order = {list(sizes.order)} must name each of {list(AXES)} once")
 

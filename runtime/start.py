@@ -73,14 +73,15 @@ def parallelize(
 
 
 def _share_generator(mesh: RankMesh) -> None:
-    """Let tensor-parallel peers draw the same random numbers on the CPU: they hold the same activations.
+    """Let peers of tp and cp draw the same random numbers on the CPU: they hold the same samples.
 
     On other devices DTensor keeps its own generator in step.
     """
-    if mesh.sizes.tp > 1:
-        state = torch.get_rng_state().to(mesh.device)
-        dist.broadcast(state, group_src=0, group=mesh.group("tp"))
-        torch.set_rng_state(state.cpu())
+    for axis in ("tp", "cp"):
+        if getattr(mesh.sizes, axis) > 1:
+            state = torch.get_rng_state().to(mesh.device)
+            dist.broadcast(state, group_src=0, group=mesh.group(axis))
+            torch.set_rng_state(state.cpu())
 
 
 def check_strategy(

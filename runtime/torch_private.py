@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,15 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
     name = mesh.get_group(mesh_dim).group_name
     result: Tensor = torch.ops._dtensor.shard_dim_alltoall(part, gather_dim, shard_dim, name)
     return result
+
+
+def seen_through(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` that hands on its arguments to whatever modes there are call by call, and
+    not as a whole."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def joined_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

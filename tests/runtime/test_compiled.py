@@ -12,8 +12,8 @@ from tests.runtime.compare import TOLERANCE, Difference, compare
 from tests.runtime.harness import Processes
 
 
-def strategy_of(kernels: str, tp: int = 1) -> Strategy:
-    return Strategy(batch=Batch(global_=1, micro=1), mesh=Mesh(tp=tp), execution=Execution(kernels=kernels))
+def strategy_of(kernels: str, **mesh: int) -> Strategy:
+    return Strategy(batch=Batch(global_=1, micro=1), mesh=Mesh(**mesh), execution=Execution(kernels=kernels))
 
 
 def _compared(rank: int, world_size: int) -> tuple[Difference | None, int]:
@@ -42,10 +42,11 @@ def test_compiled_blocks_give_the_gradients_of_one_process(gloo: Processes) -> N
     assert graphs > 0, "something was compiled"
 
 
-def test_compiled_tensor_parallel_blocks_are_refused() -> None:
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_compiled_blocks_on_shards_are_refused(axis: str) -> None:
     check_kernels(strategy_of("compiled"))
     with pytest.raises(UserError, match="eager"):
-        check_kernels(strategy_of("compiled", tp=2))
+        check_kernels(strategy_of("compiled", **{axis: 2}))
 
 
 def test_fused_kernels_are_said_not_to_run() -> None:

@@ -1,0 +1,22 @@
+"""Random numbers for shares of a sequence: peers, whose generators are in step, draw other ones for each share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_SEEDS = 2**62
+
+
+@contextmanager
+def drawn_apart(rank: int, device: torch.device, *, needed: bool) -> Iterator[None]:
+    """Inside, what is drawn on `device` differs by `rank`; afterwards all ranks' generators are in step again."""
+    if not needed:
+        yield
+        return
+    common = int(torch.randint(0, _SEEDS, ()).item())
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed((common + rank) % _SEEDS)
+        yield
