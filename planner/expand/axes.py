@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -12,6 +13,7 @@ from autoparallel.profiles.hardware import Cluster
 
 EXPERTS = "ep"  # ranks that hold different experts
 EXPERT_SHARD = "expert_shard"  # ranks that hold the same experts, which ZeRO shards over
+INNER = ("tp", "cp", EXPERTS)
 
 
 def expert_parts(mesh: Mesh) -> dict[str, int]:
@@ -25,9 +27,13 @@ def expert_parts(mesh: Mesh) -> dict[str, int]:
 
 
 def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
+    """The axes of a strategy's mesh."""
+    return axes_of(strategy.mesh)
+
+
+def axes_of(mesh: Mesh) -> tuple[Axis, ...]:
     """The mesh axes, outermost first, with their strides: the innermost axis joins neighbouring devices. With
     mesh.ep > 1 the derived axes `ep` and `expert_shard` follow, inner parts first."""
-    mesh = strategy.mesh
     parts = expert_parts(mesh) if mesh.ep > 1 else {}
     stride, found, derived = 1, list[Axis](), list[Axis]()
     for name in reversed(mesh.order):
@@ -41,6 +47,21 @@ def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
     return (*reversed(found), *derived)
 
 
+def inner_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Those along which a block communicates while it computes."""
+    return tuple(axis for axis in axes if axis.name in INNER and axis.size > 1)
+
+
+def nearest_axes(mesh: Mesh, tensor_stride: int = 1, *, ordered: bool = False) -> tuple[Axis, ...]:
+    """The inner axes where they cost least: neighbours, but for tensor parallelism `tensor_stride` devices apart; cp
+    right outside it, unless the user `ordered` the axes."""
+    outside = 1 if ordered else mesh.tp * tensor_stride
+    axes = (("tp", mesh.tp, tensor_stride), ("cp", mesh.cp, outside), (EXPERTS, mesh.ep, 1))
+    return inner_axes(
+        [Axis(name=name, size=size, stride=stride, derived=name == EXPERTS) for name, size, stride in axes]
+    )
+
+
 def nearest_stride(axis: Axis, cluster: Cluster) -> int:
     """The smallest distance between neighbours along an axis that places it alike: its collectives then cost the
     same, and one tensor plan serves all such meshes."""
@@ -52,3 +73,9 @@ def nearest_stride(axis: Axis, cluster: Cluster) -> int:
         ):
             return stride
     return axis.stride
+
+
+def tensor_stride(mesh: Mesh, cluster: Cluster) -> int:
+    """`nearest_stride` of tensor parallelism; 1 without it."""
+    axis = next(axis for axis in axes_of(mesh) if axis.name == "tp")
+    return nearest_stride(axis, cluster) if axis.size > 1 else 1

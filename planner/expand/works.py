@@ -8,7 +8,7 @@ from autoparallel.costmodel.block_index import BlockIndex, index_block
 from autoparallel.costmodel.fusion import Unit
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.program import BlockWork
-from autoparallel.planner.expand.axes import mesh_axes, nearest_stride
+from autoparallel.planner.expand.axes import tensor_stride
 from autoparallel.planner.expand.chain import carried_inputs, first_positions
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting
@@ -110,7 +110,6 @@ class LocalWorks:
         return LocalBlock(layout=self._layout(strategy, block), setting=self._setting(strategy))
 
     def _request(self, strategy: Strategy) -> TensorRequest:
-        axis = next(a for a in mesh_axes(strategy) if a.name == "tp")
         tp, ep = (
             strategy.mesh.tp,
             min(strategy.mesh.ep, 2),
@@ -118,7 +117,7 @@ class LocalWorks:
         if tp == 1:  # nothing to solve: all such strategies share one plan
             return TensorRequest(tp=1, stride=1, sequence_parallel=False, execution=Execution(), ep=ep)
         return TensorRequest(
-            tp=tp, stride=nearest_stride(axis, self.cluster), ep=ep, rules=strategy.tensor,
+            tp=tp, stride=tensor_stride(strategy.mesh, self.cluster), ep=ep, rules=strategy.tensor,
             sequence_parallel=strategy.shard.sequence_parallel, execution=strategy.execution,
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ from math import inf
 import numpy as np
 
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
-from autoparallel.planner.search.bounds.wires import tensor_strides
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
@@ -52,7 +51,7 @@ def promising(
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
     kept = np.flatnonzero(open_)
-    kept = kept[tensor_strides(outer.problem, space, found.take(kept)) == 1]
+    kept = kept[outer.wires.inner_placements(found.take(kept)) == 0]
     kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
     kept = _first_of_each(sizes[found.shape[kept]], kept, VARIANTS_DIVED)
     time_s = bound_variants(outer, found.take(kept), inf).time_s

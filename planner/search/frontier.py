@@ -10,11 +10,12 @@ from math import ceil, inf
 import numpy as np
 
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.axes import tensor_stride
 from autoparallel.planner.problem import Objective
+from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, refined_bounds
 from autoparallel.planner.search.bounds.runs import Known, Run, Value, Values, priced_alike, values_of
 from autoparallel.planner.search.bounds.variants import Bounds
-from autoparallel.planner.search.bounds.wires import tensor_strides
 from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.space.build import Shapes, Variants
@@ -23,8 +24,8 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.forms import PS
 from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.stages.problem import Deal, Row, StageAnswer, StageProblem
-from autoparallel.planner.search.stages.solve import EFFORT, solve_stages
+from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice
+from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
@@ -32,17 +33,7 @@ SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a 
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MUCH = 0.02  # share by which a stage problem promises more than the incumbent, to be simulated at once
 DIVES = 12  # strategies simulated before the search proper
-# Work in milliseconds, as measured once on one core: only its order matters, for a limit that is the same on every
-# machine. A schedule is laid out once, and walked by every simulation. Kind: measured.
-PER_STAGE_PROBLEM, PER_SIMULATION, PER_PLACEMENT = 0.6, 1.0, 40.0
-PER_SOLVE, PER_CHUNK, PER_UNLIKE_CHUNK = (
-    0.7,
-    0.1,
-    0.8,
-)  # of a stage problem with a choice; blocks alike or not
-PER_BLOCK_SIMULATED = 0.02
-PER_ACTION_LAID_OUT, PER_ACTION_WALKED = 0.008, 0.0004
-PER_VARIANT, PER_RANK = 0.001, 0.0005  # of a bound on the model as a whole, and on each rank
+ROOMS_TRIED = 5  # deals of a variant tried, each with as much more room as the one before lacked
 NOTHING: Value = (inf, inf)
 
 
@@ -174,11 +165,11 @@ class Frontier:
         self._current = self._upcoming()
         self._next = stop
         found, bounds = expand_quickly(self.outer, rows)
-        self.work += PER_VARIANT * len(found)
+        self.work += spending.PER_VARIANT * len(found)
         open_ = np.isfinite(bounds.time_s)
         if self.only is not None:
             open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
-        self._queue(found.take(open_), _taken(bounds, open_), Known.WHOLE)
+        self._queue(found.take(open_), bounds.take(open_), Known.WHOLE)
 
     def _queue(self, found: Variants, bounds: Bounds, known: Known) -> None:
         """Put variants among the open ones, best first; those that cannot win are dropped."""
@@ -186,13 +177,13 @@ class Frontier:
         values = values_of(self.outer.problem, bounds, space.shapes.devices[found.shape])
         rows = values.order()
         rows = rows[self._open_rows(values.take(rows))]
-        strides = (
-            np.ones(len(rows), dtype=np.int64)
+        placed = (
+            np.zeros(len(rows), dtype=np.int64)
             if known == Known.WHOLE
-            else tensor_strides(self.outer.problem, space, found.take(rows))
+            else self.outer.wires.inner_placements(found.take(rows))
         )
-        run = Run(variants=found.take(rows), values=values.take(rows), strides=strides, known=known)
-        apart = strides > 1
+        run = Run(variants=found.take(rows), values=values.take(rows), placed=placed, known=known)
+        apart = placed > 0
         for part in (run.take(~apart), run.take(apart)) if known == Known.RANKS else (run,):
             self._push_run(part)
 
@@ -211,26 +202,26 @@ class Frontier:
         """Bound the first variants of a run rank by rank; the rest of it goes back."""
         self._push_run(run.take(slice(VARIANTS_AT_ONCE, None)))
         found = run.variants.take(slice(VARIANTS_AT_ONCE))
-        self.work += PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
+        self.work += spending.PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
         bounds = bound_variants(self.outer, found, self._below_all_s(found), memory=self._by_memory)
         open_ = np.isfinite(bounds.time_s)
-        self._queue(found.take(open_), _taken(bounds, open_), Known.RANKS)
+        self._queue(found.take(open_), bounds.take(open_), Known.RANKS)
 
     def _refine(self, run: Run) -> None:
-        """Price tensor parallelism where the run's first variant has it, and bound all variants like it again."""
+        """Price blocks where the run's first variant has them communicate, and bound all variants like it again."""
         same = priced_alike(self.outer.space.shapes, run)
         self._push_run(run.take(~same))
-        found, stride = run.variants.take(same), int(run.strides[0])
-        self.work += PER_PLACEMENT + PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
+        found = run.variants.take(same)
+        apart = tensor_stride(candidate(self.outer.space, found, 0).mesh, self.outer.problem.cluster) > 1
+        self.work += spending.PER_TENSOR_PLACEMENT if apart else spending.PER_PLACEMENT
+        self.work += spending.PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
         try:
-            bounds = refined_bounds(
-                self.outer, found, stride, self._below_all_s(found), memory=self._by_memory
-            )
+            bounds = refined_bounds(self.outer, found, self._below_all_s(found), memory=self._by_memory)
         except UserError as error:
             self._errors.append(error)
             return
         open_ = np.isfinite(bounds.time_s)
-        self._queue(found.take(open_), _taken(bounds, open_), Known.PLACED)
+        self._queue(found.take(open_), bounds.take(open_), Known.PLACED)
 
     @property
     def _by_memory(self) -> bool:
@@ -246,7 +237,7 @@ class Frontier:
         if run.known == Known.WHOLE:
             self._bound_ranks(run)
             return
-        if run.known == Known.RANKS and run.strides[0] > 1:
+        if run.known == Known.RANKS and run.placed[0] > 0:
             self._refine(run)
             return
         self._push_run(run.take(slice(1, None)))
@@ -256,7 +247,7 @@ class Frontier:
             return
         problem = self._problem(chosen)
         if problem is not None:
-            self._resolve(chosen, bound, problem, ())
+            self._resolve(chosen, bound, self._tried(chosen, bound, problem), ())
 
     def _problem(self, chosen: Candidate) -> StageProblem | None:
         """The stage problem of a candidate with all paths known; None where it is no strategy at all."""
@@ -266,10 +257,10 @@ class Frontier:
         except UserError as error:
             self._errors.append(error)
             return None
-        self.work += PER_STAGE_PROBLEM
+        self.work += spending.PER_STAGE_PROBLEM
         key = _schedule_key(chosen)
         if key not in self._paths:
-            self.work += PER_ACTION_LAID_OUT * _actions(chosen)
+            self.work += spending.PER_ACTION_LAID_OUT * _actions(chosen)
             self._paths[key] = []
         states = outer.book.expander.prepared(priced.strategy).states
         problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes)
@@ -280,7 +271,7 @@ class Frontier:
         promises, looked_at = promising(
             self.outer, self._order, self.only, self.most_actions, self.most_groups
         )
-        self.work += PER_VARIANT * looked_at
+        self.work += spending.PER_VARIANT * looked_at
         left = self.dives
         for promise in promises:
             self.check(self)
@@ -294,24 +285,52 @@ class Frontier:
             left -= 1
             self._leave_room(chosen, problem, self._evaluate(chosen, deal))
 
+    def _tried(self, chosen: Candidate, bound: Value, problem: StageProblem) -> StageProblem:
+        """Where solving takes longer than simulating and much could be won, an easily found deal is simulated first:
+        it may be good, and its critical path is the solver's to know."""
+        unlike = len(set(problem.kinds)) > 1 and has_choice(problem)
+        if not unlike or bound[0] >= self.value[0] * (1 - MUCH):
+            return problem
+        deal = quick_deal(problem)
+        if deal is None:
+            return problem
+        found = self._evaluate(chosen, deal)
+        self._leave_room(chosen, problem, found)
+        return with_paths(problem, self._learn(chosen, found))
+
+    def _learn(self, chosen: Candidate, found: Evaluation) -> list[Row]:
+        """The critical paths known of a candidate's schedule, that of a simulation among them."""
+        rows = self._paths[_schedule_key(chosen)]
+        row = path_row(found.path())
+        if row not in rows:
+            rows.append(row)
+        return rows
+
     def _leave_room(self, chosen: Candidate, problem: StageProblem, found: Evaluation) -> None:
         """Where a simulated deal does not fit, as rows bound memory from below: one that leaves that much room."""
-        excess = self.outer.excess_bytes(found)
-        if excess > 0:
-            deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - excess))
-            if deal is not None:
-                self._evaluate(chosen, deal)
+        room, last = 0, None
+        for _ in range(ROOMS_TRIED):
+            excess = self.outer.excess_bytes(found)
+            if excess <= 0:
+                return
+            room += excess
+            deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - room))
+            if deal is None:
+                return
+            if deal != last:
+                found, last = self._evaluate(chosen, deal), deal
 
     def _resolve(
         self, chosen: Candidate, bound: Value, problem: StageProblem, excluded: tuple[Deal, ...]
     ) -> None:
         """Solve a stage problem; the node goes back with the bound that it has now."""
         self.solved += 1
-        if _has_choice(problem):
-            each = PER_CHUNK if len(set(problem.kinds)) == 1 else PER_UNLIKE_CHUNK
-            self.work += PER_SOLVE + each * chosen.chunks
+        if has_choice(problem):
+            each = spending.PER_CHUNK if len(set(problem.kinds)) == 1 else spending.PER_UNLIKE_CHUNK
+            self.work += spending.PER_SOLVE + each * chosen.chunks
         if self.outer.problem.objective == Objective.MEMORY:
-            answer = self._least_memory(problem, excluded)
+            least = int(min(self.value[0], float(problem.capacity_bytes))) + 1
+            answer = solve_for_memory(problem, excluded, least, self.effort, self._spend)
             value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
         else:
             below_s = self._below_s(chosen.mesh.devices)
@@ -336,35 +355,20 @@ class Frontier:
     def _spend(self, work: float) -> None:
         self.work += work
 
-    def _least_memory(self, problem: StageProblem, excluded: tuple[Deal, ...]) -> StageAnswer | None:
-        """The deal with the least peak, the fastest of these."""
-        below = int(min(self.value[0], float(problem.capacity_bytes))) + 1
-        by_bytes = replace(problem, paths=problem.memory, memory=())
-        least = solve_stages(by_bytes, excluded=excluded, below=below, effort=self.effort, spend=self._spend)
-        if least is None or least.deal is None:
-            return least
-        tight = replace(problem, capacity_bytes=least.value)
-        fastest = solve_stages(tight, excluded=excluded, effort=self.effort, spend=self._spend)
-        deal = fastest.deal if fastest is not None else None
-        return least if deal is None else replace(least, deal=deal)
-
     def _simulate(self, node: Node) -> None:
         """Simulate a node's deal, learn from it, and solve again for what is left."""
         found = self._evaluate(node.chosen, node.deal)
-        if not _has_choice(node.problem):
+        if not has_choice(node.problem):
             return
         if not node.excluded:
             self._leave_room(node.chosen, node.problem, found)
-        rows = self._paths[_schedule_key(node.chosen)]
-        row = path_row(found.path())
-        if row not in rows:
-            rows.append(row)
+        rows = self._learn(node.chosen, found)
         self._resolve(node.chosen, node.bound, with_paths(node.problem, rows), (*node.excluded, node.deal))
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""
-        self.work += PER_SIMULATION + PER_ACTION_WALKED * _actions(chosen)
-        self.work += PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
+        self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * _actions(chosen)
+        self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
         self.seen.append(found)
         self.consider(found)
@@ -377,10 +381,6 @@ class Frontier:
             self.incumbent, self.value = found, value
 
 
-def _taken(bounds: Bounds, rows: Bools) -> Bounds:
-    return Bounds(time_s=bounds.time_s[rows], memory_bytes=bounds.memory_bytes[rows])
-
-
 def _actions(chosen: Candidate) -> int:
     """Forwards and backwards of the schedule."""
     return 2 * chosen.chunks * chosen.micro_batches
@@ -388,9 +388,3 @@ def _actions(chosen: Candidate) -> int:
 
 def _schedule_key(chosen: Candidate) -> object:
     return (chosen.schedule, chosen.mesh.pp, chosen.virtual_stages, chosen.micro_batches)
-
-
-def _has_choice(problem: StageProblem) -> bool:
-    """Whether a stage problem has more than one deal."""
-    spare = len(problem.kinds) > sum(problem.least) and problem.chunks > 1 and problem.blocks is None
-    return spare or (problem.recompute and problem.recomputed is None)

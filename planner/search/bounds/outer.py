@@ -7,6 +7,7 @@ from math import ceil
 
 import numpy as np
 
+from autoparallel.planner.expand.axes import axes_of, inner_axes, tensor_stride
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
@@ -31,6 +32,7 @@ from autoparallel.planner.search.space.build import (
     even_share,
     variants,
 )
+from autoparallel.planner.search.space.candidates import candidate
 from autoparallel.planner.search.space.meshes import Ints
 from autoparallel.planner.search.stages.forms import Chain, units_of
 from autoparallel.planner.search.stages.unlike import capacities, fastest, lacking_bytes, rank_devices
@@ -103,11 +105,13 @@ def expand_shapes(
     return found, bound_variants(outer, found, below_s, memory=memory)
 
 
-def refined_bounds(outer: Outer, found: Variants, stride: int, below_s: float, *, memory: bool) -> Bounds:
-    """Bounds of variants of one shape's setting, priced with tensor parallelism `stride` devices apart."""
+def refined_bounds(outer: Outer, found: Variants, below_s: float, *, memory: bool) -> Bounds:
+    """Bounds of variants with the same setting and placement of blocks, priced as the first one is placed."""
+    mesh = candidate(outer.space, found, 0).mesh
     row = placed_row(
-        outer.problem, outer.chain, outer.book.at_best(), outer.space.shapes, int(found.shape[0]), stride
-    )
+        outer.problem, outer.chain, outer.book.at_best(), outer.space.shapes, int(found.shape[0]),
+        inner_axes(axes_of(mesh)), tensor_stride(mesh, outer.problem.cluster),
+    )  # fmt: skip
     columns = np.repeat(np.array([row], dtype=np.float64), len(found), axis=0)
     units = Units(**{f.name: columns[:, i] for i, f in enumerate(fields(Units))})
     return bound_variants(outer, found, below_s, memory=memory, units=units)

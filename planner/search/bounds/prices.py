@@ -15,7 +15,7 @@ from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
 from autoparallel.planner.expand import state
-from autoparallel.planner.expand.axes import EXPERT_SHARD
+from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
@@ -177,7 +177,7 @@ class PriceBook:
 
         A pass is priced whole: where the host is slower than the device, its parts do not add up.
         """
-        inner = tuple(a for a in axes if a.name in ("tp", "cp", "ep") and a.size > 1)
+        inner = inner_axes(axes)
         key = (id(work), more, inner, strategy.execution.kernels)  # the expander keeps every work alive
         if key not in self._blocks:
             whole = replace(work, backward_weight=(*work.backward_weight, *more))

@@ -20,7 +20,7 @@ class Known(IntEnum):
     """What bounds take into account: each is no lower than the one before."""
 
     WHOLE = 0  # the model as a whole (`bounds.quick_bounds`)
-    RANKS = 1  # each pipeline rank (`bounds.variant_bounds`), tensor parallelism on neighbouring devices
+    RANKS = 1  # each pipeline rank (`bounds.variant_bounds`), blocks communicating between neighbours
     PLACED = 2  # likewise where it is placed (`outer.refined_bounds`)
 
 
@@ -58,20 +58,20 @@ def values_of(problem: Problem, bounds: Bounds, devices: Ints) -> Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Variants of some shapes, the one with the least bound first; `strides`: how far apart tensor parallelism is
-    placed."""
+    """Variants of some shapes, the one with the least bound first; `placed`: where their blocks communicate, as
+    `WireBook.inner_placements` numbers it."""
 
     variants: Variants
     values: Values
-    strides: Ints
+    placed: Ints
     known: Known
 
     def __len__(self) -> int:
-        return len(self.strides)
+        return len(self.placed)
 
     def take(self, rows: Ints | Bools | slice) -> Run:
         return Run(
-            variants=self.variants.take(rows), values=self.values.take(rows), strides=self.strides[rows],
+            variants=self.variants.take(rows), values=self.values.take(rows), placed=self.placed[rows],
             known=self.known,
         )  # fmt: skip
 
@@ -83,7 +83,7 @@ class Run:
 def priced_alike(shapes: Shapes, run: Run) -> Bools:
     """Which variants of a run have the same prices of blocks as its first one."""
     owners = run.variants.shape
-    same = run.strides == run.strides[0]
+    same = run.placed == run.placed[0]
     for column in (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep, shapes.micro):
         same &= column[owners] == column[owners[0]]
     several = shapes.micro_batches[owners] > 1

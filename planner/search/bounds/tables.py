@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoparallel.costmodel.program import Axis
-from autoparallel.planner.expand.axes import EXPERTS
+from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
 from autoparallel.planner.search.space.build import MODES, Shapes
@@ -93,11 +93,14 @@ def unit_table(
     priced: list[tuple[float, ...]] = []
     full: tuple[int, ...] = ()  # the setting whose smaller micro-batches are too large already
     illegal: NotShardable | None = None
-    legal = False
+    legal, ordered = False, "mesh.order" in problem.constraints
     for key in distinct.tolist():
         setting = tuple(key[:-1])
         try:
-            row = _row(problem, chain, book, key) if setting != full else nothing
+            row = nothing
+            if setting != full:
+                strategy = representative(problem, chain, key)
+                row = _row(problem, chain, book, strategy, nearest_axes(strategy.mesh, ordered=ordered))
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
@@ -126,14 +129,20 @@ def settings_of(problem: Problem, shapes: Shapes) -> tuple[Ints, Ints]:
 
 
 def placed_row(
-    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, shape: int, stride: int
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    shapes: Shapes,
+    shape: int,
+    axes: tuple[Axis, ...],
+    apart: int,
 ) -> tuple[float, ...]:
-    """The row of one shape with tensor parallelism over devices `stride` apart."""
+    """The row of one shape whose blocks communicate along these axes, tensor parallelism `apart` devices apart."""
     fused = problem.execution.kernels == "fused"
     several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
     columns = (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep)
     key = (*(int(c[shape]) for c in columns), several, int(shapes.micro[shape]))
-    return _row(problem, chain, book, key, stride)
+    return _row(problem, chain, book, representative(problem, chain, key, apart), axes)
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[int], stride: int = 1) -> Strategy:
@@ -152,27 +161,11 @@ def representative(problem: Problem, chain: Chain, key: Sequence[int], stride: i
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
 
 
-def _nearest(strategy: Strategy, tensor_stride: int, *, ordered: bool) -> tuple[Axis, ...]:
-    """Axes along which a block communicates, where that costs least: neighbours, but for tensor parallelism
-    `tensor_stride` devices apart; cp right outside it, unless the user ordered the axes."""
-    mesh = strategy.mesh
-    outside = 1 if ordered else mesh.tp * tensor_stride
-    axes = (("tp", mesh.tp, tensor_stride), ("cp", mesh.cp, outside), (EXPERTS, mesh.ep, 1))
-    return tuple(
-        Axis(name=name, size=size, stride=stride, derived=name == EXPERTS)
-        for name, size, stride in axes
-        if size > 1
-    )
-
-
 def _row(
-    problem: Problem, chain: Chain, book: PriceBook, key: Sequence[int], stride: int = 1
+    problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, axes: tuple[Axis, ...]
 ) -> tuple[float, ...]:
-    strategy = representative(problem, chain, key, stride)
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
-
-    axes = _nearest(strategy, stride, ordered="mesh.order" in problem.constraints)
 
     def link(block: int, how: str, *, held: bool = False) -> LinkPrice:
         return book.link(strategy, block, how, held=held or not tied[block], axes=axes)

@@ -19,6 +19,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.ranks import RankBounds, Rows, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.tables import Floats, Units
 from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
+from autoparallel.planner.search.space.meshes import Bools
 
 HALVINGS = 14  # of the bracket in which a bound is found, at most
 CLOSE = 1e-4  # of a bound: a bracket this narrow is not halved again
@@ -32,6 +33,9 @@ class Bounds:
 
     time_s: Floats
     memory_bytes: Floats
+
+    def take(self, rows: Bools) -> Bounds:
+        return Bounds(time_s=self.time_s[rows], memory_bytes=self.memory_bytes[rows])
 
 
 def shape_bounds(problem: Problem, space: Space, units: Units, repeated: int) -> Bounds:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.costmodel.program import Axis, BlockWork
+from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
-from autoparallel.planner.expand.expander import MIB, mesh_axes, nearest_stride
+from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest_axes
+from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook, least_message_bytes
 from autoparallel.planner.search.bounds.tables import Floats, Units
@@ -20,7 +22,7 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Ints
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
 from autoparallel.planner.search.stages.problem import Deal
-from autoparallel.planner.strategy.types import AXES, Strategy
+from autoparallel.planner.strategy.types import AXES, Mesh, Strategy
 
 Axes = tuple[Axis, ...]
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
@@ -54,6 +56,8 @@ class WireBook:
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
     held: Ints  # by shape: the number of what its units hold
     known: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
+    _numbers: dict[object, int] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(problem: Problem, space: Space, units: Units, book: PriceBook) -> WireBook:
@@ -76,6 +80,30 @@ class WireBook:
         sends_s = _sends_s(self.problem, self.space, self.book, found)
         return Wires(**{name: data[:, i] for i, name in enumerate(DATA_PRICES)}, send_s=sends_s)
 
+    def inner_placements(self, found: Variants) -> Ints:
+        """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
+        that is as near as can be."""
+        keys = self.space.shapes.mesh[found.shape] * len(self.space.meshes.orders) + found.order
+        distinct, which = np.unique(keys, return_inverse=True)
+        for key in distinct.tolist():
+            if key not in self._inner:
+                self._inner[key] = self._inner_placement(*divmod(key, len(self.space.meshes.orders)))
+        numbers = [self._inner[key] for key in distinct.tolist()]
+        return np.asarray(np.array(numbers, dtype=np.int64)[which.reshape(-1)])
+
+    def _inner_placement(self, mesh: int, order: int) -> int:
+        sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
+        placed = Mesh(**sizes, order=self.space.meshes.orders[order])
+        nearest = nearest_axes(placed, ordered="mesh.order" in self.problem.constraints)
+
+        def crossed(axes: tuple[Axis, ...]) -> object:
+            return tuple(crossings((name,), axes, self.problem.cluster) for name in INNER)
+
+        where = crossed(inner_axes(axes_of(placed)))
+        if where == crossed(nearest):
+            return 0
+        return self._numbers.setdefault(where, len(self._numbers) + 1)
+
     def _data_parallel(self, found: Variants) -> Floats:
         """Columns DATA_PRICES."""
         keys = self.placed[self.space.shapes.mesh[found.shape], found.order]
@@ -91,16 +119,6 @@ class WireBook:
                 self.known[key] = _price(self.problem, self.book, self.units, chosen, int(found.shape[row]))
         prices = [self.known[key] for key in distinct.tolist()]
         return np.array(prices, dtype=np.float64).reshape(-1, len(DATA_PRICES))[which.reshape(-1)]
-
-
-def tensor_strides(problem: Problem, space: Space, found: Variants) -> Ints:
-    """Distance between neighbours along tp, as `planner.expand.nearest_stride` has it; 1 without tp."""
-    columns, which = _axis_columns(space, found, "tp")
-    strides = [
-        nearest_stride(Axis(name="tp", size=size, stride=stride), problem.cluster) if size > 1 else 1
-        for size, stride in columns
-    ]
-    return np.array(strides, dtype=np.int64)[which]
 
 
 def _axis_columns(space: Space, found: Variants, name: str) -> tuple[list[tuple[int, int]], Ints]:

@@ -20,7 +20,13 @@ from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal, proportional
 from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value
 from autoparallel.planner.search.stages.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
-from autoparallel.planner.search.stages.peaks import backward_peak, forward_peak, weight_peak
+from autoparallel.planner.search.stages.peaks import (
+    Ends,
+    backward_peak,
+    forward_peak,
+    last_kinds,
+    weight_peak,
+)
 from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.search.stages.sizes import chunk_sizes
 from autoparallel.planner.search.stages.unlike import on_devices, over_devices, rank_devices
@@ -114,15 +120,17 @@ def stage_problem(
     shares = _shares(problem, chain, book, priced)
     least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen, shares)
 
+    ends = last_kinds(chain.kinds, least, most)
+
     def quantities_on(device: Device) -> tuple[Quantity, ...]:
         own = book.on(device)
         there = price_candidate(problem, chain, own, chosen)
-        return (*_seconds(problem, own, there), *_bytes(there))
+        return (*_seconds(problem, own, there), *_bytes(there, ends))
 
     stages = StageProblem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
-        quantities=(*_seconds(problem, book, priced), *_bytes(priced)),
+        quantities=(*_seconds(problem, book, priced), *_bytes(priced, ends)),
         paths=split_rows(strategy) if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
         memory=book.memory_rows(states, memory_rows),
         capacity_bytes=int(capacity_bytes),
@@ -241,7 +249,7 @@ def _send_s(problem: Problem, book: PriceBook, strategy: Strategy, *, wraps: boo
     return book.send_s(mesh_axes(strategy), size, wraps=wraps)
 
 
-def _bytes(priced: Priced) -> tuple[Quantity, ...]:
+def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
     """Quantities STATE to WEIGHT_PEAK."""
     links = priced.links
     split = priced.chosen.schedule in SPLIT_BACKWARD
@@ -249,8 +257,8 @@ def _bytes(priced: Priced) -> tuple[Quantity, ...]:
         Quantity(forms=(links.sums(state_rate(priced.strategy), 1.0),)),
         Quantity(forms=(links.sums(lambda link: link.saved, 1.0),)),
         Quantity(forms=(links.sums(lambda link: link.weight_saved, 1.0),)),
-        forward_peak(links),
-        backward_peak(links),
+        forward_peak(links, ends),
+        backward_peak(links, ends),
         weight_peak(links) if split else Quantity(forms=(links.constant(0),)),
     )
 

@@ -10,7 +10,7 @@ numbers are whole and small enough for floating point to be exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
 # Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
-MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
+MOST_PIECES, MOST_NUMBERS, MOST_NUMBERS_OF_UNLIKE = 20_000, 4_000_000, 500_000
 PER_TABLED, PER_GROWN = 7e-5, 4e-6  # milliseconds on one core for each number. Kind: measured
 EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
 
@@ -49,7 +49,21 @@ def solve_in_layers(
     """Whether the problem was small enough, and then its best deal below `below` that is not excluded, if any. `spend`
     is told how much work it was, about milliseconds."""
     units = len(problem.kinds)
-    if (units + 1) * (units + 2) // 2 * (units if problem.recompute else 1) > MOST_PIECES:
+    most_numbers = MOST_NUMBERS
+    pieces_at_most = (units + 1) * (units + 2) // 2 * (units if problem.recompute else 1)
+    if below is not None and len(set(problem.kinds)) > 1:  # CP-SAT is quick where units are alike
+        problem = with_smaller_chunks(problem, below)
+        if sum(problem.most) < units or any(b < a for a, b in zip(problem.least, problem.most, strict=True)):
+            return True, None
+        starts = units - sum(problem.least) + 1  # of each chunk, when all get what they must have
+        own = [
+            starts * sum(n + 1 if problem.recompute else 1 for n in range(least, most + 1))
+            for least, most in zip(problem.least, problem.most, strict=True)
+        ]
+        if sum(own) * (len(problem.paths) + len(problem.memory)) > MOST_NUMBERS:
+            return False, None
+        pieces_at_most, most_numbers = max(own), MOST_NUMBERS_OF_UNLIKE
+    if pieces_at_most > MOST_PIECES:
         return False, None
     quick = quick_deal(problem)
     if quick is not None and quick not in excluded:
@@ -69,13 +83,55 @@ def solve_in_layers(
     left = _least_left(tables, pieces, units)
     if (left[0][:, 0] > limits).any():
         return True, None
-    partial, grown = _grow(tables, pieces, left, limits)
+    partial, grown = _grow(tables, pieces, left, limits, most_numbers)
     if spend is not None:
         spend(PER_GROWN * grown)
     if partial is None:
         return False, None
     sums, chosen = partial
     return True, _best(problem, pieces, sums, chosen, excluded)
+
+
+def with_smaller_chunks(problem: StageProblem, below: int) -> StageProblem:
+    """The problem with no larger chunks than a path below `below` leaves room for when all others are as small as
+    they can be."""
+    kinds = _kinds_within(problem)
+    least, each = [], []  # by quantity and chunk: of the fewest units, and of each further one
+    for quantity in problem.quantities:
+        rates = [[_rate(form, k) for k in kinds] for form in quantity.forms]
+        floors = [
+            [fixed + rate * n + min(form.when_all, 0) + min(form.when_few, 0) + min((0, *form.when_none))
+             for fixed, rate, n in zip(form.fixed, own, problem.least, strict=True)]
+            for form, own in zip(quantity.forms, rates, strict=True)
+        ]  # fmt: skip
+        least.append([max(values) for values in zip(*floors, strict=True)])
+        each.append([min(values) for values in zip(*rates, strict=True)])
+    most = list(problem.most)
+    for row in problem.paths:
+        room = below - 1 - row.constant - sum(factor * least[q][c] for q, c, factor in row.terms)
+        more: dict[int, int] = {}
+        for q, c, factor in row.terms:
+            more[c] = more.get(c, 0) + factor * each[q][c]
+        for c, rate in more.items():
+            if rate > 0:
+                most[c] = min(most[c], problem.least[c] + room // rate)
+    return replace(problem, most=tuple(most))
+
+
+def _kinds_within(problem: StageProblem) -> list[tuple[int, ...]]:
+    """The kinds that each chunk's units can be of."""
+    units, before, after = len(problem.kinds), 0, sum(problem.least)
+    found = []
+    for low in problem.least:
+        after -= low
+        found.append(tuple(sorted(set(problem.kinds[before : units - after]))))
+        before += low
+    return found
+
+
+def _rate(form: Form, kinds: tuple[int, ...]) -> int:
+    """The least that a unit of these kinds adds to a form."""
+    return min((min(form.kept[k], form.recomputed[k]) for k in kinds), default=0)
 
 
 def _pieces(problem: StageProblem) -> list[Pieces]:
@@ -85,7 +141,7 @@ def _pieces(problem: StageProblem) -> list[Pieces]:
     every = [
         (start, start + n, k)
         for start in range(units + 1)
-        for n in range(units - start + 1)
+        for n in range(min(units - start, max(problem.most)) + 1)
         for k in range(n + 1 if again else 1)
     ]
     start, end, recomputed = np.array(every, dtype=np.int64).T
@@ -165,7 +221,7 @@ def _least_left(tables: list[Floats], pieces: list[Pieces], units: int) -> list[
 
 
 def _grow(
-    tables: list[Floats], pieces: list[Pieces], left: list[Floats], limits: Floats
+    tables: list[Floats], pieces: list[Pieces], left: list[Floats], limits: Floats, most_numbers: int
 ) -> tuple[tuple[Floats, list[Ints]] | None, int]:
     """All deals within the limits: the sums of their rows, and by chunk their pieces, None if they are too many; and how
     many numbers were made."""
@@ -175,7 +231,7 @@ def _grow(
     for table, one, after in zip(tables, pieces, left[1:], strict=True):
         first = np.searchsorted(one.start, at, side="left")
         count = np.searchsorted(one.start, at, side="right") - first
-        if int(count.sum()) * len(limits) > MOST_NUMBERS:
+        if int(count.sum()) * len(limits) > most_numbers:
             return None, grown
         grown += int(count.sum()) * len(limits)
         parent = np.repeat(np.arange(len(at)), count)

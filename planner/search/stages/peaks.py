@@ -6,74 +6,100 @@ recomputation makes, its gathered parameters and the next link's, and gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from autoparallel.planner.search.bounds.prices import LinkPrice
 from autoparallel.planner.search.stages.forms import Links, PricedChain
 from autoparallel.planner.search.stages.problem import Form, Quantity
 
+Ends = Sequence[Collection[int]]  # per chunk, the kinds that its last unit can be of
 
-def forward_peak(chain: PricedChain) -> Quantity:
+
+def last_kinds(kinds: Sequence[int], least: Sequence[int], most: Sequence[int]) -> Ends:
+    """The kinds that each chunk's last unit can be of, where chunks have `least` to `most` of the units in order."""
+    found, before, before_most = [], 0, 0
+    after, after_most = sum(least), sum(most)
+    for low, high in zip(least, most, strict=True):
+        after, after_most = after - low, after_most - high
+        first = max(before + max(low, 1), len(kinds) - after_most)
+        last = min(before_most + high, len(kinds) - after)
+        found.append(frozenset(kinds[max(first, 1) - 1 : last]))
+        before, before_most = before + low, before_most + high
+    return found
+
+
+def forward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     """The last unit's forward on top of all that is saved, the one before it while the last one's parameters come
     in, and the links of head and tail."""
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
     units = (*chain.kept, *chain.recomputed)
-    last = min((_running(links, _forward_of) for links in units), default=0)
+    last = _least(ends, [min(_running(links, _forward_of) for links in kind) for kind in _by_kind(chain)])
     first_tail = chain.tail[0].gather_bytes if chain.tail else 0
     every = [True] * chain.chunks
-    on_units = _shifted(saved, _each(chain, last, first_tail - tail_saved), units=every)
-    ends = _running(chain.tail, _forward_of) if chain.tail else last - tail_saved
-    on_tail = _shifted(saved, _each(chain, last, ends - last), units=[*every[1:], not chain.tail])
+    on_units = _shifted(saved, _and_last(last, first_tail - tail_saved), units=every)
+    tail = _running(chain.tail, _forward_of) if chain.tail else last[-1] - tail_saved
+    on_tail = _shifted(saved, [*last[:-1], tail], units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
     forms = [on_units, on_tail, on_head]
     coming = _next_gather(units, 0)
     if coming:  # needs a unit before the last
         most = max(sum(link.saved for link in links) for links in units)
-        own = min(links[-1].forward_temp + links[-1].gather_bytes for links in units)
-        before = _shifted(saved, _each(chain, own + coming - most, -tail_saved), units=every)
+        own = min(_forward_of(links[-1]) for links in units) + coming - most
+        before = _shifted(saved, _and_last([own] * chain.chunks, -tail_saved), units=every)
         forms.append(replace(before, when_few=-coming))
     return Quantity(forms=tuple(dict.fromkeys(forms)))
 
 
-def backward_peak(chain: PricedChain) -> Quantity:
+def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     """The first link to run backwards with all that is saved beside it: of the tail, or of the units; and the
     second unit, beside the gradients of the first."""
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
-    kept = min((_backward_of(links[-1]) for links in chain.kept), default=0)
-    again = min((_backward_of(links[-1]) for links in chain.recomputed), default=0)
+    kept = _least(ends, [_backward_of(links[-1]) for links in chain.kept])
+    again = _least(ends, [_backward_of(links[-1]) for links in chain.recomputed])
     units = (*chain.kept, *chain.recomputed)
     coming = _next_gather(units, -1)
-    every, more = [True] * chain.chunks, max(0, again - kept) if chain.kept else 0
+    every = [True] * chain.chunks
+    more = min(max(0, b - a) for a, b in zip(kept, again, strict=True)) if chain.kept else 0
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
-    on_units = _shifted(saved, _each(chain, kept + coming, reducing - tail_saved), units=every)
+    waiting = [value + coming for value in kept]
+    on_units = _shifted(saved, _and_last(waiting, reducing - tail_saved), units=every)
     on_units = replace(on_units, when_all=more, when_few=-coming)
-    ends = 0 if chain.tail else kept  # a last chunk may hold the tail alone
+    tail = 0 if chain.tail else kept[-1]  # a last chunk may hold the tail alone
     held, before = 0, 0
     for number in range(len(chain.tail) - 1, -1, -1):
         link = chain.tail[number]
         gathers = chain.tail[number - 1].gather_bytes if number else 0
-        ends = max(ends, held + _backward_of(link) + gathers + before)
+        tail = max(tail, held + _backward_of(link) + gathers + before)
         held, before = held - link.saved, link.reduce_bytes
-    on_tail = _shifted(saved, _each(chain, kept, ends - kept), units=[*every[1:], not chain.tail])
+    on_tail = _shifted(saved, [*kept[:-1], tail], units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_backward_of(link) + link.saved for link in chain.head), default=0))
     forms = [on_units, on_tail, on_head]
     reduced = min((links[0].reduce_bytes for links in units), default=0)
     if reduced:
         most = max(sum(link.saved for link in links) for links in units)
         third = coming if chain.chunks == 1 and chain.count > 2 else 0
-        second = _shifted(
-            saved, _each(chain, min(kept, again) + reduced + third - most, -tail_saved), units=every
-        )
+        own = min(_backward_of(links[-1]) for links in units) + reduced + third - most
+        second = _shifted(saved, _and_last([own] * chain.chunks, -tail_saved), units=every)
         forms.append(replace(second, when_few=-reduced))
     return Quantity(forms=tuple(dict.fromkeys(forms)))
 
 
-def _each(chain: PricedChain, value: int, in_last: int) -> list[int]:
-    """The value in every chunk, and `in_last` more in the last."""
-    return [value] * (chain.chunks - 1) + [value + in_last]
+def _by_kind(chain: PricedChain) -> list[tuple[Links, Links]]:
+    """Of each kind of unit, its links kept and recomputed."""
+    return list(zip(chain.kept, chain.recomputed, strict=True))
+
+
+def _least(ends: Ends, values: Sequence[int]) -> list[int]:
+    """Per chunk, the least of the values of the kinds that its last unit can be of."""
+    return [min((values[kind] for kind in kinds), default=0) for kinds in ends]
+
+
+def _and_last(values: Sequence[int], more: int) -> list[int]:
+    """The values of the chunks, that of the last chunk with `more`."""
+    return [*values[:-1], values[-1] + more]
 
 
 def _next_gather(units: Sequence[Links], position: int) -> int:

@@ -153,3 +153,9 @@ def deal_fits(problem: StageProblem, deal: Deal) -> bool:
 def deal_value(problem: StageProblem, deal: Deal) -> int:
     """The longest of the paths under a deal: what the model minimises."""
     return max(row_values(problem, problem.paths, deal), default=0)
+
+
+def has_choice(problem: StageProblem) -> bool:
+    """Whether a stage problem has more than one deal."""
+    spare = len(problem.kinds) > sum(problem.least) and problem.chunks > 1 and problem.blocks is None
+    return spare or (problem.recompute and problem.recomputed is None)

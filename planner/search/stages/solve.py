@@ -15,6 +15,7 @@ caller prepares all numbers (`planner/search/stages/inner.py`); nothing is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -36,7 +37,7 @@ from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, several seconds).
 # Kind: formula: most solves take a tenth of it.
-EFFORT = 0.03
+EFFORT = 0.08
 PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
@@ -62,6 +63,24 @@ def solve_stages(
         return best_of(problem, [deal for deal in few if deal not in excluded], below)
     small_enough, found = solve_in_layers(problem, excluded, below, spend)
     return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort, spend)
+
+
+def solve_for_memory(
+    problem: StageProblem,
+    excluded: Sequence[Deal],
+    below_bytes: int,
+    effort: float,
+    spend: Callable[[float], None],
+) -> StageAnswer | None:
+    """The deal with the least peak, the fastest of these; its value and bound are bytes."""
+    by_bytes = replace(problem, paths=problem.memory, memory=())
+    least = solve_stages(by_bytes, excluded=excluded, below=below_bytes, effort=effort, spend=spend)
+    if least is None or least.deal is None:
+        return least
+    tight = replace(problem, capacity_bytes=least.value)
+    fastest = solve_stages(tight, excluded=excluded, effort=effort, spend=spend)
+    deal = fastest.deal if fastest is not None else None
+    return least if deal is None else replace(least, deal=deal)
 
 
 def solve_with_cp_sat(

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoparallel.planner.search.stages.layers import solve_in_layers, with_smaller_chunks
+from autoparallel.planner.search.stages.peaks import last_kinds
 from autoparallel.planner.search.stages.problem import (
     Deal,
     Form,
@@ -129,3 +131,36 @@ def test_only_deals_below_the_incumbent_are_found(slack: int) -> None:
     assert best is not None
     again = solve_stages(problem, below=best.value + slack)
     assert again == (best if slack else None)
+
+
+UNLIKE = st.lists(st.integers(0, 1), min_size=2, max_size=6).map(tuple)
+
+
+@settings(max_examples=60, deadline=None)
+@given(kinds=UNLIKE, chunks=st.integers(2, 3), capacity=st.integers(8, 120), below=st.integers(20, 300),
+       ends=st.integers(0, 1))  # fmt: skip
+def test_chunks_too_large_for_the_limit_are_in_no_deal_below_it(
+    kinds: tuple[int, ...], chunks: int, capacity: int, below: int, ends: int
+) -> None:
+    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
+    smaller = with_smaller_chunks(problem, below)
+    found = [deal for deal in deals(problem) if deal_value(problem, deal) < below]
+    assert all(deal_fits(smaller, deal) for deal in found)
+    small_enough, answer = solve_in_layers(problem, (), below)
+    assert small_enough
+    best = min((deal_value(problem, deal) for deal in found), default=None)
+    assert (None if answer is None else answer.value) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(kinds=UNLIKE, sizes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4))
+def test_a_chunk_ends_with_one_of_the_kinds_that_it_can_end_with(
+    kinds: tuple[int, ...], sizes: list[tuple[int, int]]
+) -> None:
+    least, most = [a for a, _ in sizes], [a + b for a, b in sizes]
+    ends: list[set[int]] = [set() for _ in sizes]
+    for blocks in product(*(range(a, b + 1) for a, b in zip(least, most, strict=True))):
+        if sum(blocks) == len(kinds):
+            for c, n in enumerate(blocks):
+                ends[c] |= {kinds[sum(blocks[: c + 1]) - 1]} if n else set()
+    assert all(one <= set(found) for one, found in zip(ends, last_kinds(kinds, least, most), strict=True))
