@@ -25,6 +25,7 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.limits import limits
 from tests.runtime.compare import TOLERANCE, run_strategy
+from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES
 from tests.runtime.test_step import MODELS
@@ -38,7 +39,7 @@ SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")  # planned only when asked for
 
 @cache
 def _graph(name: str) -> ModelGraph:
-    example = EXAMPLES[name](4)
+    example = (EXAMPLES | EXPERT_EXAMPLES)[name](4)
     return capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
 
 
@@ -124,8 +125,18 @@ def test_schedules_that_are_asked_for_are_planned_as_they_can_run(
     _compare(gloo, model, strategy)
 
 
+@pytest.mark.parametrize(("model", "count"), [("mixtral", 2), ("deepseek", 1)])
+def test_strategies_that_share_experts_give_the_gradients_of_one_process(
+    gloo: Processes, model: str, count: int
+) -> None:
+    for strategy in drawn(model, 4, count, {"mesh.ep": 2, "mesh.tp": 2}):
+        assert strategy.mesh.ep == 2
+        _compare(gloo, model, strategy)
+
+
 def _compare(gloo: Processes, model: str, strategy: Strategy) -> None:
-    limit, devices = TOLERANCE[getattr(torch, MODELS[model])], strategy.mesh.devices
-    found = gloo.run(devices, run_strategy, name=model, strategy=strategy, dtype=MODELS[model])[0]
+    dtype, devices = MODELS.get(model, "float32"), strategy.mesh.devices
+    found = gloo.run(devices, run_strategy, name=model, strategy=strategy, dtype=dtype)[0]
+    limit = TOLERANCE[getattr(torch, dtype)]
     assert found.loss <= limit, (found, strategy)
     assert found.gradient <= limit, (found, strategy)
