@@ -26,6 +26,7 @@ class Framework:
     async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
     async_gradients: bool = False  # tensor-parallel sums of input gradients beside the weights' products
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
+    parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
@@ -36,6 +37,9 @@ FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
     # ZeRO ran in that engine, one without may have run in Megatron's own.
     "megatron-deepspeed": Framework(blocking_sends=True),
+    # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
+    # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
+    "megatron-2021": Framework(parameter_gathers=True),
     # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
     # wherever tensor_model_parallel_size > 1; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
     "nemo": Framework(sequence_parallel=True, half_gradients=True, async_tp=True, async_gradients=True),

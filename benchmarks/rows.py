@@ -178,6 +178,7 @@ def _execution(row: Row) -> Execution:
         async_tp=framework.async_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,
+        parameter_gathers=framework.parameter_gathers and sharded,
     )
 
 

@@ -40,7 +40,7 @@ def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cl
 
     `axes` are all mesh axes of the program: the group's place on the topology follows from the size and
     stride of the axes that it spans. One rank, or no bytes, costs nothing. `auto` takes the cheapest
-    algorithm. Raises UserError for an unknown algorithm or compression, and where the group does not fit.
+    algorithm that a library has: `hierarchical` runs only where it is asked for. Raises UserError for an unknown algorithm or compression, and where the group does not fit.
     """
     if collective.algorithm not in ALGORITHMS:
         raise UserError(
@@ -80,7 +80,7 @@ def _plain_s(
     times = []
     if algorithm in ("auto", "ring"):
         times.append(_ring_s(op, size_bytes, path, constants))
-    if algorithm in ("auto", "hierarchical") and len(path) > 1:
+    if algorithm == "hierarchical" and len(path) > 1:
         times.append(_hierarchical_s(op, [size_bytes] * len(path), path, constants))
     if op == CollectiveOp.ALL_REDUCE:
         if algorithm in ("auto", "tree"):

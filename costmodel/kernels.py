@@ -38,6 +38,7 @@ _ALIGNMENT_BYTES = 16
 PER_TENSOR = (
     "optimizer_tensors"  # what an optimizer step takes for each of `count` tensors, whatever its size
 )
+PIECES = "pieces"  # copies of the pieces of a tensor, which the host launches one by one from Python
 HOST_COPY = "host"  # a copy between the device's memory and its host's
 SERVED = (
     "served"  # rows that a parameter server on a host gives or takes, while every device of the node asks it
@@ -70,7 +71,7 @@ def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
 
 def launches(kernel: Kernel, kernels: str) -> int:
     """Launches: one each, but for unfused attention its products and the passes over its scores."""
-    if kernel.kind in (OpKind.VIEW, PER_TENSOR):
+    if kernel.kind in (OpKind.VIEW, PER_TENSOR, PIECES):
         return 0
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
         return kernel.count * ((4 if kernel.backward else 2) + _SCORE_KERNELS[kernels])
@@ -83,6 +84,9 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
         return 0.0
     if kernel.kind == PER_TENSOR:
         return kernel.count * device.constants["optimizer.tensor_s"]
+    if kernel.kind == PIECES:  # the device waits for each
+        copied_s = memory_s(kernel.bytes_moved, device, _MEMORY_KINDS[OpKind.COPY])
+        return kernel.count * max(copied_s, device.constants["launch_s.eager"])
     start_s = device.constants["kernel.start_s"]
     if kernel.kind == HOST_COPY:
         return kernel.count * (start_s + kernel.bytes_moved / device.constants["host.bytes_per_s"])

@@ -19,6 +19,7 @@ from autoparallel.planner.expand.chain import (
     stage_ranges,
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
+from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
 from autoparallel.planner.expand.works import LocalWorks
@@ -177,6 +178,8 @@ class Expander:
 
     def _synchronised(self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str]) -> BlockWork:
         work = self.work(strategy, *link)
+        if fetches(strategy):
+            return self._fetched(strategy, work, link[0], dropped)
         gather, expert_gather = state.gather_of(work, strategy), state.expert_gather_of(work, strategy)
         if dropped:
             plan = dict(self.tensor_plan(strategy).blocks[link[0]].params)
@@ -198,6 +201,14 @@ class Expander:
         return replace(
             work, gather=gather, expert_gather=expert_gather, reduce=reduce, backward_weight=weight
         )
+
+    def _fetched(self, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]) -> BlockWork:
+        """A block whose parameters are fetched one by one: nothing is gathered or reduced for it as a whole."""
+        plan = dict(self.tensor_plan(strategy).blocks[block].params)
+        parameters = self.graph.blocks[block].parameters
+        own = [p for p in parameters if p.name not in dropped]
+        numels = [p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1) for p in own]
+        return with_fetches(work, numels, strategy)
 
     def _partial_gradients(self, strategy: Strategy, block: int) -> tuple[Collective, ...]:
         """Once a step: the sum over tp of the gradients of replicated parameters that saw a part of the data."""

@@ -97,16 +97,17 @@ def _gather(parameters: int, item_bytes: int, shards: Shards) -> Collective:
 def gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
     """ZeRO-3: the block's parameters, experts aside, in the dtype they are computed with."""
     own, shards = work.parameters - work.expert_parameters, dense_shards(strategy)
-    return _gather(own, _computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+    return _gather(own, computed_bytes(strategy), shards) if shards.zero == 3 and own else None
 
 
 def expert_gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
     """ZeRO-3: the block's experts on this rank, likewise."""
     own, shards = work.expert_parameters, expert_shards(strategy)
-    return _gather(own, _computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+    return _gather(own, computed_bytes(strategy), shards) if shards.zero == 3 and own else None
 
 
-def _computed_bytes(strategy: Strategy) -> int:
+def computed_bytes(strategy: Strategy) -> int:
+    """Bytes of a parameter in the dtype that it is computed with."""
     execution = strategy.execution
     return min(dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
 

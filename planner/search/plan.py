@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autoparallel.costmodel.collecting import without_collection
+from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
@@ -70,6 +71,11 @@ def plan(
     about the answer passes the `expander` of graph and cluster, which then knows it. Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
     legal strategy at all.
     """
+    if problem.execution.parameter_gathers:
+        raise UserError(
+            "execution.parameter_gathers: runs that fetch each parameter by itself are scored, not searched; "
+            "set it to false, or give `autoparallel score` a complete strategy"
+        )
     started_s = time.monotonic()
     watch = _Watch(started_s, time_limit_s, progress)
     if tiers_matter(problem, alike=not has_parts(problem)):

@@ -113,6 +113,9 @@ class ExecutionSection(Section):
         None, description="tensor-parallel gradient sums beside the products"
     )
     blocking_sends: bool | None = Field(None, description="stages wait for their messages to have gone")
+    parameter_gathers: bool | None = Field(
+        None, description="ZeRO-3 fetches each parameter by itself and waits for it"
+    )
 
 
 class GradSyncSection(Section):

@@ -96,6 +96,7 @@ class Execution:
         False  # tensor-parallel sums of input gradients run beside the products of weight gradients
     )
     blocking_sends: bool = False  # a stage waits until its message has gone to the next one
+    parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""ZeRO-3 that fetches each parameter by itself and waits for it, as DeepSpeed did until October 2021.
+
+Every parameter but the small ones, which stay whole on every rank, is gathered alone before the pass that needs it
+(forward, recomputation, backward), and its gradient is reduced and scattered alone after the backward pass. The
+library synchronises the device around each, so that nothing hides them, and hands the collective one piece per rank:
+a copy of each piece is a launch of its own, whose number grows with the ranks.
+
+Source: DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py (`_allgather_param`: torch.cuda.synchronize, a list
+of world_size partitions; `_reduce_scatter_gradient` likewise) and stage3.py (`_synchronize_communication`,
+`param_persistence_threshold`). DeepSpeed@c0eeb69df (31 October 2021) gathers in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autoparallel.costmodel.kernels import PIECES
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
+from autoparallel.planner.expand import state
+from autoparallel.planner.strategy.types import Strategy
+
+# Smaller parameters stay whole. Kind: formula. Source: DeepSpeed@c83e49f9e, stage3.py, param_persistence_threshold.
+WHOLE_BELOW = 100_000
+# Passes over a gathered tensor in memory: zeroed, and copied out piece by piece (read, written); a gradient is copied
+# in. Kind: formula. Source: as above, `torch.zeros`; ProcessGroupNCCL flattens lists of tensors.
+PASSES = {CollectiveOp.ALL_GATHER: 3, CollectiveOp.REDUCE_SCATTER: 2}
+
+
+def fetches(strategy: Strategy) -> bool:
+    """Whether the strategy's parameters are gathered one by one."""
+    return strategy.execution.parameter_gathers and state.zero_level(strategy) == 3
+
+
+def with_fetches(work: BlockWork, numels: Iterable[int], strategy: Strategy) -> BlockWork:
+    """A block's work with its parameters (`numels`: numbers in each on this device) fetched one by one, in line.
+
+    On top of the block live a parameter beside the buffer that it was gathered in, and backwards the block's whole
+    gradients, which are scattered when a bucket of them is full.
+    """
+    large = [n for n in numels if n >= WHOLE_BELOW]
+    if not large:
+        return work
+    item = state.computed_bytes(strategy)
+    gradient = state.dtype_bytes(strategy.execution.grad_dtype)
+    fetched = _steps(CollectiveOp.ALL_GATHER, [n * item for n in large], strategy, backward=False)
+    scattered = _steps(CollectiveOp.REDUCE_SCATTER, [n * gradient for n in large], strategy, backward=True)
+    again = tuple(replace(s, backward=True) if isinstance(s, Kernel) else s for s in fetched)
+    live = 2 * max(large) * item
+    return replace(
+        work,
+        forward=(*fetched, *work.forward),
+        recompute=(*fetched, *work.recompute) if work.recompute else (),
+        backward_input=(*again, *work.backward_input),
+        backward_weight=(*work.backward_weight, *scattered),
+        forward_temp_bytes=work.forward_temp_bytes + live,
+        backward_temp_bytes=work.backward_temp_bytes + live + sum(large) * gradient,
+    )
+
+
+def _steps(op: CollectiveOp, sizes: Iterable[int], strategy: Strategy, *, backward: bool) -> tuple[Step, ...]:
+    axes, ranks = state.shard_axes(strategy), state.shard_ranks(strategy)
+    found: list[Step] = []
+    for size in sizes:
+        found.append(Collective(op=op, axes=axes, size_bytes=size, label="dp"))
+        found.append(
+            Kernel(
+                kind=PIECES, dtype="fp32", flops=0, bytes_moved=-(-PASSES[op] * size // ranks),
+                backward=backward, count=ranks,
+            )
+        )  # fmt: skip
+    return tuple(found)
