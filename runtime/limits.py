@@ -47,6 +47,10 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
         )
     if constraints.get("pipeline.schedule") in _SPLIT_BACKWARD:  # see runtime.pipeline_module
         found["mesh.dp_shard"] = 1
+    if constraints.get("offload.optimizer"):  # see runtime.offload
+        raise UserError(
+            "offload.optimizer: the state belongs to your optimizer, which updates it where the parameters are; set it to 0"
+        )
     if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas
         found["mesh.dp_shard"] = 1
     if constraints.get("execution.kernels") == "compiled":  # see runtime.compiled

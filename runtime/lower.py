@@ -20,6 +20,7 @@ from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
+from autoparallel.runtime.offload import OffloadCount, offload_blocks
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.reductions import Reducer
 from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer
@@ -75,8 +76,11 @@ class Lowered:
     schedules do) passes `reductions=1`.
     """
 
-    def __init__(self, module: nn.Module, *, zero: int, sharded: bool, syncs: Sequence[GradientSync]) -> None:
-        self.module, self._syncs = module, syncs
+    def __init__(
+        self, module: nn.Module, *, zero: int, sharded: bool, syncs: Sequence[GradientSync],
+        offloaded: OffloadCount,
+    ) -> None:  # fmt: skip
+        self.module, self.offloaded, self._syncs = module, offloaded, syncs
         self._zero, self._sharded = zero, sharded
 
     def begin(self, micro_batches: int, *, reductions: int | None = None) -> None:
@@ -146,6 +150,9 @@ def lower_module(
     )  # fmt: skip
     if compiled:
         compile_blocks(module, blocks)
+    offloaded = offload_blocks(
+        module, blocks, strategy.offload.activations if memory is None else 0.0, mesh.device
+    )
     copied = shard_data(
         module, blocks, mesh, zero=zero, compression=method_along(sharded, strategy, mesh), dtype=dtypes.compute,
         param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers,
@@ -154,7 +161,7 @@ def lower_module(
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in copied_names}
     syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
-    return Lowered(module, zero=zero, sharded=bool(sharded), syncs=syncs)
+    return Lowered(module, zero=zero, sharded=bool(sharded), syncs=syncs, offloaded=offloaded)
 
 
 def _fill(

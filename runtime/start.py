@@ -21,6 +21,7 @@ from autoparallel.runtime.limits import check_tables
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, world_size
+from autoparallel.runtime.offload import check_offload
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
 from autoparallel.runtime.replicas import check_algorithm, with_levels
@@ -104,8 +105,7 @@ def check_strategy(
         )
     if strategy.recompute.mode not in MODES:
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
-    if strategy.offload.optimizer or strategy.offload.activations:
-        raise UserError("[offload]: the runtime does not offload yet; set both to 0")
+    check_offload(strategy.offload)
     check_tables(strategy.embedding)
     for key in ("async_tp", "async_gradients"):
         if getattr(strategy.execution, key):

@@ -85,7 +85,22 @@ def distribute_in_parts(tensor: Tensor, mesh: DeviceMesh, dim: int, parts: int) 
 
 def dtensor_like(part: Tensor, like: DTensor) -> DTensor:
     """The DTensor laid out just like `like` of which this rank holds `part`."""
-    return DTensor(part, like._spec, requires_grad=False)
+    return laid_out(part, like._spec)
+
+
+def layout_of(tensor: Tensor) -> Any:
+    """How a DTensor is laid out, without its values; None for a plain tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def laid_out(part: Tensor, layout: Any) -> DTensor:
+    """The DTensor of which this rank holds `part`, by what `layout_of` gave."""
+    return DTensor(part, layout, requires_grad=False)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors share which share memory, for as long as it is theirs; tensors without values have one."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def parts_of(placement: Placement) -> tuple[int, int] | None:

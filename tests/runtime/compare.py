@@ -15,6 +15,7 @@ from autoparallel.planner.strategy.types import (
     Execution,
     GradSync,
     Mesh,
+    Offload,
     Recompute,
     Shard,
     Strategy,
@@ -42,7 +43,8 @@ class Difference:
 def strategy_of(
     example: Example, *, micro: int = 2, micro_batches: int = 1, zero: int = 0, recompute: str = "none",
     sequence_parallel: bool = False, compression: tuple[str, ...] = (), order: tuple[str, ...] | None = None,
-    bucket_mib: float = 0.01, kernels: str = "eager", attention: str = "flash", tensor: tuple[TensorRule, ...] | None = None, **mesh: int,
+    bucket_mib: float = 0.01, kernels: str = "eager", attention: str = "flash", tensor: tuple[TensorRule, ...] | None = None,
+    offload: float = 0.0, **mesh: int,
 ) -> Strategy:  # fmt: skip
     """A strategy in which each data-parallel rank runs `micro_batches` of `micro` samples."""
     sizes = Mesh(**mesh)
@@ -53,6 +55,7 @@ def strategy_of(
         mesh=sizes,
         shard=Shard(zero=zero, sequence_parallel=sequence_parallel),
         recompute=Recompute(mode=recompute),
+        offload=Offload(activations=offload),
         execution=Execution(kernels=kernels, attention=attention),
         grad_sync=GradSync(compression=compression, bucket_mib=bucket_mib),
         tensor=(tuple(example.rules(sequence_parallel)) if tensor is None else tensor)
