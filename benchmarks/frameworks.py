@@ -31,6 +31,10 @@ class Framework:
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
 
+# Where runs were launched with CUDA_LAUNCH_BLOCKING=1, by a part of their origin. Source: bigscience,
+# train/tr11-176B-ml/chronicles-prequel.md, "dealing with JZ hanging on the large model", and the launchers beside it.
+BLOCKING_LAUNCHES = ("train/tr11-176B-ml/",)
+
 GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), outputs=("replicate",)),)
 
 FRAMEWORKS = {

@@ -23,7 +23,7 @@ from autoparallel.planner.strategy.types import (
 )
 from autoparallel.profiles import load_device
 from autoparallel.profiles.hardware import Cluster, Group
-from benchmarks.frameworks import framework_of
+from benchmarks.frameworks import BLOCKING_LAUNCHES, framework_of
 from benchmarks.models import Shape
 
 Row = Mapping[str, str]
@@ -178,6 +178,7 @@ def _execution(row: Row) -> Execution:
         async_tp=framework.async_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,
+        blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,
     )
 

@@ -144,7 +144,7 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
     """Seconds of the steps of a block: kernels under the key of their pass, collectives under `LABEL_comm`.
 
     Where launching a pass takes the host longer than the device takes to run it, the pass takes what the host
-    needs; the difference stands under the key of the pass.
+    needs; the difference stands under the key of the pass. Under `blocking_launches` the pass takes both.
     """
 
     call_s = device.constants.get("collective.host_s", 0.0)
@@ -167,7 +167,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
             total[where] = total.get(where, 0.0) + seconds
         if (exposed_s := beside_s - total.get(key, 0.0)) > 0.0:
             total[hidden] = total.get(hidden, 0.0) + exposed_s
-        if (waiting_s := launches_s - sum(total.values())) > 0.0:
+        hidden_s = 0.0 if program.blocking_launches else sum(total.values())
+        if (waiting_s := launches_s - hidden_s) > 0.0:
             total[key] = total.get(key, 0.0) + waiting_s
         return total
 

@@ -195,6 +195,7 @@ class Program:
     overlap: bool  # gradient synchronisation runs beside the backward pass
     bucket_bytes: int = 0
     reduce_every_micro: bool = False
+    blocking_launches: bool = False  # the host waits for each kernel before it launches the next
     blocking_sends: bool = False  # a rank waits for each message it sends, as in Megatron without p2p overlap
     kernels: str = "fused"  # eager, fused or compiled: as the strategy's `execution.kernels`
     model_flops: int = 0

@@ -114,6 +114,10 @@ def check_strategy(
             )
     if strategy.execution.blocking_sends:
         raise UserError("execution.blocking_sends: the runtime's stages do not wait; set it to false")
+    if strategy.execution.blocking_launches:
+        raise UserError(
+            "execution.blocking_launches: the runtime does not wait for each kernel; set it to false"
+        )
     if strategy.execution.parameter_gathers:
         raise UserError("execution.parameter_gathers: the runtime gathers whole blocks; set it to false")
     check_compression(strategy.grad_sync.compression)

@@ -116,6 +116,7 @@ class Expander:
             micro_batches=strategy.micro_batches,
             dtype=strategy.execution.dtype,
             overlap=sync.overlap,
+            blocking_launches=strategy.execution.blocking_launches,
             blocking_sends=strategy.execution.blocking_sends,
             bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
             reduce_every_micro=zero >= 2,

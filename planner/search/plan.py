@@ -53,6 +53,10 @@ __all__ = [
 # machine (`Frontier.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
 MOST_WORK = 1700.0
 REPORT_EVERY_S = 0.1
+SCORED_ONLY = (
+    "parameter_gathers",
+    "blocking_launches",
+)  # of `Execution`: ways of runs that nobody would plan anew
 
 
 @without_collection()
@@ -71,11 +75,12 @@ def plan(
     about the answer passes the `expander` of graph and cluster, which then knows it. Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
     legal strategy at all.
     """
-    if problem.execution.parameter_gathers:
-        raise UserError(
-            "execution.parameter_gathers: runs that fetch each parameter by itself are scored, not searched; "
-            "set it to false, or give `autoparallel score` a complete strategy"
-        )
+    for key in SCORED_ONLY:
+        if getattr(problem.execution, key):
+            raise UserError(
+                f"execution.{key}: such runs are scored, not searched; set it to false, or give `autoparallel score` "
+                "a complete strategy"
+            )
     started_s = time.monotonic()
     watch = _Watch(started_s, time_limit_s, progress)
     if tiers_matter(problem, alike=not has_parts(problem)):

@@ -113,6 +113,9 @@ class ExecutionSection(Section):
         None, description="tensor-parallel gradient sums beside the products"
     )
     blocking_sends: bool | None = Field(None, description="stages wait for their messages to have gone")
+    blocking_launches: bool | None = Field(
+        None, description="the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)"
+    )
     parameter_gathers: bool | None = Field(
         None, description="ZeRO-3 fetches each parameter by itself and waits for it"
     )

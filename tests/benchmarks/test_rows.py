@@ -57,6 +57,14 @@ def test_attention_is_the_kernel_that_the_row_names_or_else_its_framework_s(
     assert rows.strategies_of(row)[0].execution.attention == attention
 
 
+def test_only_runs_that_said_so_waited_for_each_kernel() -> None:
+    waiting = {row["source"] for row in published("training_rows") if row["origin"].find("tr11-176B-ml") >= 0}
+    for row in published("training_rows")[::50]:
+        if not row["note"].startswith("LoRA"):
+            (strategy, *_) = rows.strategies_of(row)
+            assert strategy.execution.blocking_launches == (row["source"] in waiting)
+
+
 def test_full_precision_fsdp_holds_and_reduces_in_fp32_and_pure_fsdp_in_half_precision() -> None:
     def dtypes(framework: str) -> tuple[str, str, bool]:
         row = next(row for row in FURTHER if row["zero"] == "3")

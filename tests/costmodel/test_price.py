@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autoparallel.costmodel.collectives import collective_s
-from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.kernels import host_s, kernel_s
 from autoparallel.costmodel.price import Pricer, price_program, price_stage
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.stage_cost import StageCost
@@ -69,6 +69,13 @@ def test_a_collective_beside_its_pass_is_waited_for_only_where_kernels_do_not_hi
     cost = priced(toy_stage(((toy_block(forward=(gemm(), short)), 1),), last=True))
     assert seconds(short) < GEMM_S
     assert cost.forward.total_s == pytest.approx(GEMM_S)
+
+
+def test_a_host_that_waits_for_each_kernel_hides_no_launch() -> None:
+    stage = toy_stage(((toy_block(forward=(gemm(), gemm())), 1),), last=True)
+    ahead, waiting = priced(stage), priced(stage, blocking_launches=True)
+    more_s = waiting.forward.total_s - ahead.forward.total_s
+    assert more_s == pytest.approx(2 * host_s(gemm(), CLUSTER.device, "fused"))
 
 
 def test_recomputation_runs_with_the_input_gradient() -> None:

@@ -13,7 +13,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.one_by_one import WHOLE_BELOW
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.search.plan import SCORED_ONLY, plan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -76,6 +76,8 @@ def test_without_shards_nothing_is_fetched() -> None:
         assert with_key.step_time_s == without.step_time_s
 
 
-def test_a_search_for_such_runs_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="parameter_gathers"):
-        plan(Problem(graph=GRAPH, cluster=CLUSTER, global_batch=64, execution=ALONE.execution))
+@pytest.mark.parametrize("key", SCORED_ONLY)
+def test_a_search_for_such_runs_is_refused_by_name(key: str) -> None:
+    execution = replace(Execution(), **{key: True})
+    with pytest.raises(UserError, match=key):
+        plan(Problem(graph=GRAPH, cluster=CLUSTER, global_batch=64, execution=execution))
