@@ -12,10 +12,8 @@ sum over tp.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -28,14 +26,9 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERTS
 from autoparallel.planner.strategy.types import Mesh
 from autoparallel.runtime.expert_modules import ExpertModule
+from autoparallel.runtime.expert_trial import Place, Trial, counting, holding
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.token_exchange import find_route, return_rows, scale_gradient, send_rows
-
-Place = tuple[str, str]  # path of a module inside the layer ("" the layer itself), name of an attribute
-_TRIAL_TOKENS, _TRIAL_EXPERTS = 3, 2
-# Of what a trial returns, how far two ways to compute it may be apart. Kind: formula, float32 products of random
-# numbers agree to about 1e-5; results that differ at all differ by about 1.
-_TRIAL_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +41,16 @@ class Sharing:
 
 def can_share(module: nn.Module, layers: Sequence[ExpertModule] | None) -> bool:
     """Whether every layer can be shared over ep, by what its forward does."""
-    try:
-        _sharings(module, layers or (), "")
-    except UserError:
-        return False
-    return layers is not None
+    return layers is not None and len(_sharings(module, layers, "")) == len(layers)
 
 
 def check_experts(
     module: nn.Module, sizes: Mesh, layers: Sequence[ExpertModule] | None
 ) -> tuple[Sharing, ...]:
-    """How each layer is shared over ep; () with ep = 1. Raises UserError, with the remedy, where one cannot be."""
+    """How each layer runs on some of its experts. Raises UserError, with the remedy, where with ep > 1 one does not;
+    with ep = 1 those are left out."""
     if sizes.ep == 1:
-        return ()
+        return _sharings(module, layers or () if sizes.tp > 1 else (), "")
     where = f"mesh.ep = {sizes.ep}"
     if layers is None:
         raise UserError(
@@ -78,110 +68,24 @@ def check_experts(
 
 
 def _sharings(module: nn.Module, layers: Sequence[ExpertModule], where: str) -> tuple[Sharing, ...]:
-    known: dict[object, tuple[Place, ...]] = {}
+    """Those of `layers` that run on some of their experts; with `where`, all of them, or UserError."""
+    known: dict[object, tuple[Place, ...] | None] = {}
     found = []
     for layer in layers:
         owner = module.get_submodule(layer.path)
         shapes = tuple((name, owner.get_parameter(name).shape) for name in layer.parameters)
-        key = (type(owner), layer.experts, shapes, _counting(owner, layer.experts))
+        key = (type(owner), layer.experts, shapes, counting(owner, layer.experts))
         if key not in known:
-            counts = _tried(owner, layer)
-            if counts is None:
+            counts = Trial(owner, layer).counts()
+            if counts is None and where:
                 raise UserError(
                     f"{where}: {layer.path} ({type(owner).__name__}) does not run on some of its experts alone, row by "
                     "row and in proportion to the weights; set mesh.ep to 1"
                 )
             known[key] = counts
-        found.append(Sharing(layer=layer, counts=known[key]))
+        if (own := known[key]) is not None:
+            found.append(Sharing(layer=layer, counts=own))
     return tuple(found)
-
-
-def _counting(owner: nn.Module, experts: int) -> tuple[Place, ...]:
-    """Attributes that have the number of experts as their value."""
-    return tuple(
-        (path, name)
-        for path, inner in owner.named_modules()
-        for name, value in vars(inner).items()
-        if type(value) is int and value == experts
-    )
-
-
-def _tried(owner: nn.Module, layer: ExpertModule) -> tuple[Place, ...] | None:
-    """The attributes that have to follow the number of experts held; None where no choice of them is right."""
-    candidates = _counting(owner, layer.experts)
-    for size in range(len(candidates), -1, -1):
-        for counts in combinations(candidates, size):
-            if _runs_in_parts(owner, layer, counts):
-                return counts
-    return None
-
-
-@torch.no_grad()
-def _runs_in_parts(owner: nn.Module, layer: ExpertModule, counts: tuple[Place, ...]) -> bool:
-    """Whether two experts give what each of them gives alone, weighted and summed."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    numbers = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=numbers).to(device)
-
-    def of(held: slice, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        own = {name: value[held] for name, value in values.items()}
-        with _holding(owner, own, dict.fromkeys(counts, held.stop - held.start)):
-            found: Tensor = owner.forward(
-                **{layer.hidden: hidden, layer.index: index, layer.weights: weights}
-            )
-        return found
-
-    values = {
-        name: drawn(_TRIAL_EXPERTS, *owner.get_parameter(name).shape[1:]) / owner.get_parameter(name).shape[-1] ** 0.5
-        for name in layer.parameters
-    }  # fmt: skip
-    hidden, weights = drawn(_TRIAL_TOKENS, layer.width), drawn(_TRIAL_TOKENS, _TRIAL_EXPERTS).abs()
-    index = torch.arange(_TRIAL_EXPERTS, device=device).repeat(_TRIAL_TOKENS, 1)
-    alone, first = weights.new_ones(_TRIAL_TOKENS, 1), index[:, :1] * 0
-    with _evaluating(owner):
-        try:
-            whole = of(slice(0, _TRIAL_EXPERTS), hidden, index, weights)
-            parts = [of(slice(e, e + 1), hidden, first, alone) for e in range(_TRIAL_EXPERTS)]
-        except Exception:  # whatever a forward of the user's says to being run like this
-            return False
-    if any(made.shape != hidden.shape or not bool(made.any()) for made in (whole, *parts)):
-        return False
-    wanted = sum(weights[:, e, None] * part for e, part in enumerate(parts))
-    return bool((whole - wanted).norm() <= _TRIAL_TOLERANCE * whole.norm())
-
-
-@contextmanager
-def _evaluating(owner: nn.Module) -> Iterator[None]:
-    modes = {inner: inner.training for inner in owner.modules()}
-    owner.eval()
-    try:
-        yield
-    finally:
-        for inner, training in modes.items():
-            inner.training = training
-
-
-@contextmanager
-def _holding(owner: nn.Module, values: Mapping[str, Tensor], counts: Mapping[Place, int]) -> Iterator[None]:
-    """Inside, the layer's parameters are these tensors and these attributes have these values."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-
-    def put(held: dict[str, Any], name: str, value: Any) -> None:
-        before.append((held, name, held[name]))
-        held[name] = value
-
-    try:
-        for name, value in values.items():
-            path, _, own = name.rpartition(".")
-            put(owner.get_submodule(path)._parameters, own, value)
-        for (path, name), count in counts.items():
-            put(vars(owner.get_submodule(path)), name, count)
-        yield
-    finally:
-        for held, name, value in reversed(before):
-            held[name] = value
 
 
 def experts_within(sharings: Sequence[Sharing], stage: nn.Module) -> list[Sharing]:
@@ -242,8 +146,8 @@ def _with_exchanges(
             given.arguments |= dict(
                 zip(names, (rows, route.expert[:, None], by.new_ones(len(rows), 1)), strict=True)
             )
-            with _holding(owner, parameters, dict.fromkeys(sharing.counts, own)):
-                made = forward(*given.args, **given.kwargs)
+            with holding(owner, parameters, dict.fromkeys(sharing.counts, own)):
+                made = forward(*given.args, **given.kwargs).to(rows.dtype)
         else:  # every parameter gets a gradient, on every rank
             made = rows + sum(value.reshape(-1)[:0].sum() for value in parameters.values())
         return share.give(return_rows(made, by, route, gradient_scale=scale), hidden)
@@ -271,8 +175,8 @@ class _Share:
     def take(self, tensor: Tensor) -> Tensor:
         """This rank's tokens of `tensor`, as a matrix; gradients of the whole are sums over tp."""
         if self.mesh is not None:
-            spread = _spread(tensor, self.mesh)
-            tensor = spread.to_local(grad_placements=[Partial()] if tensor.is_floating_point() else None)
+            whole = spread(tensor, self.mesh)
+            tensor = whole.to_local(grad_placements=[Partial()] if tensor.is_floating_point() else None)
         return tensor.reshape(self.tokens, -1)[self.start : self.stop]
 
     def give(self, made: Tensor, like: Tensor) -> Tensor:
@@ -286,7 +190,8 @@ class _Share:
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
 
 
-def _spread(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+def spread(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """The tensor as a DTensor that every rank of `mesh` has whole."""
     if isinstance(tensor, DTensor):
         return tensor.redistribute(placements=[Replicate()])
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

@@ -17,6 +17,7 @@ from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.context import run_in_shares
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.experts import Sharing, share_experts
+from autoparallel.runtime.experts_over_tp import run_on_shares
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
@@ -132,16 +133,20 @@ def lower_module(
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
-    get no values (a dry run's are fake tensors). `experts` are the layers of `module` that are shared over ep.
+    get no values (a dry run's are fake tensors). `experts` are layers of `module` that run on shares.
     """
     zero = strategy.shard.zero
     sharded = sharding_axes(mesh.sizes, zero)
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
         module.to(dtypes.param)
     compiled = strategy.execution.kernels == "compiled"
-    layers = share_experts(module, experts, mesh, dtype=dtypes.compute, compiled=compiled)
+    layers: list[nn.Module] = []
+    if mesh.sizes.ep > 1:
+        layers = share_experts(module, experts, mesh, dtype=dtypes.compute, compiled=compiled)
     if mesh.sizes.tp > 1:
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
+    if mesh.sizes.tp > 1 and not layers:
+        run_on_shares(module, experts, mesh.axis("tp"))
     if mesh.sizes.cp > 1:
         run_in_shares(module, blocks, mesh.axis("cp"))
     recompute_blocks(

@@ -17,10 +17,10 @@ from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
 from autoparallel.runtime.experts import can_share, check_experts
 from autoparallel.runtime.mesh import expert_ranks
 from autoparallel.runtime.start import parallelize
-from tests.runtime.compare import TOLERANCE, Difference, build, compare, part, strategy_of
+from tests.runtime.compare import TOLERANCE, build, compare, part, strategy_of
 from tests.runtime.expert_models import EXPERT_EXAMPLES, LoopedExperts, routed
 from tests.runtime.harness import Processes
-from tests.runtime.pipelines import Found, run_pipeline
+from tests.runtime.pipelines import run_pipeline
 from tests.runtime.shared import no_program
 
 DTYPES = {"mixtral": "float32", "deepseek": "float32", "routed": "float64"}
@@ -54,12 +54,6 @@ PIPELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _compare_all(
-    rank: int, world_size: int, name: str, cases: dict[str, dict[str, Any]], dtype: str
-) -> dict[str, Difference | None]:
-    return {case: compare(rank, world_size, name, options, dtype) for case, options in cases.items()}
-
-
 # What the time for tests allows: every case with the model that costs least.
 CASES = {
     ("routed", 2): list(ON_TWO),
@@ -70,30 +64,29 @@ CASES = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "case"),
+    [(name, ranks, case) for (name, ranks), cases in CASES.items() for case in cases],
+)
 def test_experts_on_several_ranks_give_the_gradients_of_one_process(
-    gloo: Processes, name: str, ranks: int
+    gloo: Processes, name: str, ranks: int, case: str
 ) -> None:
-    cases = {case: (ON_TWO if ranks == 2 else ON_FOUR)[case] for case in CASES[name, ranks]}
-    found = gloo.run(ranks, _compare_all, name=name, cases=cases, dtype=DTYPES[name])[0]
+    options = (ON_TWO if ranks == 2 else ON_FOUR)[case]
+    found = gloo.run(ranks, compare, name=name, options=options, dtype=DTYPES[name])[0]
     limit = TOLERANCE[getattr(torch, DTYPES[name])]
-    assert max(max(f.loss, f.gradient) for f in found.values()) <= limit, found
-
-
-def _pipelines(rank: int, world_size: int, name: str, dtype: str) -> dict[str, Found | None]:
-    return {
-        case: run_pipeline(rank, world_size, name, pipeline, options, dtype)
-        for case, (pipeline, options) in PIPELINES.items()
-    }
+    assert max(found.loss, found.gradient) <= limit, found
 
 
 @pytest.mark.distributed
-def test_pipelines_with_experts_give_state_gradients_and_norm_of_one_process(gloo: Processes) -> None:
-    found = gloo.run(4, _pipelines, name="mixtral", dtype="float32")[0]
-    limit = TOLERANCE[torch.float32]
-    for case, got in found.items():
-        assert max(got.loss, got.gradient, got.norm, got.state) <= limit, (case, got)
-        assert not got.missing, case
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines_with_experts_give_state_gradients_and_norm_of_one_process(
+    gloo: Processes, case: str
+) -> None:
+    pipeline, options = PIPELINES[case]
+    arguments = {"name": "mixtral", "pipeline": pipeline, "options": options, "dtype": "float32"}
+    found = gloo.run(4, run_pipeline, **arguments)[0]
+    assert max(found.loss, found.gradient, found.norm, found.state) <= TOLERANCE[torch.float32], found
+    assert not found.missing
 
 
 def _lopsided(rank: int, world_size: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
@@ -127,22 +120,22 @@ def test_a_rank_whose_experts_nobody_chooses_takes_part_all_the_same(gloo: Proce
         assert torch.allclose(gradient, wanted[name], rtol=1e-10, atol=1e-14), name
 
 
-def _filled(rank: int, world_size: int, file: str) -> list[dict[str, Tensor]]:
-    """The whole state of a model on the meta device: read from a file, initialised, and loaded twice as large."""
-    states = []
-    for weights in (file, None):
-        with torch.device("meta"):
-            example = EXPERT_EXAMPLES["mixtral"](1)
-        strategy = strategy_of(example, dp_shard=4, ep=2, zero=3)
-        model = parallelize(
-            example.module, None, strategy, blocks=example.blocks, program=no_program, weights=weights,
-            experts=example.experts,
-        )  # fmt: skip
-        held = model.get_parameter("model.layers.0.mlp.experts.down_proj")
-        assert held.to_local().numel() * world_size == held.numel()
+def _filled(rank: int, world_size: int, file: str | None) -> list[dict[str, Tensor]]:
+    """The whole state of a model on the meta device: read from a file and loaded twice as large, or initialised."""
+    with torch.device("meta"):
+        example = EXPERT_EXAMPLES["mixtral"](1)
+    strategy = strategy_of(example, dp_shard=4, ep=2, zero=3)
+    model = parallelize(
+        example.module, None, strategy, blocks=example.blocks, program=no_program, weights=file,
+        experts=example.experts,
+    )  # fmt: skip
+    held = model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert held.to_local().numel() * world_size == held.numel()
+    states = [model.full_state_dict()]
+    if file is not None:
+        model.load_state_dict({name: 2 * tensor for name, tensor in load_file(file).items()}, strict=False)
         states.append(model.full_state_dict())
-    model.load_state_dict({name: 2 * tensor for name, tensor in load_file(file).items()}, strict=False)
-    return [*states, model.full_state_dict()]
+    return states
 
 
 @pytest.mark.distributed
@@ -151,7 +144,8 @@ def test_shares_of_experts_are_read_initialised_and_loaded(gloo: Processes, tmp_
     module = EXPERT_EXAMPLES["mixtral"](1).module
     state = {n: t.contiguous() for n, t in module.state_dict().items() if n != "lm_head.weight"}
     save_file(state, tmp_path / "model.safetensors")
-    read, initial, doubled = gloo.run(4, _filled, file=str(tmp_path / "model.safetensors"))[0]
+    read, doubled = gloo.run(4, _filled, file=str(tmp_path / "model.safetensors"))[0]
+    (initial,) = gloo.run(4, _filled, file=None)[0]
     for name, tensor in state.items():
         assert torch.equal(read[name], tensor), name
         assert torch.equal(doubled[name], 2 * tensor), name

@@ -21,10 +21,10 @@ from autoparallel.profiles import load_cluster
 from autoparallel.runtime.limits import limits
 from autoparallel.runtime.offload import check_offload, offload_blocks
 from autoparallel.runtime.start import parallelize
-from tests.runtime.compare import TOLERANCE, Difference, compare
+from tests.runtime.compare import TOLERANCE, compare
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES
-from tests.runtime.pipelines import Found, run_pipeline
+from tests.runtime.pipelines import run_pipeline
 from tests.runtime.shared import no_program
 
 SAMPLES = 2
@@ -35,22 +35,19 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _compare_all(
-    rank: int, world_size: int, cases: dict[str, dict[str, Any]]
-) -> tuple[dict[str, Difference | None], Found | None]:
-    found = {case: compare(rank, world_size, "gpt2", options, "float64") for case, options in cases.items()}
-    pipeline = {"schedule": "zb1p", "stage_blocks": (2, 2)}
-    return found, run_pipeline(
-        rank, world_size, "mlp", pipeline, {"pp": 2, "micro_batches": 2, "offload": 1.0}, "float64"
-    )
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES)
+def test_activations_on_the_host_leave_losses_and_gradients_as_they_are(gloo: Processes, case: str) -> None:
+    found = gloo.run(2, compare, name="gpt2", options=CASES[case], dtype="float64")[0]
+    assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
 
 
 @pytest.mark.distributed
-def test_activations_on_the_host_leave_losses_and_gradients_as_they_are(gloo: Processes) -> None:
-    found, pipeline = gloo.run(2, _compare_all, cases=CASES)[0]
-    limit = TOLERANCE[torch.float64]
-    assert max(max(f.loss, f.gradient) for f in found.values()) <= limit, found
-    assert max(pipeline.loss, pipeline.gradient) <= limit, pipeline
+def test_a_split_backward_finds_what_is_on_the_host(gloo: Processes) -> None:
+    pipeline = {"schedule": "zb1p", "stage_blocks": (2, 2)}
+    options = {"pp": 2, "micro_batches": 2, "offload": 1.0}
+    found = gloo.run(2, run_pipeline, name="mlp", pipeline=pipeline, options=options, dtype="float64")[0]
+    assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
