@@ -117,12 +117,13 @@ def _same(made: Tensor, wanted: Tensor) -> bool:
 
 
 def _share(value: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
+    share = value
     if (parts := parts_of(placement)) is not None:
-        apart = value.unflatten(parts[0], (parts[1], -1))
-        return apart.chunk(ranks, parts[0] + 1)[rank].flatten(parts[0], parts[0] + 1).contiguous()
-    if isinstance(placement, Shard):
-        return value.chunk(ranks, placement.dim)[rank].contiguous()
-    return value
+        dim, count = parts
+        share = value.unflatten(dim, (count, -1)).chunk(ranks, dim + 1)[rank].flatten(dim, dim + 1)
+    elif isinstance(placement, Shard):
+        share = value.chunk(ranks, placement.dim)[rank]
+    return share.contiguous()
 
 
 @contextmanager
