@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn.functional import pad
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERTS
@@ -29,6 +27,7 @@ from autoparallel.runtime.expert_modules import ExpertModule
 from autoparallel.runtime.expert_trial import Place, Trial, counting, holding
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.token_exchange import find_route, return_rows, scale_gradient, send_rows
+from autoparallel.runtime.token_shares import token_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ def check_experts(
     """How each layer runs on some of its experts. Raises UserError, with the remedy, where with ep > 1 one does not;
     with ep = 1 those are left out."""
     if sizes.ep == 1:
-        return _sharings(module, layers or () if sizes.tp > 1 else (), "")
+        return _sharings(module, layers or () if sizes.tp * sizes.cp > 1 else (), "")
     where = f"mesh.ep = {sizes.ep}"
     if layers is None:
         raise UserError(
@@ -95,12 +94,17 @@ def experts_within(sharings: Sequence[Sharing], stage: nn.Module) -> list[Sharin
 
 
 def share_experts(
-    module: nn.Module, sharings: Sequence[Sharing], mesh: RankMesh, *, dtype: torch.dtype, compiled: bool
+    module: nn.Module,
+    sharings: Sequence[Sharing],
+    mesh: RankMesh,
+    *,
+    dtype: torch.dtype | None,
+    compiled: bool,
 ) -> list[nn.Module]:
     """Keep only this rank's experts and send tokens to those of others, in place; the layers. Names stay.
 
     Every rank must hold the same values before, or meta tensors. To be done before tensor parallelism. `dtype` is
-    what is computed in; what is exchanged does not go through a compiler (`compiled`).
+    what is computed in, where autocast does not see to it; what is exchanged does not go through a compiler (`compiled`).
     """
     found = []
     for sharing in sharings:
@@ -118,26 +122,26 @@ def share_experts(
 
 
 def _with_exchanges(
-    owner: nn.Module, sharing: Sharing, mesh: RankMesh, dtype: torch.dtype
+    owner: nn.Module, sharing: Sharing, mesh: RankMesh, dtype: torch.dtype | None
 ) -> Callable[..., Any]:
     layer, forward, sizes, axis = sharing.layer, owner.forward, mesh.sizes, mesh.expert_axis(EXPERTS)
     tensors = mesh.axis("tp") if sizes.tp > 1 else None
     signature = inspect.signature(forward)
     own = layer.experts // axis.size()
-    # Gradients of experts are summed over the ranks of ep and averaged over those that hold the same experts; they
-    # are to be summed over tp and averaged over all other ranks.
-    scale = sizes.tp / sizes.ep
 
     def own_value(name: str) -> Tensor:
         parameter = owner.get_parameter(name)
         value: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return value.to(dtype) if sizes.dp_shard > 1 else value  # elsewhere autocast sees to it
+        return value if dtype is None else value.to(dtype)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         names = (layer.hidden, layer.index, layer.weights)
         hidden, index, weights = (given.arguments[name] for name in names)
-        share = _Share.of(hidden, tensors)
+        share = token_share(hidden, tensors, cut=True, gradient=Partial())
+        # Gradients of experts are summed over the ranks of ep and averaged over those that hold the same experts;
+        # they are to be summed over tp and cp, which share the tokens, and averaged over all other ranks.
+        scale = sizes.tp * share.parts / sizes.ep
         mine, chosen, by = (share.take(tensor) for tensor in (hidden, index, weights))
         route = find_route(chosen, layer.experts, axis.get_group())
         rows = send_rows(scale_gradient(mine, 1.0 / scale), route)
@@ -150,48 +154,6 @@ def _with_exchanges(
                 made = forward(*given.args, **given.kwargs).to(rows.dtype)
         else:  # every parameter gets a gradient, on every rank
             made = rows + sum(value.reshape(-1)[:0].sum() for value in parameters.values())
-        return share.give(return_rows(made, by, route, gradient_scale=scale), hidden)
+        return share.give(return_rows(made, by, route, gradient_scale=scale), hidden, Partial())
 
     return run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    """This rank's share of tokens that all ranks of tp hold alike: `start` to `stop` of `tokens`."""
-
-    tokens: int
-    start: int
-    stop: int
-    mesh: DeviceMesh | None
-
-    @staticmethod
-    def of(hidden: Tensor, mesh: DeviceMesh | None) -> _Share:
-        tokens = hidden.shape[:-1].numel()
-        rank, ranks = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
-        step = -(-tokens // ranks)
-        start = min(rank * step, tokens)
-        return _Share(tokens=tokens, start=start, stop=min(start + step, tokens), mesh=mesh)
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """This rank's tokens of `tensor`, as a matrix; gradients of the whole are sums over tp."""
-        if self.mesh is not None:
-            whole = spread(tensor, self.mesh)
-            tensor = whole.to_local(grad_placements=[Partial()] if tensor.is_floating_point() else None)
-        return tensor.reshape(self.tokens, -1)[self.start : self.stop]
-
-    def give(self, made: Tensor, like: Tensor) -> Tensor:
-        """What the tokens get, for the rest of the model: with tp a partial sum, where it computes on DTensors."""
-        if self.mesh is None:
-            return made if made.shape == like.shape else made.view(like.shape)
-        rows = pad(made, (0, 0, self.start, self.tokens - self.stop)).view(like.shape)
-        whole = DTensor.from_local(rows, self.mesh, [Partial()], run_check=False)
-        if isinstance(like, DTensor):
-            return whole
-        return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
-
-
-def spread(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """The tensor as a DTensor that every rank of `mesh` has whole."""
-    if isinstance(tensor, DTensor):
-        return tensor.redistribute(placements=[Replicate()])
-    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

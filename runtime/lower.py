@@ -17,7 +17,7 @@ from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.context import run_in_shares
 from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
 from autoparallel.runtime.experts import Sharing, share_experts
-from autoparallel.runtime.experts_over_tp import run_on_shares
+from autoparallel.runtime.experts_on_shares import run_on_shares
 from autoparallel.runtime.gradients import GradientSync
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
@@ -142,11 +142,12 @@ def lower_module(
     compiled = strategy.execution.kernels == "compiled"
     layers: list[nn.Module] = []
     if mesh.sizes.ep > 1:
-        layers = share_experts(module, experts, mesh, dtype=dtypes.compute, compiled=compiled)
+        cast = dtypes.compute if sharded else None
+        layers = share_experts(module, experts, mesh, dtype=cast, compiled=compiled)
     if mesh.sizes.tp > 1:
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
-    if mesh.sizes.tp > 1 and not layers:
-        run_on_shares(module, experts, mesh.axis("tp"))
+    if not layers:
+        run_on_shares(module, experts, mesh)
     if mesh.sizes.cp > 1:
         run_in_shares(module, blocks, mesh.axis("cp"))
     recompute_blocks(

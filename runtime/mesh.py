@@ -131,7 +131,7 @@ def check_mesh(sizes: Mesh, world: int) -> None:
             f"mesh.ep = {sizes.ep} does not divide dp_shard x cp x tp = {sizes.dp_shard * sizes.cp * sizes.tp}: "
             "change one of them"
         )
-    for axis in ("tp", "pp", "ep"):
+    for axis in ("tp", "pp"):
         if sizes.cp > 1 and getattr(sizes, axis) > 1:
             raise UserError(
                 f"mesh.cp = {sizes.cp} with mesh.{axis} = {getattr(sizes, axis)}: the runtime does not run context "
