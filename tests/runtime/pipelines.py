@@ -79,12 +79,13 @@ def pipeline_strategy(example: Example, pipeline: dict[str, Any], options: dict[
 
 
 def run_pipeline(
-    rank: int, world_size: int, name: str, pipeline: dict[str, Any], options: dict[str, Any], dtype: str
-) -> Found | None:
+    rank: int, world_size: int, name: str, pipeline: dict[str, Any], options: dict[str, Any], dtype: str,
+    layers: int = DEPTH,
+) -> Found | None:  # fmt: skip
     """Three optimizer steps of a pipeline beside one process."""
     kind: torch.dtype = getattr(torch, dtype)
-    strategy = pipeline_strategy(deep(name, 1, kind), pipeline, options)
-    example = deep(name, strategy.batch.global_, kind)
+    strategy = pipeline_strategy(deep(name, 1, kind, layers), pipeline, options)
+    example = deep(name, strategy.batch.global_, kind, layers)
     reference = copy.deepcopy(example.module)
     share = strategy.batch.micro * strategy.micro_batches
     model = parallelize(

@@ -30,7 +30,6 @@ from tests.runtime.shared import no_program
 SAMPLES = 2
 CASES: dict[str, dict[str, Any]] = {
     "half, zero 3": {"dp_shard": 2, "zero": 3, "micro_batches": 2, "offload": 0.5},
-    "all, full recomputation": {"dp_shard": 2, "zero": 2, "recompute": "full", "offload": 1.0},
     "all, sequence parallel": {"tp": 2, "sequence_parallel": True, "recompute": "selective", "offload": 1.0},
 }  # fmt: skip
 

@@ -125,13 +125,16 @@ def test_schedules_that_are_asked_for_are_planned_as_they_can_run(
     _compare(gloo, model, strategy)
 
 
-@pytest.mark.parametrize(("model", "ep", "count"), [("mixtral", 2, 2), ("deepseek", 2, 1), ("mixtral", 1, 1)])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [("mixtral", {"ep": 1, "tp": 2}), ("mixtral", {"ep": 2, "pp": 2, "dp_shard": 2}), ("deepseek", {"ep": 2, "tp": 2})],
+)  # fmt: skip
 def test_strategies_that_share_experts_give_the_gradients_of_one_process(
-    gloo: Processes, model: str, ep: int, count: int
+    gloo: Processes, model: str, mesh: dict[str, int]
 ) -> None:
-    for strategy in drawn(model, 4, count, {"mesh.ep": ep, "mesh.tp": 2}):
-        assert strategy.mesh.ep == ep
-        _compare(gloo, model, strategy)
+    (strategy,) = drawn(model, 4, 1, {f"mesh.{axis}": size for axis, size in mesh.items()})
+    assert {axis: getattr(strategy.mesh, axis) for axis in mesh} == mesh
+    _compare(gloo, model, strategy)
 
 
 def _compare(gloo: Processes, model: str, strategy: Strategy) -> None:
