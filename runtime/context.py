@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.runtime.context_attention import attention, in_shares
 from autoparallel.runtime.context_loss import cross_entropy
+from autoparallel.runtime.context_products import product
 from autoparallel.runtime.context_random import drawn_apart
 from autoparallel.runtime.context_values import cut, on_mesh, onto, whole
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
@@ -63,6 +64,8 @@ class ContextParallel(TorchFunctionMode):
             with self:
                 return _heads(*args, **kwargs)
         if len(args) != 1 or kwargs:
+            if mesh.ndim > 1 and (result := product(mesh, func, args, kwargs)) is not None:
+                return result
             args, kwargs = tree_map_only(Tensor, self._meeting, (args, kwargs))
         try:
             with drawn_apart(

@@ -6,6 +6,11 @@ Every rank has one share of the sequence in one piece, so that under a causal ma
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,12 +43,34 @@ def attention(
     if is_causal:
         seen = (rank + 1) * (length // ranks)
         keys, values = (t.narrow(-_LENGTH, 0, seen) for t in (keys, values))
-        mask = causal_lower_right(queries.shape[-_LENGTH], seen)
+        mask = _causal(queries.shape[-_LENGTH], seen, query.device)
+    run = functools.partial(
+        F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
     with drawn_apart(rank, queries.device, needed=dropout_p > 0):
-        result = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
-        )
+        if attn_mask is None:
+            result = _by_head(run, queries, keys, values, mask)
+        else:
+            result = run(queries, keys, values, attn_mask=mask)
     return of_parts(result, share, mesh)
+
+
+def _by_head(run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    """Attention of plain tensors where tp shards all three alike, by head or sample: no rule of DTensor's is asked."""
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
+        return run(query, key, value, attn_mask=mask)
+    alike = query.placements
+    if not key.placements == value.placements == alike:
+        return run(query, key, value, attn_mask=mask)
+    plain = [t.to_local(grad_placements=alike) for t in (query, key, value)]
+    return DTensor.from_local(run(*plain, attn_mask=mask), query.device_mesh, alike, run_check=False)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    """What the last `queries` of `keys` positions see: on GPUs in the form that flash attention knows."""
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _of_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -20,6 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autoparallel.runtime.tensor_tools import to_plain
+from autoparallel.runtime.torch_private import dtensor_of
+
 
 def on_mesh(value: Any, mesh: DeviceMesh) -> bool:
     """Whether `value` is a DTensor that knows of cp, the first axis of `mesh`."""
@@ -63,14 +66,33 @@ def of_parts(part: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
     return _OfParts.apply(part, placement, mesh)  # type: ignore[no-any-return]
 
 
+def used_by_shares(value: Any, mesh: DeviceMesh) -> Any:
+    """A tensor that knows nothing of cp as each rank uses it for its share alone: gradients are parts of a sum."""
+    is_used = isinstance(value, Tensor) and value.requires_grad
+    return _UsedByShares.apply(value, mesh.size(0)) if is_used else value
+
+
+class _UsedByShares(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.ranks, None
+
+
 class _Onto(Function):
     @staticmethod
-    def forward(_: Any, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    def forward(ctx: Any, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+        ctx.plain = not isinstance(tensor, DTensor)
         return _join(tensor, Replicate(), mesh)
 
     @staticmethod
-    def backward(_: Any, *grads: Tensor) -> Any:
-        return _any_mean(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mean = _any_mean(grads[0])
+        return to_plain(mean) if ctx.plain else mean, None
 
 
 class _Whole(Function):
@@ -102,11 +124,13 @@ class _OfParts(Function):
     def forward(ctx: Any, part: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
         # The gradient of each part of a sum is that of the sum.
         ctx.wanted = Replicate() if isinstance(placement, Partial) else placement
+        ctx.plain = not isinstance(part, DTensor)
         return _join(part, placement, mesh)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _apart(placed(grads[0], ctx.wanted)), None, None
+        part = _apart(placed(grads[0], ctx.wanted))
+        return to_plain(part) if ctx.plain else part, None, None
 
 
 def _join(part: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
@@ -116,7 +140,7 @@ def _join(part: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
         rest, part = part.placements, part.to_local()
     elif mesh.ndim > 1:
         rest = [Replicate()] * (mesh.ndim - 1)
-    return DTensor.from_local(part.view_as(part), mesh, [placement, *rest], run_check=False)
+    return dtensor_of(part.view_as(part), mesh, [placement, *rest])
 
 
 def _apart(tensor: DTensor) -> Tensor:
@@ -125,9 +149,7 @@ def _apart(tensor: DTensor) -> Tensor:
     part = part.view_as(part)
     if tensor.device_mesh.ndim == 1:
         return part
-    return DTensor.from_local(
-        part, tensor.device_mesh[_inner(tensor)], tensor.placements[1:], run_check=False
-    )
+    return dtensor_of(part, tensor.device_mesh[_inner(tensor)], tensor.placements[1:])
 
 
 def _inner(tensor: DTensor) -> str:
@@ -158,4 +180,4 @@ def _padded(gradient: DTensor, dim: int) -> Tensor:
     first = min(mesh.get_local_rank(0) * -(-size // ranks), size)
     zeros = part.new_zeros([size if d == dim else n for d, n in enumerate(part.shape)])
     zeros.narrow(dim, first, part.shape[dim]).copy_(part).mul_(ranks)
-    return _apart(DTensor.from_local(zeros, mesh, [Replicate(), *gradient.placements[1:]], run_check=False))
+    return _apart(dtensor_of(zeros, mesh, [Replicate(), *gradient.placements[1:]]))

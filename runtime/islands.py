@@ -29,7 +29,7 @@ def run_replicated_locally(module: nn.Module) -> None:
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = {name: p for name, p in module._parameters.items() if p is not None}
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if not all(is_replicated(tensor) for tensor in [*held.values(), *given]):
+    if not all(is_replicated(tensor) and not _of_sequence(tensor) for tensor in [*held.values(), *given]):
         return None
     mesh = next((p.device_mesh for p in held.values() if isinstance(p, DTensor)), None)
     if mesh is None:
@@ -48,6 +48,11 @@ def _leave(module: nn.Module, _: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: _replicated(tensor, mesh), output)
 
 
+def _of_sequence(tensor: Tensor) -> bool:
+    """Whether context parallelism may shard it: on its axis and tp (see `context_values`)."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
+
+
 def _plain(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
@@ -55,4 +60,6 @@ def _plain(tensor: Any) -> Any:
 
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    if isinstance(tensor, DTensor):  # context parallelism has cut what the module read
+        return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

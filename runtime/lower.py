@@ -149,7 +149,7 @@ def lower_module(
     if not layers:
         run_on_shares(module, experts, mesh)
     if mesh.sizes.cp > 1:
-        run_in_shares(module, blocks, mesh.axis("cp"))
+        run_in_shares(module, blocks, mesh.plane(*(("cp", "tp") if mesh.sizes.tp > 1 else ("cp",))))
     recompute_blocks(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,

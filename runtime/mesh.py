@@ -47,6 +47,11 @@ class RankMesh:
             return self.device_mesh[names[0]]
         return joined_mesh(self.device_mesh[names], joined_name(names))
 
+    def plane(self, *names: str) -> DeviceMesh:
+        """The mesh of `names`, an axis each, through this rank."""
+        assert self.device_mesh is not None, f"axes {names} asked for without a process group"
+        return self.device_mesh[names]
+
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group along `axes` through this rank."""
         return self.axis(*axes).get_group()
@@ -131,7 +136,7 @@ def check_mesh(sizes: Mesh, world: int) -> None:
             f"mesh.ep = {sizes.ep} does not divide dp_shard x cp x tp = {sizes.dp_shard * sizes.cp * sizes.tp}: "
             "change one of them"
         )
-    for axis in ("tp", "pp"):
+    for axis in ("pp",):
         if sizes.cp > 1 and getattr(sizes, axis) > 1:
             raise UserError(
                 f"mesh.cp = {sizes.cp} with mesh.{axis} = {getattr(sizes, axis)}: the runtime does not run context "

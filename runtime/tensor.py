@@ -234,6 +234,7 @@ def lay_out(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
             if placement.is_replicate():
                 return tensor
             tensor = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-        return tensor.redistribute(mesh, [_from_start(placement, tensor.dim())])
+        # The last axis is tp; before it context parallelism may have its own.
+        return tensor.redistribute(placements=[*tensor.placements[:-1], _from_start(placement, tensor.dim())])
 
     return tree_map_only(Tensor, one, value)

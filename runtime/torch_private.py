@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -101,6 +102,18 @@ def laid_out(part: Tensor, layout: Any) -> DTensor:
 def storage_key(tensor: Tensor) -> int:
     """A number that tensors share which share memory, for as long as it is theirs; tensors without values have one."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def dtensor_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of which this rank holds `part`, shards being equal: strided ones as `shard_in_parts` means them."""
+    plain = [p if (parts := parts_of(p)) is None else Shard(parts[0]) for p in placements]
+    made = DTensor.from_local(part, mesh, plain, run_check=False)
+    if plain == list(placements):
+        return made
+    spec = DTensorSpec(
+        mesh, tuple(placements), tensor_meta=made._spec.tensor_meta, use_strided_shard_as_shard_order=False
+    )
+    return DTensor(part, spec, requires_grad=False)
 
 
 def parts_of(placement: Placement) -> tuple[int, int] | None:

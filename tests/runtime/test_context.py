@@ -34,6 +34,8 @@ ON_FOUR: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "float64", {"cp": 2, "dp_replicate": 2, "micro_batches": 2}),
     ("own", "float64", {"cp": 4, "zero": 3, "recompute": "selective", "micro_batches": 2}),
     ("odd", "float64", {"cp": 2, "dp_replicate": 2, "zero": 2}),
+    ("gpt2", "float64", {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
+    ("llama_with_labels", "float32", {"cp": 2, "tp": 2, "zero": 3, "recompute": "selective"}),
     (
         "bert_with_labels", "float64",
         {"cp": 2, "dp_shard": 2, "zero": 1, "order": ("cp", "pp", "dp_shard", "tp", "dp_replicate")},

@@ -1,4 +1,4 @@
-"""What the program prices along tp is what a step of the lowered model communicates."""
+"""What the program prices along tp and cp is what a step of the lowered model communicates."""
 
 from __future__ import annotations
 
@@ -49,23 +49,24 @@ def _counted(rank: int, world_size: int, name: str, strategy: Strategy) -> Count
     return counts.found
 
 
-def _priced(name: str, sequence_parallel: bool) -> tuple[Strategy, Counter[str]]:
-    """A strategy at tp = 2, and the collectives of its program along tp, counted."""
+def _priced(name: str, sequence_parallel: bool, **mesh: int) -> tuple[Strategy, Counter[str]]:
+    """A strategy, and the collectives of its program along tp and cp, counted."""
     example = EXAMPLES[name](SAMPLES)
     graph = capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
-    expander = Expander(graph, load_cluster("cpu-gloo:1x2"))
+    sizes = Mesh(**mesh)
+    expander = Expander(graph, load_cluster(f"cpu-gloo:1x{sizes.devices}"))
     strategy = Strategy(
         batch=Batch(global_=SAMPLES, micro=SAMPLES),
-        mesh=Mesh(tp=2),
+        mesh=sizes,
         shard=Shard(sequence_parallel=sequence_parallel),
         pipeline=Pipeline(stage_blocks=(len(example.blocks),)),
         execution=Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager"),
     )
-    strategy = with_rules(expander, strategy)
+    strategy = with_rules(expander, strategy) if sizes.tp > 1 else strategy
     counts: Counter[str] = Counter()
     for work, count in (pair for stage in expander.program(strategy).stages for pair in stage.blocks):
         for step in (*work.forward, *work.backward_input, *work.backward_weight):
-            if isinstance(step, Collective) and step.label == "tp":
+            if isinstance(step, Collective) and step.label in ("tp", "cp"):
                 # On CPUs torch makes an all-to-all of an all-gather.
                 gathers = step.op is CollectiveOp.ALL_TO_ALL
                 counts[str(CollectiveOp.ALL_GATHER if gathers else step.op)] += count
@@ -90,6 +91,21 @@ def _priced(name: str, sequence_parallel: bool) -> tuple[Strategy, Counter[str]]
 def test_a_step_runs_the_collectives_that_are_priced(
     gloo: Processes, name: str, sequence_parallel: bool
 ) -> None:
-    strategy, priced = _priced(name, sequence_parallel)
+    strategy, priced = _priced(name, sequence_parallel, tp=2)
     for counted in gloo.run(2, _counted, name=name, strategy=strategy):
         assert counted == priced, strategy.tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "mesh", "beside"),
+    [
+        ("llama_with_labels", False, {"cp": 2}, {"all_reduce": 1}),  # of the loss
+        ("gpt2", True, {"cp": 2, "tp": 2}, {"all_gather": 1}),  # of the output, which loss_fn gets whole
+    ],
+)
+def test_shares_of_a_sequence_are_gathered_as_priced(
+    gloo: Processes, name: str, sequence_parallel: bool, mesh: dict[str, int], beside: dict[str, int]
+) -> None:
+    strategy, priced = _priced(name, sequence_parallel, **mesh)
+    for counted in gloo.run(strategy.mesh.devices, _counted, name=name, strategy=strategy):
+        assert counted == priced + Counter(beside), strategy.tensor
