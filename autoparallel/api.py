@@ -113,7 +113,7 @@ def _decide(module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inpu
     source = read_source(given.strategy)
     source.check_graph(graph_hash(graph))
     cluster = _cluster(given.cluster, source)
-    shared = {} if can_share(module, expert_modules(graph)) else {"mesh.ep": 1}
+    shared = {} if can_share(module, expert_modules(graph)) else {"mesh.ep": 1, "mesh.cp": 1}
     strategy = find_strategy(
         graph,
         cluster,

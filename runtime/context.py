@@ -28,11 +28,12 @@ from autoparallel.runtime.context_products import product
 from autoparallel.runtime.context_random import drawn_apart
 from autoparallel.runtime.context_values import cut, on_mesh, onto, whole
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
-from autoparallel.runtime.torch_private import seen_through
+from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
 
-# Along a dim of space DTensor's rule exchanges edges, and only in some layouts.
+# Along a dim of space DTensor's rule exchanges edges, and only in some layouts; of grouped products it knows those in
+# bfloat16, and their rows are not in the order of the sequence.
 _GATHERED = frozenset({
-    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, *GROUPED_PRODUCTS,
 })  # fmt: skip
 _heads = seen_through(F.multi_head_attention_forward)
 _DROPOUT = frozenset({F.dropout, torch.dropout})

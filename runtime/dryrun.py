@@ -158,7 +158,7 @@ class _Step:
         self._mesh, self._dtypes = mesh, dtypes
         self._axes = _group_names(mesh, strategy.shard.zero)
         self._sharded = sharding_axes(mesh.sizes, strategy.shard.zero)
-        self._tensor_axis = mesh.axis("tp") if mesh.sizes.tp > 1 else None
+        self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
         self._owned = [_bytes_of(stage.parameters()) for stage in stages]
@@ -219,7 +219,7 @@ class _Step:
             parts = [gradient_part(t.grad, t) for t in wanted]
             self._sent(i, i - 1, parts, often)
             gradients = [
-                rebuild(p, describe(t), self._tensor_axis) for p, t in zip(parts, wanted, strict=True)
+                rebuild(p, describe(t), self._activation_mesh) for p, t in zip(parts, wanted, strict=True)
             ]
             self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
 

@@ -9,8 +9,6 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import EmbeddingRule
 from autoparallel.runtime.expert_modules import expert_modules
 
-# Axes that can be planned, but not run yet.
-_AXES: Mapping[str, object] = {"mesh.cp": 1}
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
 _SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 
@@ -26,8 +24,9 @@ def check_tables(rules: Iterable[EmbeddingRule]) -> None:
 
 
 def graph_limits(graph: ModelGraph) -> dict[str, object]:
-    """Likewise, the constraints that the model makes: mesh.ep = 1 where tokens cannot be sent to its experts."""
-    return {} if expert_modules(graph) is not None else {"mesh.ep": 1}
+    """Likewise, the constraints that the model makes: where tokens cannot be sent to its experts mesh.ep = 1, and
+    mesh.cp = 1, because experts then run on the gathered sequence (see runtime.context)."""
+    return {} if expert_modules(graph) is not None else {"mesh.ep": 1, "mesh.cp": 1}
 
 
 def limits(constraints: Mapping[str, object]) -> dict[str, object]:
@@ -35,7 +34,7 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
 
     `constraints` are those that there are already: some of them can be run with some meshes only.
     """
-    found = {**_AXES, "embedding": ON_DEVICES}
+    found: dict[str, object] = {"embedding": ON_DEVICES}
     rules = constraints.get("embedding", ON_DEVICES)
     assert isinstance(rules, tuple)
     check_tables(rules)
@@ -46,13 +45,13 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
             'grad_sync.algorithm = "parameter-server": the runtime has no parameter servers; choose auto or hierarchical'
         )
     if constraints.get("pipeline.schedule") in _SPLIT_BACKWARD:  # see runtime.pipeline_module
-        found["mesh.dp_shard"] = 1
+        found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
     if constraints.get("offload.optimizer"):  # see runtime.offload
         raise UserError(
             "offload.optimizer: the state belongs to your optimizer, which updates it where the parameters are; set it to 0"
         )
     if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas
-        found["mesh.dp_shard"] = 1
+        found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
     if constraints.get("execution.kernels") == "compiled":  # see runtime.compiled
-        found["mesh.tp"] = 1
+        found |= {"mesh.tp": 1, "mesh.cp": 1}
     return found

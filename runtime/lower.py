@@ -148,8 +148,8 @@ def lower_module(
         shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
     if not layers:
         run_on_shares(module, experts, mesh)
-    if mesh.sizes.cp > 1:
-        run_in_shares(module, blocks, mesh.plane(*(("cp", "tp") if mesh.sizes.tp > 1 else ("cp",))))
+    if mesh.sizes.cp > 1 and (activations := mesh.activation_mesh()) is not None:
+        run_in_shares(module, blocks, activations)
     recompute_blocks(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,

@@ -47,10 +47,10 @@ class RankMesh:
             return self.device_mesh[names[0]]
         return joined_mesh(self.device_mesh[names], joined_name(names))
 
-    def plane(self, *names: str) -> DeviceMesh:
-        """The mesh of `names`, an axis each, through this rank."""
-        assert self.device_mesh is not None, f"axes {names} asked for without a process group"
-        return self.device_mesh[names]
+    def activation_mesh(self) -> DeviceMesh | None:
+        """The mesh that activations are laid out on: of cp and tp, as far as they have several ranks."""
+        names = tuple(axis for axis in ("cp", "tp") if getattr(self.sizes, axis) > 1)
+        return self.device_mesh[names] if names and self.device_mesh is not None else None
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group along `axes` through this rank."""
@@ -136,12 +136,6 @@ def check_mesh(sizes: Mesh, world: int) -> None:
             f"mesh.ep = {sizes.ep} does not divide dp_shard x cp x tp = {sizes.dp_shard * sizes.cp * sizes.tp}: "
             "change one of them"
         )
-    for axis in ("pp",):
-        if sizes.cp > 1 and getattr(sizes, axis) > 1:
-            raise UserError(
-                f"mesh.cp = {sizes.cp} with mesh.{axis} = {getattr(sizes, axis)}: the runtime does not run context "
-                "parallelism beside it yet; set one of them to 1"
-            )
     if sorted(sizes.order) != sorted(AXES):
         raise UserError(f"mesh.order = {list(sizes.order)} must name each of {list(AXES)} once")
 

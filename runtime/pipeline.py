@@ -58,8 +58,8 @@ class PipelineRunner:
     """Runs this rank's row, step by step.
 
     `stages` are the stages of this rank by index, `rows` the actions of every rank of the pipeline, `groups`
-    two process groups of these ranks (messages up, messages down), `mesh` the tensor-parallel mesh that
-    activations are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole.
+    two process groups of these ranks (messages up, messages down), `mesh` the mesh that activations
+    are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A tensor as it travels: this rank's part of it, and the layout over the tensor-parallel mesh."""
+    """A tensor as it travels: this rank's part of it, and the layout over the axes that activations are cut along."""
 
     shape: tuple[int, ...]  # of the part that travels
     dtype: torch.dtype
@@ -49,10 +49,13 @@ def describe(tensor: Tensor) -> Described:
 
 
 def rebuild(part: Tensor, described: Described, mesh: DeviceMesh | None) -> Tensor:
-    """The tensor of which `part` travelled, on this rank's tensor-parallel mesh."""
+    """The tensor of which `part` travelled, on this rank's `mesh` of activations, or on its last axis alone."""
     if described.whole is None:
         return part
-    assert mesh is not None, "a DTensor arrived on a rank without a tensor-parallel mesh"
+    assert mesh is not None, "a DTensor arrived on a rank without a mesh for it"
+    if len(described.placements) < mesh.ndim:
+        assert mesh.mesh_dim_names is not None
+        mesh = mesh[mesh.mesh_dim_names[-1]]
     shape = torch.Size(described.whole)
     stride = torch.empty(shape, device="meta").stride()  # parts travel contiguous
     return DTensor.from_local(part, mesh, described.placements, run_check=False, shape=shape, stride=stride)

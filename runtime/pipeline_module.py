@@ -98,11 +98,13 @@ def pipeline_module(
 def _check_stages(strategy: Strategy, stages: int) -> None:
     """Refuse a pipeline that the runtime cannot run."""
     pipeline, ranks = strategy.pipeline, strategy.mesh.pp
-    if strategy.mesh.dp_shard > 1 and pipeline.schedule in ("zb1p", "zbv", "dualpipev"):
-        raise UserError(
-            f'pipeline.schedule = "{pipeline.schedule}" with mesh.dp_shard = {strategy.mesh.dp_shard}: the '
-            "runtime does not split the backward of sharded parameters; use 1f1b, or dp_replicate"
-        )
+    for axis, what in (("dp_shard", "parameters"), ("cp", "sequences")):
+        size = getattr(strategy.mesh, axis)
+        if size > 1 and pipeline.schedule in ("zb1p", "zbv", "dualpipev"):
+            raise UserError(
+                f'pipeline.schedule = "{pipeline.schedule}" with mesh.{axis} = {size}: the runtime does not split '
+                f"the backward of sharded {what}; use 1f1b, or dp_replicate"
+            )
     if len(pipeline.stage_blocks) != stages:
         raise UserError(
             f"pipeline.stage_blocks = {list(pipeline.stage_blocks)} must have one entry for each of the "
@@ -175,7 +177,6 @@ class PipelineModule(nn.Module):
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
         self._names = aliases
         self._fused_loss = False
-        tensor_axis = mesh.axis("tp") if mesh.sizes.tp > 1 else None
         down = pipeline_group(mesh, range(mesh.sizes.pp))
         assert down is not None, "every rank is on a pipeline"
         self._ties = TiedGradients(stages, mesh)
@@ -184,7 +185,7 @@ class PipelineModule(nn.Module):
             rows,
             groups=(mesh.group("pp"), down),
             device=mesh.device,
-            mesh=tensor_axis,
+            mesh=mesh.activation_mesh(),
             hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
             recomputed=recomputed_stages(strategy),
         )

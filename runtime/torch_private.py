@@ -23,6 +23,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 TORCH_VERSIONS = ("2.11", "2.12", "2.13")
 
 
+# Products of rows sorted by group: what `torch.nn.functional` has, and what older code calls.
+GROUPED_PRODUCTS = (torch.nn.functional.grouped_mm, torch._grouped_mm)
+
+
 @contextmanager
 def traced_as(*, eager: bool) -> Iterator[None]:
     """How code finds out that it is being traced: flags of `torch.compiler`, and the class of its tensors.

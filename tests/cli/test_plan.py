@@ -235,4 +235,5 @@ def test_a_plan_that_is_to_run_here_keeps_to_what_runs(graph: Path) -> None:
     assert answer.status == 0, answer
     mesh = answer.json["strategy"]["mesh"]
     assert (mesh["cp"], mesh["ep"], mesh["dp_shard"]) == (1, 1, 1)
-    refused(*common, "--set", "mesh.cp=2", words=["--runnable: mesh.cp=1", "mesh.cp = 2"])
+    asked = ("--set", "pipeline.schedule=zb1p", "--set", "mesh.cp=2")
+    refused(*common, *asked, words=["--runnable: mesh.cp=1", "mesh.cp = 2"])

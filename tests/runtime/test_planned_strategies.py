@@ -98,7 +98,7 @@ def drawn(name: str, devices: int, count: int, asked: Mapping[str, object] | Non
     found = []
     for strategy in pool:
         mesh = strategy.mesh
-        kind = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.tp, strategy.pipeline.schedule)
+        kind = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, strategy.pipeline.schedule)
         if kind not in kinds and (whole := complete(name, strategy)) is not None:
             kinds.add(kind)
             found.append(whole)
@@ -134,6 +134,16 @@ def test_strategies_that_share_experts_give_the_gradients_of_one_process(
 ) -> None:
     (strategy,) = drawn(model, 4, 1, {f"mesh.{axis}": size for axis, size in mesh.items()})
     assert {axis: getattr(strategy.mesh, axis) for axis in mesh} == mesh
+    _compare(gloo, model, strategy)
+
+
+@pytest.mark.parametrize(("model", "others"), [("llama", {}), ("gpt2", {"mesh.pp": 2})])
+def test_shares_of_a_sequence_that_are_asked_for_are_planned_as_they_can_run(
+    gloo: Processes, model: str, others: dict[str, object]
+) -> None:
+    """Sequences as short as these are not cut of the search's own accord."""
+    (strategy,) = drawn(model, 4, 1, {"mesh.cp": 2, **others})
+    assert strategy.mesh.cp == 2
     _compare(gloo, model, strategy)
 
 
