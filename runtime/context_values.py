@@ -53,7 +53,9 @@ def placed(tensor: DTensor, placement: Placement) -> DTensor:
         return tensor
     # What arrives is contiguous, whatever was sent; DTensor would take it to have the strides of what was sent.
     settled: DTensor = tensor.contiguous()  # type: ignore[assignment]
-    return settled.redistribute(placements=[placement, *tensor.placements[1:]])
+    # Sums that tp still has in parts are taken here: DTensor makes none of its own accord.
+    rest = [Replicate() if p.is_partial() else p for p in tensor.placements[1:]]
+    return settled.redistribute(placements=[placement, *rest])
 
 
 def own_part(tensor: DTensor, gradient: Placement) -> Tensor:

@@ -117,7 +117,7 @@ def dtensor_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     spec = DTensorSpec(
         mesh, tuple(placements), tensor_meta=made._spec.tensor_meta, use_strided_shard_as_shard_order=False
     )
-    return DTensor(part, spec, requires_grad=False)
+    return DTensor(part.detach(), spec, requires_grad=False)
 
 
 def parts_of(placement: Placement) -> tuple[int, int] | None:
