@@ -20,8 +20,10 @@ from autoparallel.planner.strategy.file import (
     StrategyFile,
     apply_settings,
     merge_constraints,
+    parse_strategy,
     read_strategy_file,
 )
+from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
 from autoparallel.profiles.hardware import Device
@@ -65,8 +67,8 @@ def check_request(request: Request) -> Checked:
     file = read_strategy_file(request.strategy) if request.strategy else None
     constraints: Mapping[str, object] = file.constraints if file else {}
     if request.global_batch is not None:
-        batch = {"batch.global": request.global_batch}
-        constraints = merge_constraints(constraints, batch, name="--global-batch:")
+        given = parse_strategy({"batch": {"global": request.global_batch}}, name="--global-batch")
+        constraints = merge_constraints(constraints, given.constraints, name="--global-batch:")
     constraints = apply_settings(constraints, request.settings)
     if request.runnable:
         constraints = merge_constraints(constraints, limits(constraints), name="--runnable:")
@@ -158,11 +160,19 @@ def _read_graph(spec: str, checked: Checked) -> ModelGraph:
     if checked.seq_len is not None and checked.seq_len != graph.tokens_per_sample:
         raise UserError(
             f"{spec} was captured with a sequence length of {graph.tokens_per_sample}, not {checked.seq_len}; "
-            "leave out --seq-len, or save the graph again from the model with it"
+            f"leave out {_seq_len_source(checked)}, or save the graph again from the model with it"
         )
     if checked.request.model_args:
         raise UserError(f"--model-arg means nothing for the saved graph {spec}; leave it out")
     return graph
+
+
+def _seq_len_source(checked: Checked) -> str:
+    return (
+        "--seq-len"
+        if checked.request.seq_len is not None
+        else f"[problem] seq_len of {checked.request.strategy}"
+    )
 
 
 def _capture(spec: str, checked: Checked) -> ModelGraph:
@@ -176,8 +186,10 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
 
 
 def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
-    """The problem to plan. The global batch is one sequence per device unless told otherwise."""
+    """The problem to plan. The global batch is one sequence per device unless told otherwise. Raises UserError."""
     constraints = checked.constraints
+    if problems := constraint_problems(graph, constraints):
+        raise UserError("\n".join(problems))
     if checked.request.runnable:
         constraints = {**graph_limits(graph), **constraints}
     chosen = {

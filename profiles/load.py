@@ -108,8 +108,17 @@ def check(model: type[_Table], data: object, where: str) -> _Table:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        lines = [_message(detail["loc"], detail["msg"], where) for detail in error.errors()]
+        lines = [_message(detail["loc"], _in_words(detail), where) for detail in error.errors()]
         raise UserError("\n".join(lines)) from None
+
+
+def _in_words(detail: Mapping[str, Any]) -> str:
+    """What pydantic says, in the words of a TOML file."""
+    if detail["type"] == "missing":
+        return "is missing"
+    if detail["type"] == "list_type" and isinstance(detail["input"], dict):
+        return f"must be a list of tables: write [[{detail['loc'][-1]}]]"
+    return str(detail["msg"])
 
 
 def _message(loc: tuple[int | str, ...], message: str, where: str) -> str:

@@ -28,7 +28,9 @@ SCHEMA = 1
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" for the known word most like `word`, or ""."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    candidates = list(known)
+    begins = [one for one in candidates if word and one.startswith(f"{word}-")]  # "h100" means a kind of H100
+    match = begins or difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
     return f" (did you mean `{match[0]}`?)" if match else ""
 
 

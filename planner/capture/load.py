@@ -60,6 +60,10 @@ def _find(where: str, name: str, spec: str) -> Callable[..., Any]:
     except Exception as error:
         raise ModelError(f"{spec}: importing {where} failed: {type(error).__name__}: {error}") from error
     factory = getattr(source, name, None)
+    if isinstance(factory, torch.nn.Module):
+        raise ModelError(
+            f"{spec} is a module already; name a function that returns it with example inputs: (module, inputs)"
+        )
     if not callable(factory):
         public = [
             n for n, v in vars(source).items() if inspect.isfunction(v) and v.__module__ == source.__name__

@@ -45,6 +45,24 @@ class Attention(torch.autograd.Function):
         return tuple(torch.empty_like(t) if need else None for t, need in zip(tensors, needs, strict=True))
 
 
+def _shapes_meet(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, grouped: bool) -> None:
+    """Refuses, as torch does, what no kernel attends to: a model that cannot run must not be planned."""
+    *batch, _, width = query.shape
+    leading = [tuple(key.shape[:-2]), tuple(value.shape[:-2])]
+    if grouped and batch and all(heads and batch[-1] % heads[-1] == 0 for heads in leading):
+        leading = [(*heads[:-1], batch[-1]) for heads in leading]
+    try:
+        torch.broadcast_shapes(tuple(batch), *leading)
+        meet = key.shape[-1] == width and key.shape[-2] == value.shape[-2]
+    except RuntimeError:
+        meet = False
+    if not meet:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise RuntimeError(
+            f"attention of query, key and value of shapes {shapes}: heads or sizes do not divide"
+        )
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -56,6 +74,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Same signature as torch.nn.functional.scaled_dot_product_attention."""
+    _shapes_meet(query, key, value, grouped=enable_gqa)
     if query.dim() == 3:  # heads are folded into the batch: one head each
         out: torch.Tensor = Attention.apply(query[None], key[None], value[None], attn_mask)
         return out[0]

@@ -25,6 +25,7 @@ _TYPE_NAMES = {
     "bool_type": "true or false",
     "string_type": "a string",
     "list_type": "a list",
+    "finite_number": "a finite number",
     "dict_type": "a table",
     "model_type": "a table",
     "model_attributes_type": "a table",
@@ -69,7 +70,7 @@ def _explain(item: Mapping[str, Any], name: str) -> str:
         return f"{where} = {_show(found)} is not known; {_one_of(found, options)}"
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return f"{where} = {_show(found)} must be {words} {context[key]:g}"
+        return f"{where} = {_show(found)} must be {words} {_show_bound(context[key])}"
     if kind == "string_pattern_mismatch":
         return f"{where} = {_show(found)} is not known; use {_pattern_help(location)}"
     return f"{where} = {_show(found)}: {item['msg']}"
@@ -81,6 +82,10 @@ def _show(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return str(value)
+
+
+def _show_bound(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _one_of(found: object, options: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import ModelGraph, OpKind
@@ -32,6 +32,22 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
             *embedding_problems(graph, cluster, strategy),
         ]
     return found
+
+
+def constraint_problems(graph: ModelGraph, constraints: Mapping[str, object]) -> list[str]:
+    """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
+    full, blocks = constraints.get("recompute.per_stage"), constraints.get("pipeline.stage_blocks")
+    if not isinstance(full, tuple) or not full:
+        return []
+    if isinstance(blocks, tuple) and len(blocks) == len(full):
+        return list(_more_than_stand_there(full, blocks))
+    repeated = len(graph.repeated_positions)
+    if sum(full) > repeated:
+        return [
+            f"recompute.per_stage = {list(full)} recomputes {sum(full)} blocks, but {graph.name} has {repeated} "
+            "repeated blocks; lower an entry"
+        ]
+    return []
 
 
 def _mesh(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
@@ -168,7 +184,12 @@ def _recompute(strategy: Strategy, chunks: int, blocks: tuple[int, ...]) -> Iter
     full = strategy.recompute.per_stage
     if full and len(full) != chunks:
         yield f"recompute.per_stage has {len(full)} entries for {chunks} chunks; give one each, or none"
-    elif full and len(blocks) == chunks and any(f < 0 or f > b for f, b in zip(full, blocks, strict=True)):
+    elif full and len(blocks) == chunks:
+        yield from _more_than_stand_there(full, blocks)
+
+
+def _more_than_stand_there(full: tuple[int, ...], blocks: tuple[int, ...]) -> Iterator[str]:
+    if any(f < 0 or f > b for f, b in zip(full, blocks, strict=True)):
         yield (
             f"recompute.per_stage = {list(full)}: a chunk cannot recompute more blocks than it has "
             f"(pipeline.stage_blocks = {list(blocks)})"

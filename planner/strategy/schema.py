@@ -12,14 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 SCHEMA = 1
+MOST = 2**31 - 1  # more devices or sequences than any cluster or step has; their products fit 64 bits
 
-Degree = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+Degree = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Compression = Annotated[
     str,
     StringConstraints(
-        pattern=r"^(none|fp16|bf16|fp8|int8|int4|int2|sign|topk:(0?\.\d+|1|1\.0)|powersgd:[1-9]\d*)$"
+        pattern=r"^(none|fp16|bf16|fp8|int8|int4|int2|sign|topk:(0?\.0*[1-9]\d*|1|1\.0)|powersgd:[1-9]\d*)$"
     ),
 ]
 Layout = Annotated[
@@ -33,7 +34,7 @@ StoredPrecision = Literal["fp64", "fp32", "bf16", "fp16"]
 class Section(BaseModel):
     """Base of every table: unknown keys and wrong types are errors, nothing is coerced."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=False)
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=False, allow_inf_nan=False)
 
 
 class BatchSection(Section):

@@ -34,6 +34,8 @@ def nothing():
 
 def broken():
     raise KeyError("oops")
+
+made = nn.Linear(2, 2)
 """
 
 
@@ -136,6 +138,7 @@ def test_a_module_and_a_name(factory: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("model", {"width": "4", "bias": "maybe"}, "true or false"),
         ("model", {"width": "4", "wdth": "4"}, "takes width"),
         ("bare", {}, "example inputs"),
+        ("made", {}, "a module already"),
         ("nothing", {}, "torch.nn.Module"),
         ("broken", {}, "KeyError"),
     ],

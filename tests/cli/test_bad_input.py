@@ -60,11 +60,17 @@ def test_a_malformed_config(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_attention_heads": 0}, {"num_attention_heads": "four"}, {"hidden_size": -1}]
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "four"},
+        {"hidden_size": -1},
+        {"num_key_value_heads": 3},  # four query heads cannot share them evenly
+    ],
 )
 def test_a_config_with_impossible_values(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = config(tmp_path / "config.json", **changes)
-    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[str(path)])
+    refused("plan", f"hf:{path}", "--cluster", CLUSTER, words=[])
 
 
 def test_a_config_that_asks_for_remote_code_never_runs_it(tmp_path: Path) -> None:
@@ -241,12 +247,22 @@ def test_constraints_that_nothing_satisfies_are_named(
         assert word in answer.err
 
 
+def test_what_no_search_could_meet_is_said_before_it(tmp_path: Path, graph: Path) -> None:
+    base = ("plan", graph, "--cluster", CLUSTER)
+    refused(*base, "--set", "recompute.per_stage=[9]", words=["recompute.per_stage = [9]", "4 repeated"])
+    chunks = ("--set", "recompute.per_stage=[3, 1]", "--set", "pipeline.stage_blocks=[2, 2]")
+    refused(*base, *chunks, words=["recompute.per_stage", "[3, 1]", "pipeline.stage_blocks = [2, 2]"])
+    refused(*base, "--global-batch", "1" + "0" * 20, words=["--global-batch", "at most"])
+
+
 def test_a_file_planned_for_something_else_is_refused(tmp_path: Path, graph: Path) -> None:
     problem = '[problem]\nmodel = "hf:other"\ngraph_hash = "0123"\nseq_len = 32\n'
     path = write(tmp_path / "s.toml", problem + strategy_toml().replace("schema = 1\n", ""))
     base = ("score", graph, "--cluster", CLUSTER, "--strategy", path)
     refused(*base, words=[str(path), "graph_hash", "hf:other", "remove [problem]"])
     refused(*base, "--seq-len", "64", words=[str(path), "seq_len = 32", "--seq-len 64"])
+    path = write(tmp_path / "s.toml", "[problem]\nseq_len = 64\n")
+    refused("score", graph, "--cluster", CLUSTER, "--strategy", path, words=[str(path), "[problem] seq_len"])
 
 
 def test_a_model_too_large_for_the_cluster(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def test_processes_that_outnumber_the_cores_share_them_once() -> None:
     ("spec", "words"),
     [
         ("h100-sxn:1x8", ["h100-sxn", "did you mean `h100-sxm`"]),
+        ("h100:1x8", ["did you mean `h100-pcie`"]),
         ("h100-sxm:0x8", ["at least one node"]),
         ("h100-sxm:1x0", ["at least one node"]),
         ("h100-sxm:1x16", ["holds 8 devices, not 16", "h100-sxm:2x8"]),
@@ -125,6 +126,8 @@ def test_a_wrong_cluster_name_says_what_to_try(spec: str, words: list[str]) -> N
     ("old", "new", "words"),
     [
         ("latency_s = 3e-6", "latency = 3e-6", ["level.0", "`latency`", "did you mean `latency_s`"]),
+        ("[[group]]", "[group]", ["`group`", "[[group]]"]),
+        ("nodes = 4\n", "", ["group.0.nodes", "is missing"]),
         ("nodes = 4", "node = 4", ["group.0", "did you mean `nodes`"]),
         ("schema = 1", "schema = 2", ["schema = 2", "newer", "upgrade"]),
         ("nodes = 4", 'nodes = "four"', ["group.0.nodes", "number"]),
