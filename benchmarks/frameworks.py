@@ -24,6 +24,7 @@ class Framework:
     bucket_elements: float | None = None  # gradients reduced at once
     sequence_parallel: bool = False  # with every tensor parallelism
     async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
+    in_line_tp: tuple[str, ...] = ()  # dtypes in which those gathers and scatters stand in line all the same
     async_gradients: bool = False  # tensor-parallel sums of input gradients beside the weights' products
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
     parameter_gathers: bool = False  # of ZeRO-3, one by one
@@ -37,6 +38,10 @@ BLOCKING_LAUNCHES = ("train/tr11-176B-ml/",)
 
 GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), outputs=("replicate",)),)
 
+# Megatron-Bridge, perf_recipes/llama: tp_comm_overlap = False in every nvfp4 recipe. Transformer Engine refused MXFP8
+# under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
+IN_LINE = ("mxfp8", "nvfp4")
+
 FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
     # ZeRO ran in that engine, one without may have run in Megatron's own.
@@ -46,9 +51,11 @@ FRAMEWORKS = {
     "megatron-2021": Framework(parameter_gathers=True),
     # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
     # wherever tensor_model_parallel_size > 1; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
-    "nemo": Framework(sequence_parallel=True, half_gradients=True, async_tp=True, async_gradients=True),
+    "nemo": Framework(
+        sequence_parallel=True, half_gradients=True, async_tp=True, in_line_tp=IN_LINE, async_gradients=True
+    ),
     "megatron-bridge": Framework(
-        sequence_parallel=True, half_gradients=True, async_tp=True, async_gradients=True
+        sequence_parallel=True, half_gradients=True, async_tp=True, in_line_tp=IN_LINE, async_gradients=True
     ),
     # Megatron-LM since 2022 (02bb1f5, megatron/mpu/layers.py): async_tensor_model_parallel_allreduce by default, and the
     # same for the scatter of sequence parallelism.

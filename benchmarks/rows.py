@@ -175,7 +175,7 @@ def _execution(row: Row) -> Execution:
         grad_dtype=half if half_gradients else "fp32",
         attention=_attention(row),
         kernels=kernels,
-        async_tp=framework.async_tp and _sequence_parallel(row),
+        async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),

@@ -74,3 +74,15 @@ def test_full_precision_fsdp_holds_and_reduces_in_fp32_and_pure_fsdp_in_half_pre
     assert dtypes("torchtitan") == ("fp32", "fp32", False)
     assert dtypes("kempnerforge") == ("bf16", "fp32", False)
     assert dtypes("composer-fsdp") == ("bf16", "bf16", False)
+
+
+def test_tensor_parallelism_of_block_scaled_products_stands_in_line() -> None:
+    row = {
+        **next(r for r in FURTHER if r["framework"] == "nemo" and int(r["tp"]) > 1),
+        "sequence_parallel": "True",
+    }
+    asynchronous = {
+        dtype: rows.strategies_of({**row, "dtype": dtype})[0].execution.async_tp
+        for dtype in ("bf16", "fp8", "fp8-mx", "nvfp4")
+    }
+    assert asynchronous == {"bf16": True, "fp8": True, "fp8-mx": False, "nvfp4": False}
