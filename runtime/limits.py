@@ -10,7 +10,7 @@ from autoparallel.planner.strategy.types import EmbeddingRule
 from autoparallel.runtime.expert_modules import expert_modules
 
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
-_SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
+SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 
 
 def check_tables(rules: Iterable[EmbeddingRule]) -> None:
@@ -44,8 +44,10 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
         raise UserError(
             'grad_sync.algorithm = "parameter-server": the runtime has no parameter servers; choose auto or hierarchical'
         )
-    if constraints.get("pipeline.schedule") in _SPLIT_BACKWARD:  # see runtime.pipeline_module
-        found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
+    if constraints.get("pipeline.schedule") in SPLIT_BACKWARD:  # see runtime.pipeline_module
+        found["mesh.cp"] = 1
+        # With zero 1 sharded parameters run, too; a search that leaves the level open could choose another.
+        found |= {} if constraints.get("shard.zero") == 1 else {"mesh.dp_shard": 1}
     if constraints.get("offload.optimizer"):  # see runtime.offload
         raise UserError(
             "offload.optimizer: the state belongs to your optimizer, which updates it where the parameters are; set it to 0"

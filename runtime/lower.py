@@ -19,6 +19,7 @@ from autoparallel.runtime.data import announce_micro_batch, reductions_per_step,
 from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.experts_on_shares import run_on_shares
 from autoparallel.runtime.gradients import GradientSync
+from autoparallel.runtime.limits import SPLIT_BACKWARD
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
 from autoparallel.runtime.offload import OffloadCount, offload_blocks
@@ -26,6 +27,7 @@ from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.reductions import Reducer
 from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
+from autoparallel.runtime.torch_private import reduce_accumulated
 from autoparallel.runtime.weights import Weights, load_weights
 
 _MIB = 2**20
@@ -78,11 +80,13 @@ class Lowered:
     """
 
     def __init__(
-        self, module: nn.Module, *, zero: int, sharded: bool, syncs: Sequence[GradientSync],
+        self, module: nn.Module, strategy: Strategy, *, sharded: bool, syncs: Sequence[GradientSync],
         offloaded: OffloadCount,
     ) -> None:  # fmt: skip
         self.module, self.offloaded, self._syncs = module, offloaded, syncs
-        self._zero, self._sharded = zero, sharded
+        self._zero, self._sharded = strategy.shard.zero, sharded
+        # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
+        self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
 
     def begin(self, micro_batches: int, *, reductions: int | None = None) -> None:
         """Start a step of `micro_batches` forward and backward passes."""
@@ -93,10 +97,12 @@ class Lowered:
     def announce(self, *, last: bool) -> None:
         """Say that the next micro-batch comes, and whether it is the step's last."""
         if self._sharded:
-            announce_micro_batch(self.module, zero=self._zero, last=last)
+            announce_micro_batch(self.module, zero=self._zero, last=last and not self._deferred)
 
     def finish(self) -> None:
         """End the step: `.grad` holds the mean over all data-parallel ranks."""
+        if self._deferred:
+            reduce_accumulated(self.module)
         for sync in self._syncs:
             sync.finish()
 
@@ -167,7 +173,7 @@ def lower_module(
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in copied_names}
     syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
-    return Lowered(module, zero=zero, sharded=bool(sharded), syncs=syncs, offloaded=offloaded)
+    return Lowered(module, strategy, sharded=bool(sharded), syncs=syncs, offloaded=offloaded)
 
 
 def _fill(

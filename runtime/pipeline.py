@@ -170,6 +170,7 @@ class PipelineRunner:
         """Gradients of what the stage received; those of its weights follow with `W`."""
         flight = self._flights[action.stage, _micro(action)]
         outputs, gradients = self._take_gradients(action)
+        self._hooks.before_backward(action.stage, False)
         wanted = [t for t in flight.received if t.requires_grad]
         if action.stage in self._recomputed:
             weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]

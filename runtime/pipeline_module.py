@@ -19,6 +19,7 @@ from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut, release
 from autoparallel.runtime.experts import Sharing, experts_within
 from autoparallel.runtime.gradients import gradient_norm_squared
+from autoparallel.runtime.limits import SPLIT_BACKWARD
 from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
 from autoparallel.runtime.materialise import common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh
@@ -98,13 +99,16 @@ def pipeline_module(
 def _check_stages(strategy: Strategy, stages: int) -> None:
     """Refuse a pipeline that the runtime cannot run."""
     pipeline, ranks = strategy.pipeline, strategy.mesh.pp
-    for axis, what in (("dp_shard", "parameters"), ("cp", "sequences")):
-        size = getattr(strategy.mesh, axis)
-        if size > 1 and pipeline.schedule in ("zb1p", "zbv", "dualpipev"):
-            raise UserError(
-                f'pipeline.schedule = "{pipeline.schedule}" with mesh.{axis} = {size}: the runtime does not split '
-                f"the backward of sharded {what}; use 1f1b, or dp_replicate"
-            )
+    if pipeline.schedule in SPLIT_BACKWARD and strategy.mesh.cp > 1:
+        raise UserError(
+            f'pipeline.schedule = "{pipeline.schedule}" with mesh.cp = {strategy.mesh.cp}: the runtime does not split '
+            "the backward of sharded sequences; use 1f1b, or dp_replicate"
+        )
+    if pipeline.schedule in SPLIT_BACKWARD and strategy.mesh.dp_shard > 1 and strategy.shard.zero > 1:
+        raise UserError(
+            f'pipeline.schedule = "{pipeline.schedule}" with shard.zero = {strategy.shard.zero}: a split backward keeps '
+            "whole gradients and parameters until the step's end; set shard.zero to 1, or use 1f1b"
+        )
     if len(pipeline.stage_blocks) != stages:
         raise UserError(
             f"pipeline.stage_blocks = {list(pipeline.stage_blocks)} must have one entry for each of the "

@@ -182,6 +182,20 @@ def group_name_of(group: Any) -> str:
     return group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
 
 
+def reduce_accumulated(module: nn.Module) -> None:
+    """Let FSDP2 reduce and scatter the gradients that it has been told to keep whole, and free parameters.
+
+    What it does by itself at the end of the last backward pass, if that pass has brought all gradients.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_is_last_backward(True)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+    assert isinstance(module, FSDPModule)
+    module._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def accumulated_bytes(module: nn.Module) -> int:
     """Bytes of whole gradients that FSDP2 keeps between micro-batches, outside of `.grad`."""
     found = 0

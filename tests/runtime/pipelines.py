@@ -143,10 +143,12 @@ def initial_state(
     return model.full_state_dict()
 
 
-def refused(rank: int, world_size: int, pipeline: dict[str, Any]) -> str:
+def refused(
+    rank: int, world_size: int, pipeline: dict[str, Any], options: dict[str, Any] | None = None
+) -> str:
     """What a strategy that cannot run is refused with."""
     example = deep("mlp", 2, torch.float32)
-    strategy = pipeline_strategy(example, pipeline, {"pp": 2})
+    strategy = pipeline_strategy(example, pipeline, {"pp": 2, **(options or {})})
     try:
         parallelize(example.module, example.inputs, strategy, blocks=example.blocks, program=no_program)
     except UserError as error:

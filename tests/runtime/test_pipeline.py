@@ -45,6 +45,11 @@ ON_FOUR: dict[str, Case] = {
     "replicas": ("gpt2", ONE_F_ONE_B, {"dp_replicate": 2, "micro_batches": 2}),
     "zero 1": ("llama", ONE_F_ONE_B, {"dp_shard": 2, "zero": 1, "micro_batches": 2}),
     "zero 2, interleaved": ("gpt2", INTERLEAVED, {"dp_shard": 2, "zero": 2, "micro_batches": 2}),
+    "zero 1, zero bubble in a V": (
+        "mlp",
+        {**INTERLEAVED, "schedule": "zbv"},
+        {"dp_shard": 2, "zero": 1, "micro_batches": 2},
+    ),
     "zero 3": ("vit", ONE_F_ONE_B, {"dp_shard": 2, "zero": 3, "micro_batches": 3}),
     "tensor parallel": ("llama_with_labels", ONE_F_ONE_B, {"tp": 2, "micro_batches": 2}),
     "tensor parallel, interleaved": ("gpt2", INTERLEAVED, {"tp": 2, "micro_batches": 2}),
@@ -90,3 +95,10 @@ def test_a_model_built_on_meta_starts_as_in_one_process(gloo: Processes, name: s
 def test_a_pipeline_that_cannot_run_is_refused_in_words(gloo: Processes) -> None:
     message = gloo.run(2, refused, pipeline={"schedule": "1f1b", "stage_blocks": (4,)})[0]
     assert "one entry for each of the 2 stages" in message
+
+
+def test_a_split_backward_of_parameters_that_are_freed_is_refused(gloo: Processes) -> None:
+    pipeline = {"schedule": "zb1p", "stage_blocks": (2, 2)}
+    message = gloo.run(4, refused, pipeline=pipeline, options={"dp_shard": 2, "zero": 3})[0]
+    assert 'pipeline.schedule = "zb1p" with shard.zero = 3' in message
+    assert "set shard.zero to 1" in message
