@@ -312,12 +312,25 @@ def strategy_label(strategy: Strategy) -> str:
     again = [*([mode] if mode != "none" else []), *([times(full, "block")] if full else [])]
     if again:
         words.append(f"recompute {' + '.join(again)}")
+    if away := offload_label(strategy):
+        words.append(f"on the host: {away}")
     if strategy.embedding:
         words.append(tables_label(strategy))
     lossy = [c for c in strategy.grad_sync.compression if c != "none"]
     if lossy:
         words.append("gradients " + "/".join(strategy.grad_sync.compression))
     return ", ".join(words)
+
+
+def offload_label(strategy: Strategy) -> str:
+    """What is kept on the host: `optimizer state, 50 % of the activations`; "" where nothing is."""
+    shares = (
+        ("optimizer state", strategy.offload.optimizer),
+        ("activations", strategy.offload.activations),
+    )
+    return ", ".join(
+        what if share == 1 else f"{100 * share:.3g} % of the {what}" for what, share in shares if share
+    )
 
 
 def tables_label(strategy: Strategy) -> str:

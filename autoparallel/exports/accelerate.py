@@ -6,7 +6,16 @@ Keys: accelerate 1.10 and later (`fsdp_version: 2`, `parallelism_config`).
 from __future__ import annotations
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_order
+from autoparallel.exports.plan import (
+    Plan,
+    base_dtype,
+    header,
+    unsaid_dtype,
+    unsaid_everywhere,
+    unsaid_experts,
+    unsaid_offload,
+    unsaid_order,
+)
 from autoparallel.planner.strategy.types import AXES
 
 
@@ -19,10 +28,11 @@ def accelerate(plan: Plan) -> str:
             "or export to torchtitan or megatron"
         )
     full = s.recompute.mode == "full"
+    precision = "fp8" if s.execution.dtype == "fp8" else base_dtype(s)
     keys: list[tuple[str, object]] = [
         ("compute_environment", "LOCAL_MACHINE"),
         ("distributed_type", ("MULTI_CPU" if plan.on_cpu else "MULTI_GPU") if not s.shard.zero else "FSDP"),
-        ("mixed_precision", s.execution.dtype if s.execution.dtype in ("bf16", "fp16", "fp8") else "no"),
+        ("mixed_precision", precision if precision in ("bf16", "fp16", "fp8") else "no"),
         ("num_machines", plan.nodes),
         ("num_processes", s.mesh.devices),
         ("machine_rank", 0),
@@ -48,7 +58,10 @@ def accelerate(plan: Plan) -> str:
         }
         text += "parallelism_config:\n"
         text += "".join(f"  parallelism_config_{axis}_size: {size}\n" for axis, size in sizes.items())
-    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES)]
+    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES), *unsaid_experts(s)]
+    unsaid += unsaid_offload(s, optimizer=bool(s.shard.zero))
+    if precision != "fp8":
+        unsaid += unsaid_dtype(s)
     unsaid.append(
         f"batch.micro = {s.batch.micro}, gradient accumulation over {s.micro_batches} micro-batches: arguments of "
         f"your script (gradient_accumulation_steps={s.micro_batches})"

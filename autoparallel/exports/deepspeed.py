@@ -10,7 +10,15 @@ import json
 from typing import Any
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, unsaid_everywhere, unsaid_order
+from autoparallel.exports.plan import (
+    Plan,
+    base_dtype,
+    unsaid_dtype,
+    unsaid_everywhere,
+    unsaid_experts,
+    unsaid_offload,
+    unsaid_order,
+)
 from autoparallel.planner.strategy.types import AXES
 
 MIB = 1024**2
@@ -33,13 +41,17 @@ def deepspeed(plan: Plan) -> str:
         "allgather_bucket_size": bucket,
         "contiguous_gradients": True,
     }
-    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES)]
+    if s.offload.optimizer and s.mesh.data_parallel == 1:
+        zero["stage"] = max(s.shard.zero, 1)  # the same on one rank, and what offloading needs
+    offloads = bool(s.offload.optimizer and zero["stage"])
+    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES), *unsaid_dtype(s), *unsaid_experts(s)]
+    unsaid += unsaid_offload(s, optimizer=offloads)
     if s.mesh.dp_replicate > 1 and s.shard.zero:
         if s.shard.zero == 3:
             zero["mics_shard_size"] = s.mesh.dp_shard
         else:
             unsaid.append(f"dp_replicate = {s.mesh.dp_replicate}: state is sharded over all ranks instead")
-    if s.offload.optimizer:
+    if offloads:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": s.offload.optimizer}
     if s.recompute.mode != "none" or any(s.recompute.per_stage):
         unsaid.append(f'recompute.mode = "{s.recompute.mode}": switch it on in the model')
@@ -47,8 +59,8 @@ def deepspeed(plan: Plan) -> str:
         "train_batch_size": s.batch.global_,
         "train_micro_batch_size_per_gpu": s.batch.micro,
         "gradient_accumulation_steps": s.micro_batches,
-        "bf16": {"enabled": s.execution.dtype == "bf16"},
-        "fp16": {"enabled": s.execution.dtype == "fp16"},
+        "bf16": {"enabled": base_dtype(s) == "bf16"},
+        "fp16": {"enabled": base_dtype(s) == "fp16"},
         "data_types": {"grad_accum_dtype": s.execution.grad_dtype},
         "zero_optimization": zero,
     }

@@ -6,11 +6,18 @@ Names: megatron/training/arguments.py.
 from __future__ import annotations
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_order
+from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_offload, unsaid_order
 from autoparallel.planner.strategy.types import Strategy
 
 # Rank orders of megatron/core/parallel_state.py, "tp-cp-ep-dp-pp" and "tp-cp-ep-pp-dp", outermost first here.
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_PRECISIONS = {
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "fp8": ["--bf16", "--fp8-format hybrid"],
+    "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
+    "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
 _ORDER_PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 
 
@@ -22,7 +29,7 @@ def megatron(plan: Plan) -> str:
             f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": Megatron-LM has 1f1b and interleaved-1f1b; '
             "plan again with --set pipeline.schedule=1f1b"
         )
-    groups = [_sizes(plan), _pipeline(s), _precision(s), _recompute(s), _data_parallel(s)]
+    groups = [_sizes(plan), _pipeline(s), _precision(s), _recompute(s), _data_parallel(s), _offload(s)]
     body = "".join(f"    {flag}\n" for group in groups for flag in group)
     return f"{header(plan, 'Megatron-LM', _unsaid(s))}MEGATRON_ARGS=(\n{body})\n"
 
@@ -60,9 +67,7 @@ def _pipeline(s: Strategy) -> list[str]:
 
 
 def _precision(s: Strategy) -> list[str]:
-    flags = {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}.get(
-        s.execution.dtype, []
-    )
+    flags = _PRECISIONS.get(s.execution.dtype, [])
     if s.execution.grad_dtype == "bf16":
         flags = [*flags, "--grad-reduce-in-bf16"]
     if s.execution.attention == "flash":
@@ -101,8 +106,17 @@ def _data_parallel(s: Strategy) -> list[str]:
     return flags
 
 
+def _offload(s: Strategy) -> list[str]:
+    """Its optimizer on the host needs the distributed one, which is the same where there is one replica."""
+    if not s.offload.optimizer or (s.shard.zero == 0 and s.mesh.data_parallel > 1):
+        return []
+    alone = [] if s.shard.zero else ["--use-distributed-optimizer"]
+    share = f"--optimizer-offload-fraction {s.offload.optimizer:g}"
+    return [*alone, "--use-precision-aware-optimizer", "--optimizer-cpu-offload", share]
+
+
 def _unsaid(s: Strategy) -> list[str]:
-    found = unsaid_everywhere(s)
+    found = [*unsaid_everywhere(s), *unsaid_offload(s, optimizer=bool(_offload(s)))]
     full = s.recompute.per_stage
     if any(full) and s.recompute.mode != "full":
         if len(set(full)) > 1:

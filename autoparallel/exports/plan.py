@@ -84,6 +84,31 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
     return found
 
 
+def base_dtype(strategy: Strategy) -> str:
+    """What a framework computes in where it has no eight- or four-bit products: those are made from bf16."""
+    dtype = strategy.execution.dtype
+    return "bf16" if dtype in ("fp8", "mxfp8", "nvfp4") else dtype
+
+
+def unsaid_dtype(strategy: Strategy) -> list[str]:
+    """Eight- and four-bit products, for a framework that has none."""
+    dtype, base = strategy.execution.dtype, base_dtype(strategy)
+    return [] if dtype == base else [f'execution.dtype = "{dtype}": {base} is what runs']
+
+
+def unsaid_experts(strategy: Strategy) -> list[str]:
+    """Experts on ranks of their own, for a framework whose configuration has no size for them."""
+    return [f"mesh.ep = {strategy.mesh.ep}: set it in the model"] if strategy.mesh.ep > 1 else []
+
+
+def unsaid_offload(strategy: Strategy, *, optimizer: bool) -> list[str]:
+    """What is kept on the host; `optimizer` where the framework was told to do so with the optimizer state."""
+    shares = {"activations": strategy.offload.activations}
+    if not optimizer:
+        shares = {"optimizer": strategy.offload.optimizer, **shares}
+    return [f"offload.{name} = {share:g}" for name, share in shares.items() if share]
+
+
 def unsaid_hosts(strategy: Strategy) -> list[str]:
     """Which hosts to start, and in which order, where the plan names its nodes: ranks follow the hosts."""
     if not strategy.mesh.placement:

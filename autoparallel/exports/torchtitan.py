@@ -5,7 +5,7 @@ Keys: torchtitan 0.2, torchtitan/config/job_config.py (`Parallelism`, `Training`
 
 from __future__ import annotations
 
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_order
+from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_offload, unsaid_order
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.planner.strategy.write import literal
 
@@ -82,7 +82,11 @@ def _parts(blocks: tuple[int, ...]) -> list[list[str]]:
 
 
 def _unsaid(s: Strategy) -> list[str]:
-    found = [*unsaid_everywhere(s), *unsaid_order(s, AXES)]
+    found = [*unsaid_everywhere(s), *unsaid_offload(s, optimizer=True), *unsaid_order(s, AXES)]
+    if 0 < s.offload.optimizer < 1:
+        found.append(
+            f"offload.optimizer = {s.offload.optimizer:g}: all of it is offloaded, with the parameters"
+        )
     if s.shard.zero in (1, 2) and s.mesh.dp_shard > 1:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     if s.mesh.tp > 1 and not s.shard.sequence_parallel:

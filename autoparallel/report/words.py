@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoparallel.answer import offload_label
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
@@ -60,10 +61,17 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
             found.append(_groups(strategy, cluster))
     found.extend(_data(strategy, where, predicted))
     if "cp" in where:
-        text = f"Each sequence is split over {where['cp'].size} devices, which talk {_over(where['cp'])}"
-        found.append(Choice(name="Context parallelism", setting=f"cp = {where['cp'].size}", text=text + "."))
+        text = f"Each sequence is split over {where['cp'].size} devices, which talk {_over(where['cp'])}."
+        text += _cost(predicted, "cp_comm", "Exchanging keys and values takes")
+        found.append(Choice(name="Context parallelism", setting=f"cp = {where['cp'].size}", text=text))
     if "tp" in where:
         found.append(_tensor(strategy, where["tp"], predicted))
+    if strategy.mesh.ep > 1:
+        text = (
+            f"Each layer's experts are divided among {strategy.mesh.ep} devices, and tokens travel to theirs."
+        )
+        text += _cost(predicted, "ep_comm", "Sending tokens takes")
+        found.append(Choice(name="Expert parallelism", setting=f"ep = {strategy.mesh.ep}", text=text))
     if placed := placement_words(strategy, cluster):
         found.append(Choice(name="Placement", setting=placement_setting(strategy), text=placed))
     if not found:
@@ -74,6 +82,12 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
         found.append(Choice(name="Embedding tables", setting=setting, text=text))
     found.append(_batch(strategy))
     found.append(_recompute(strategy, predicted))
+    if away := offload_label(strategy):
+        text = f"Kept in the host's memory, and fetched when needed: {away}."
+        setting = (
+            f"optimizer = {strategy.offload.optimizer:g}, activations = {strategy.offload.activations:g}"
+        )
+        found.append(Choice(name="Offload", setting=setting, text=text))
     return tuple(found)
 
 
@@ -186,9 +200,14 @@ def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
         "full": "Each block keeps only its input and is computed again before its backward pass.",
     }[mode]
     if any(per_stage) and mode != "full":
-        text += f" Besides, {sum(per_stage)} blocks are recomputed in full ({', '.join(map(str, per_stage))} by chunk)."
+        chunks = f" ({', '.join(map(str, per_stage))} by chunk)" if len(per_stage) > 1 else ""
+        again = f"{times(sum(per_stage), 'block')}{chunks} recomputed in full: only the input is kept. In the others"
+        text = f"{again}, {text[0].lower()}{text[1:]}"
     cost = _cost(predicted, "recompute", "It costs") if mode != "none" or any(per_stage) else ""
-    return Choice(name="Recomputation", setting=mode, text=text + cost)
+    setting = (
+        mode if not any(per_stage) or mode == "full" else f"{mode}, {times(sum(per_stage), 'block')} in full"
+    )
+    return Choice(name="Recomputation", setting=setting, text=text + cost)
 
 
 def why(search: Mapping[str, Any]) -> tuple[str, ...]:

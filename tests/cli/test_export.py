@@ -11,7 +11,7 @@ import pytest
 
 from autoparallel.exports import EXPORTS, plan_of
 from autoparallel.planner.strategy.file import read_strategy_file
-from autoparallel.planner.strategy.types import Pipeline, Recompute
+from autoparallel.planner.strategy.types import Offload, Pipeline, Recompute
 from tests.cli.runner import refused, run
 from tests.report.sample import write_sample
 
@@ -93,6 +93,32 @@ def test_deepspeed_batch_sizes_agree_with_each_other(flat: Path) -> None:
         config["train_batch_size"]
         == config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * ranks
     )
+
+
+def test_what_is_kept_on_the_host_is_said_or_named_by_every_export(flat: Path, tmp_path: Path) -> None:
+    plan = plan_of(read_strategy_file(flat))
+    away = replace(plan, strategy=replace(plan.strategy, offload=Offload(optimizer=0.5, activations=0.25)))
+    flags = megatron_flags(EXPORTS["megatron"](away), tmp_path)
+    assert flags[flags.index("--optimizer-offload-fraction") + 1] == "0.5"
+    assert "--optimizer-cpu-offload" in flags
+    assert json.loads(EXPORTS["deepspeed"](away))["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
+    for target in ("torchtitan", "megatron", "deepspeed", "accelerate"):
+        text = EXPORTS[target](away)
+        assert "offload.activations = 0.25" in text, text
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp8", "nvfp4"])
+def test_products_in_few_bits_stand_on_bf16_in_every_export(flat: Path, tmp_path: Path, dtype: str) -> None:
+    plan = plan_of(read_strategy_file(flat))
+    execution = replace(plan.strategy.execution, dtype=dtype)
+    few = replace(plan, strategy=replace(plan.strategy, execution=execution))
+    flags = megatron_flags(EXPORTS["megatron"](few), tmp_path)
+    assert "--bf16" in flags
+    assert any(flag.startswith(("--fp8-format", "--fp4-format")) for flag in flags), flags
+    config = json.loads(EXPORTS["deepspeed"](few))
+    assert config["bf16"]["enabled"]
+    assert f'"{dtype}": bf16' in " ".join(config["_autoparallel"]["not_said_here"])
+    assert "mixed_precision: no" not in EXPORTS["accelerate"](few)
 
 
 def test_yaml_exports_are_yaml(pipelined: Path, flat: Path) -> None:

@@ -4,15 +4,20 @@ import re
 import shutil
 import subprocess
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from autoparallel.answer import strategy_label
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.file import read_strategy_file
+from autoparallel.planner.strategy.types import Mesh, Offload, Recompute
+from autoparallel.profiles import load_cluster
 from autoparallel.report.page import render_report
-from tests.report.sample import write_sample
+from autoparallel.report.words import choices
+from tests.report.sample import strategy, write_sample
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMIUM_FLAGS = (
@@ -80,6 +85,23 @@ def test_the_page_says_what_the_file_says(tmp_path: Path) -> None:
         "Gradients are rounded to 16 bits",
     ):
         assert words in re.sub(r"\s+", " ", text), words
+
+
+def test_what_is_on_the_host_and_what_is_recomputed_are_told_without_contradiction() -> None:
+    cluster = load_cluster("h100-sxm:2x8")
+    given = replace(
+        strategy(pp=1, micro_batches=8),
+        mesh=Mesh(dp_shard=8, tp=2, ep=4),
+        offload=Offload(optimizer=1.0, activations=0.5),
+        recompute=Recompute(mode="none", per_stage=(16,)),
+    )
+    told = {choice.name: choice for choice in choices(given, cluster, {})}
+    assert "optimizer state, 50 % of the activations" in told["Offload"].text
+    assert told["Recomputation"].setting == "none, 16 blocks in full"
+    assert told["Recomputation"].text.startswith("16 blocks recomputed in full")
+    assert "Every activation" not in told["Recomputation"].text
+    assert told["Expert parallelism"].setting == "ep = 4"
+    assert "on the host: optimizer state" in strategy_label(given)
 
 
 def test_text_from_the_file_is_escaped(tmp_path: Path) -> None:
