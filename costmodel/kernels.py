@@ -204,7 +204,7 @@ def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> 
     """One fused attention kernel: max(longest tile, work + tail * longest tile), or its memory traffic.
 
     FLOPs forward 2 b h s t (d + v), backward 2 b h s t (3 d + 2 v); a causal mask leaves (t + tile) / 2t of
-    them. Tiles of queries are dealt to the compute units; at the end some wait for the longest, which under
+    them, or (2t - s + tile) / 2t of the last s queries of the sequence. Tiles of queries are dealt to the compute units; at the end some wait for the longest, which under
     a causal mask runs over all keys.
     """
     constants = device.constants
@@ -221,7 +221,8 @@ def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> 
         rate *= constants[f"attention.v{shape.generation}"]
     tile = min(constants[f"attention.tile_{side}"], shape.query_length)
     keys = float(shape.key_length)
-    seen = (keys + tile) / 2 if shape.causal else keys
+    before = keys - shape.query_length if shape.last else 0.0  # keys that every query sees
+    seen = before + (keys - before + tile) / 2 if shape.causal else keys
     work_s = shape.batch * shape.heads * shape.query_length * seen * flops_per_pair / rate
     longest_s = tile * keys * flops_per_pair / (rate / constants["gemm.units"])
     compute_s = max(longest_s, work_s + constants[f"attention.tail_{side}"] * longest_s)

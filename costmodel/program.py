@@ -63,6 +63,7 @@ class AttentionShape:
     value_size: int
     causal: bool
     flash: bool
+    last: bool = False  # the queries are the last of the sequence: they see the keys before them, too
     generation: int = 0  # of flash kernels, FlashAttention 1 or 2; 0: the best of the device
 
 

@@ -69,9 +69,8 @@ class ContextParallel(TorchFunctionMode):
                 return result
             args, kwargs = tree_map_only(Tensor, self._meeting, (args, kwargs))
         try:
-            with drawn_apart(
-                mesh.get_local_rank(0), torch.device(mesh.device_type), needed=self._drops(func)
-            ):
+            apart = func in _DROPOUT and self._drops(*args, **kwargs)
+            with drawn_apart(mesh.get_local_rank(0), torch.device(mesh.device_type), needed=apart):
                 return func(*args, **kwargs)
         except NotImplementedError:  # DTensor has no rule
             return self._gathered(func, args, kwargs)
@@ -98,9 +97,10 @@ class ContextParallel(TorchFunctionMode):
         args, kwargs = tree_map_only(Tensor, lambda t: whole(t, self._mesh), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _drops(self, func: Any) -> bool:
-        """Whether random numbers are drawn that DTensor does not draw apart itself, as it does on GPUs."""
-        return func in _DROPOUT and self._mesh.device_type == "cpu"
+    def _drops(self, input: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> bool:
+        """Whether a dropout draws numbers for shares, which DTensor draws apart itself on GPUs only."""
+        shared = on_mesh(input, self._mesh) and not input.placements[0].is_replicate()  # type: ignore[attr-defined]
+        return shared and training and p > 0 and self._mesh.device_type == "cpu"
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Any]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from autoparallel.runtime.torch_private import outside_tracing
+
 _SEEDS = 2**62
 
 
@@ -16,7 +18,8 @@ def drawn_apart(rank: int, device: torch.device, *, needed: bool) -> Iterator[No
     if not needed:
         yield
         return
-    common = int(torch.randint(0, _SEEDS, ()).item())
+    with outside_tracing():
+        common = int(torch.randint(0, _SEEDS, ()).item())
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed((common + rank) % _SEEDS)
         yield

@@ -1,12 +1,16 @@
 """Context parallelism: every rank of cp has its share of the sequence, and attention needs the keys and values of all.
 
-Each rank holds the queries of two chunks of the sequence, one from its start and one from its end, so that under
-a causal mask all compare equally many pairs. Everything but attention works on one's own tokens.
+Everything but attention works on one's own tokens.
 
     eager, compiled   keys and values are gathered before the attention kernel and kept whole for the backward
                       pass, whose gradients are reduced and scattered: nothing hides this
     fused             Megatron's ring: keys and values travel from rank to rank beside the kernels, and once more
                       in the backward pass, together with their gradients; only one's own share is kept
+
+Fused and compiled, each rank holds the queries of two chunks of the sequence, one from its start and one from its end,
+so that under a causal mask all compare equally many pairs (Megatron, torchtitan). Eager is what `runtime/context.py`
+runs: each rank holds one piece of the sequence, whatever the model's code does with positions, so that the rank with the
+last piece compares most pairs, and the others wait for it.
 
 Both move (cp - 1) / cp of all keys and values. Source of the second: Transformer Engine, AttnFuncWithCPAndKVP2P.
 """

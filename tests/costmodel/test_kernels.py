@@ -128,6 +128,22 @@ def test_a_causal_mask_never_costs_time_and_never_saves_more_than_half(
     assert full / 2 * (1 - 1e-9) <= masked <= full * (1 + 1e-9)
 
 
+@settings(deadline=None)
+@given(st.sampled_from(GPUS), st.sampled_from([2, 4, 8]), st.booleans())
+def test_the_last_queries_under_a_causal_mask_cost_most_and_less_than_without_one(
+    name: str, ranks: int, backward: bool
+) -> None:
+    def share(*, causal: bool, last: bool = False) -> float:
+        whole = attention(32768, causal=causal, backward=backward)
+        assert whole.attention is not None
+        part = replace(whole.attention, query_length=32768 // ranks, last=last)
+        return kernel_s(replace(whole, attention=part), DEVICES[name], "fused")
+
+    even, last, full = share(causal=True), share(causal=True, last=True), share(causal=False)
+    assert even < last < full
+    assert last <= even * (2 - 1 / ranks)  # (t - s / 2) / (t / 2), where no tile is waited for
+
+
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_flash_attention_beats_the_unfused_form_on_long_sequences(name: str, backward: bool) -> None:

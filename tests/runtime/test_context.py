@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
+from autoparallel.runtime.dryrun import dry_run
+from autoparallel.runtime.messages import Message
+from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import TOLERANCE, Difference, compare
 from tests.runtime.harness import Processes
-from tests.runtime.models import EXAMPLES
-from tests.runtime.sequences import SEQUENCES
+from tests.runtime.models import EXAMPLES, LENGTH, VOCABULARY
+from tests.runtime.sequences import SEQUENCES, WIDTH
+from tests.runtime.shared import no_program
 
 pytestmark = pytest.mark.distributed
 EXAMPLES.update(SEQUENCES)
@@ -56,3 +64,48 @@ def test_two_shares_of_the_sequence_give_the_gradients_of_one_process(gloo: Proc
 
 def test_shares_beside_data_parallelism_give_the_gradients_of_one_process(gloo: Processes) -> None:
     _check(gloo, 4, ON_FOUR)
+
+
+class _Dropped(nn.Module):
+    """What dropout leaves of ones that are a sequence, and of ones that every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = F.dropout(torch.ones_like(self.tokens(ids)))
+        return dropped, F.dropout(torch.ones(4, WIDTH))
+
+
+def _dropout(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rank)
+    strategy = Strategy(batch=Batch(global_=2, micro=2), mesh=Mesh(cp=2))
+    model = parallelize(_Dropped(), None, strategy, blocks=(), program=no_program)
+    sequence, whole = model(torch.zeros(2, LENGTH, dtype=torch.int64))
+    return sequence.detach(), whole
+
+
+def test_shares_are_dropped_differently_and_what_is_whole_alike(gloo: Processes) -> None:
+    (sequence, whole), other = gloo.run(2, _dropout)
+    assert torch.equal(sequence, other[0])
+    assert torch.equal(whole, other[1])
+    first, second = sequence.chunk(2, dim=1)
+    assert not torch.equal(first, second)
+    assert 0.3 < (sequence == 0).double().mean() < 0.7
+
+
+def test_what_runs_on_shares_is_sent_as_is_priced_in_a_dry_run() -> None:
+    with torch.device("meta"):
+        example = EXAMPLES["gpt2"](2)
+    strategy = Strategy(
+        batch=Batch(global_=4, micro=2), mesh=Mesh(cp=2, dp_shard=2), shard=Shard(zero=3),
+        pipeline=Pipeline(stage_blocks=(2,)), execution=Execution(dtype="fp32", param_dtype="fp32", kernels="eager"),
+    )  # fmt: skip
+    (stage,) = dry_run(example.module, example.inputs, strategy, blocks=example.blocks)
+    key = 2 * LENGTH * WIDTH * 4  # bytes of a key of two samples
+    for op in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER):
+        assert stage.traffic[Message(op=op, axis="cp", size_bytes=key)] == 4
+    assert any(message.axis == "dp_shard x cp" for message in stage.traffic), (
+        "parameters are sharded over both"
+    )

@@ -65,6 +65,7 @@ def test_ranks_share_work_and_activations(kernels: str) -> None:
     shape = next(s.attention for s in part.forward if isinstance(s, Kernel) and s.kind is OpKind.ATTENTION)
     assert shape is not None
     assert (shape.query_length, shape.key_length) == (SEQ // 4, SEQ)
+    assert shape.last == (kernels == "eager"), "shares in one piece: all wait for the rank with the last"
 
 
 def test_gradients_are_reduced_over_the_ranks_that_saw_other_tokens() -> None:
