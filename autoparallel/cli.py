@@ -50,6 +50,7 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:  # before or after a command; inside one, the command says how it ended
+        print("interrupted", file=sys.stderr)
         _leave(INTERRUPTED)
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):

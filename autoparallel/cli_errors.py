@@ -33,10 +33,21 @@ def exits(command: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:  # the reader of standard output went away
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-        except (ValueError, TimeoutError) as error:
+        except Exception as error:
+            if _was_interrupted(error):
+                raise _end("interrupted; nothing was written", INTERRUPTED) from None
+            if not isinstance(error, ValueError | TimeoutError):
+                raise
             raise _search_end(error) from None
 
     return wrapped
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: a compiled module interrupted while it is imported says "initialization failed"."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _search_end(error: Exception) -> BaseException:
