@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.runtime.context_random import drawn_apart
 from autoparallel.runtime.context_values import cut, of_parts, on_mesh, onto, own_part, placed
+from autoparallel.runtime.torch_private import outside_tracing
 
 _LENGTH = 2  # of the sequence, counted from the last dim: batch, heads, length, head size
 
@@ -69,7 +70,8 @@ def _by_head(run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tens
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
     """What the last `queries` of `keys` positions see: on GPUs in the form that flash attention knows."""
     if device.type == "cuda":
-        return causal_lower_right(queries, keys)
+        with outside_tracing():  # it is no tensor to recomputation of operators, which watches what is made
+            return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

@@ -141,8 +141,8 @@ def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorR
 
 
 def recomputed_stages(strategy: Strategy) -> frozenset[int]:
-    """Stages with blocks that are recomputed whole."""
-    if strategy.recompute.mode == "full":
+    """Stages with blocks of which more than attention runs again."""
+    if strategy.recompute.mode in ("full", "operators"):
         return frozenset(range(len(strategy.pipeline.stage_blocks)))
     return frozenset(n for n, count in enumerate(strategy.recompute.per_stage) if count)
 

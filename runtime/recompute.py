@@ -1,4 +1,4 @@
-"""Recomputation: repeated blocks, or only their attention core, run again in the backward pass."""
+"""Recomputation: repeated blocks, parts of them, or only their attention core, run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.kernels import named_kind
+from autoparallel.planner.expand.local_memory import PRODUCTS
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "full", "operators")
+_SUMS = frozenset({"reduce_scatter_tensor", "all_reduce"})
+_ATTENTION = "_scaled_dot_product_"
 
 
 class _RecomputeAttention(TorchFunctionMode):
@@ -67,6 +71,8 @@ def recompute_blocks(
         own = "full" if position < full else mode
         if own == "full":
             block.forward = _recomputed(block.forward, attention)
+        elif own == "operators":
+            block.forward = _operators_recomputed(block.forward)
         elif own == "selective":
             block.forward = _attention_recomputed(block.forward, attention)
 
@@ -88,3 +94,22 @@ def _attention_recomputed(forward: Callable[..., Any], attention: str) -> Callab
             return forward(*args, **kwargs)
 
     return run
+
+
+def _operators_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products, of attention and of sums over ranks; run all else again."""
+    name = operator.name().partition("::")[2].partition(".")[0]
+    kept = named_kind(name) in PRODUCTS or name in _SUMS or name.startswith(_ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -68,7 +68,11 @@ def accelerate(plan: Plan) -> str:
     )
     if s.shard.zero in (1, 2):
         unsaid.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
-    if s.recompute.mode == "selective" or any(s.recompute.per_stage) or (full and not s.shard.zero):
+    if (
+        s.recompute.mode in ("selective", "operators")
+        or any(s.recompute.per_stage)
+        or (full and not s.shard.zero)
+    ):
         unsaid.append(f'recompute.mode = "{s.recompute.mode}", per_stage = {list(s.recompute.per_stage)}')
     return header(plan, "accelerate", unsaid) + text
 

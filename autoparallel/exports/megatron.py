@@ -123,6 +123,11 @@ def _unsaid(s: Strategy) -> list[str]:
             found.append(f"recompute.per_stage = {list(full)}: every chunk recomputes the most of them")
         if s.recompute.mode == "selective":
             found.append("selective recomputation of the blocks that are not recomputed in full")
+    if s.recompute.mode == "operators":
+        found.append(
+            'recompute.mode = "operators": --recompute-granularity selective with --recompute-modules layernorm and what '
+            "else your version knows is its nearest"
+        )
     if s.execution.optimizer == "adafactor":
         found.append('execution.optimizer = "adafactor"')
     return [*found, *([] if _pipeline_inside(s) else unsaid_order(s, _ORDER))]

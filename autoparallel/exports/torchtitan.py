@@ -34,10 +34,10 @@ def torchtitan(plan: Plan) -> str:
             "mixed_precision_param": _DTYPES.get(s.execution.dtype, "bfloat16"),
             "mixed_precision_reduce": _DTYPES.get(s.execution.grad_dtype, "float32"),
         },
-        "activation_checkpoint": {"mode": s.recompute.mode},
+        "activation_checkpoint": {"mode": {"operators": "selective"}.get(s.recompute.mode, s.recompute.mode)},
         "compile": {"enable": s.execution.kernels == "compiled"},
     }
-    if s.recompute.mode == "selective":
+    if s.recompute.mode in ("selective", "operators"):
         tables["activation_checkpoint"]["selective_ac_option"] = "op"
     if s.offload.optimizer:
         tables["training"]["enable_cpu_offload"] = True
@@ -91,6 +91,14 @@ def _unsaid(s: Strategy) -> list[str]:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     if s.mesh.tp > 1 and not s.shard.sequence_parallel:
         found.append("sequence_parallel = false: torchtitan's tensor parallelism is sequence parallel")
+    if s.recompute.mode == "operators":
+        found.append(
+            'recompute.mode = "operators": torchtitan keeps the result of every second matrix product only'
+        )
+    if s.recompute.mode == "selective":
+        found.append(
+            'recompute.mode = "selective": torchtitan recomputes operators, not the attention core alone'
+        )
     if any(s.recompute.per_stage):
         found.append(f"recompute.per_stage = {list(s.recompute.per_stage)}")
     if s.execution.dtype not in _DTYPES:

@@ -197,6 +197,8 @@ def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
     text = {
         "none": "Every activation is kept until its backward pass.",
         "selective": "The attention core is computed again in the backward pass instead of being kept.",
+        "operators": "Of each block the results of matrix products and of attention are kept; the rest is computed again "
+        "in the backward pass.",
         "full": "Each block keeps only its input and is computed again before its backward pass.",
     }[mode]
     if any(per_stage) and mode != "full":

@@ -102,6 +102,11 @@ def runs_kernel(launch: Launch) -> bool:
     return not launch.is_view and short_name(launch.target) not in _NO_KERNEL
 
 
+def named_kind(name: str) -> OpKind | None:
+    """The kind of an operator that its name (without namespace and overload) tells; None where it does not."""
+    return _KIND_OF.get(name)
+
+
 def kind_of(launch: Launch) -> OpKind:
     """The kind of a launch, from its name, or from the pointwise tag of its schema."""
     name = short_name(launch.target)

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind, Saved
 from autoparallel.costmodel.kernels import OPERAND_BYTES
+from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.planner.expand.context import keeps_whole
 from autoparallel.planner.expand.local import LocalBlock
 
+# What recomputation of operators keeps the results of: the field's usual policy. Source: torchtitan, _op_sac_save_list;
+# JAX, dots_saveable.
+PRODUCTS = frozenset({OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.ATTENTION})
+SUMS = frozenset({CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER})
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
 # Gradients of the score matrix that unfused attention holds at once on its way back: of the probabilities and of the
 # scores; eager operators make a new one at the mask and one at the scale. Kind: formula.
@@ -41,6 +46,31 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
                         local, op
                     )
     return kept
+
+
+def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, int]:
+    """Storage -> local bytes where results of products and of sums over ranks are kept, beside the block's inputs.
+
+    `kept`: what is kept where nothing is recomputed, of which attention's statistics stay.
+    """
+    index, found = local.index, dict[str, int]()
+    for name in (f"input:{i}" for i in range(len(index.block.inputs))):
+        if name in index.needs_grad:
+            found[name] = local.value_bytes(name, local.output_placement(name))
+    for operator in index.block.operators:
+        if operator.kind not in PRODUCTS and operator.kind is not OpKind.LEAF:
+            continue
+        # Of what a leaf keeps inside nobody knows which part products made: all of it, to be safe.
+        found |= {s: n for s, n in kept.items() if s.startswith(f"{operator.name}#")}
+        outputs = (operator.name, *(f"{operator.name}.{i}" for i in range(len(operator.outputs))))
+        for value in outputs if operator.kind in PRODUCTS else ():
+            if value in index.specs and index.storage.get(value, value) not in found:
+                storage = index.storage.get(value, value)
+                found[storage] = local.value_bytes(value, local.output_placement(value))
+    for reshard in local.plan.reshards:
+        if reshard.before == "P" and reshard.after != "P":
+            found[f"{reshard.value}#sum"] = local.value_bytes(reshard.value, reshard.after)
+    return found
 
 
 def probabilities_bytes(local: LocalBlock, op: int) -> int:

@@ -56,7 +56,7 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
 
     Recomputation: "selective" drops the inside of attention and runs its forward again; "full" keeps only the
     block's inputs and runs the forward again up to the last unit that keeps anything (checkpointing stops
-    there).
+    there); "operators" keeps what matrix products and attention return, too, and what tensor parallelism sums.
     """
     local, units, block = passes.local, passes.units, passes.local.index.block
     kept, again = passes.kept, list[Step]()
@@ -64,10 +64,16 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         kept = memory.saved_storages(local, units, core=False)
         again = [k for unit in units for op in unit.ops if block.operators[op].kind is OpKind.ATTENTION
                  for k in _unit_forward(local, Unit(ops=(op,), inputs=(), outputs=(), saved=()))]  # fmt: skip
+    elif recompute == "operators":
+        kept = memory.product_storages(local, passes.kept)
+        again = _all_but_products(passes)
     elif recompute == "full":
         kept = {"input:": memory.input_bytes(local)}
         again = [step for steps in passes.forward[: _last_keeper(units) + 1] for step in steps]
-    total, saved = sum(passes.kept.values()), sum(kept.values())
+    saved = sum(kept.values())
+    recomputed = max(sum(passes.kept.values()) - saved, 0)
+    if recompute == "operators":  # which keeps values that only the second run of the others reads
+        recomputed = sum(n for storage, n in passes.kept.items() if storage not in kept)
     parameters = [(p.numel // local.setting.parts(place), p.trainable, place.startswith("E"))
                   for p, (_, place) in zip(block.parameters, local.plan.params, strict=True)]  # fmt: skip
     return BlockWork(
@@ -77,7 +83,7 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         backward_weight=passes.backward_weight,
         recompute=tuple(again),
         saved_bytes=saved,
-        recomputed_bytes=max(total - saved, 0) if again else 0,
+        recomputed_bytes=recomputed if again else 0,
         forward_temp_bytes=_forward_temp(local, units, kept, nothing_kept=recompute == "full"),
         backward_temp_bytes=passes.backward_temp_bytes,
         parameters=sum(n for n, _, _ in parameters),
@@ -88,6 +94,21 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in block.buffers),
         weight_saved_bytes=memory.weight_saved_bytes(local, units, kept) if not again else None,
     )
+
+
+def _all_but_products(passes: Passes) -> list[Step]:
+    """What the second forward runs where the results of products and of sums over ranks are kept: other kernels, and
+    the gathers of what products read."""
+    operators = passes.local.index.block.operators
+    found: list[Step] = []
+    for unit, steps in zip(passes.units[: _last_keeper(passes.units) + 1], passes.forward, strict=False):
+        product = any(operators[op].kind in memory.PRODUCTS for op in unit.ops)
+        found += [
+            step
+            for step in steps
+            if (step.op not in memory.SUMS if isinstance(step, Collective) else not product)
+        ]
+    return found
 
 
 def _forward_temp(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import ModelGraph, OpKind
-from autoparallel.planner.expand.schedules import schedule_problem
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, schedule_problem
 from autoparallel.planner.expand.state import STATES
 from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
@@ -168,7 +168,7 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
             f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block, but for a first or last chunk that "
             "holds what stands before or after the blocks"
         )
-    yield from _recompute(strategy, chunks, blocks)
+    yield from _recompute(graph, strategy, chunks, blocks)
 
 
 def least_blocks(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
@@ -180,8 +180,24 @@ def least_blocks(graph: ModelGraph, chunks: int) -> tuple[int, ...]:
     return tuple(least)
 
 
-def _recompute(strategy: Strategy, chunks: int, blocks: tuple[int, ...]) -> Iterator[str]:
+def _recompute(graph: ModelGraph, strategy: Strategy, chunks: int, blocks: tuple[int, ...]) -> Iterator[str]:
     full = strategy.recompute.per_stage
+    if strategy.recompute.mode == "operators" and strategy.pipeline.schedule in SPLIT_BACKWARD:
+        yield (
+            'recompute.mode = "operators": the results that it keeps serve one pass backwards, and '
+            f"{strategy.pipeline.schedule} makes two of it; use full, or another schedule"
+        )
+    if strategy.recompute.mode == "operators" and strategy.offload.activations:
+        yield (
+            f'offload.activations = {strategy.offload.activations}: what recompute.mode = "operators" keeps stays on the '
+            "device; use another mode, or 0"
+        )
+    attention = any(op.kind is OpKind.ATTENTION for block in graph.blocks for op in block.operators)
+    if attention and strategy.recompute.mode == "operators" and strategy.execution.attention == "unfused":
+        yield (
+            'recompute.mode = "operators" keeps what attention returns, and execution.attention = "unfused" is not one '
+            "operator; use selective or full"
+        )
     if full and len(full) != chunks:
         yield f"recompute.per_stage has {len(full)} entries for {chunks} chunks; give one each, or none"
     elif full and len(blocks) == chunks:

@@ -83,8 +83,9 @@ class PipelineSection(Section):
 class RecomputeSection(Section):
     """`[recompute]`."""
 
-    mode: Literal["none", "selective", "full"] | None = Field(
-        None, description="none | selective (attention core only) | full"
+    mode: Literal["none", "selective", "full", "operators"] | None = Field(
+        None,
+        description="none | selective (attention core only) | operators (all but matrix products and attention) | full",
     )
     per_stage: list[Count] | None = Field(
         None, description="per chunk: that many of its blocks in full, the rest by mode"

@@ -63,7 +63,11 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """`mode` for every repeated block; `per_stage[c]` blocks of chunk c are recomputed in full instead."""
+    """`mode` for every repeated block; `per_stage[c]` blocks of chunk c are recomputed in full instead.
+
+    "selective" runs the attention core again, "operators" everything but matrix products, attention and the sums of
+    tensor parallelism, whose results are kept, "full" the whole block.
+    """
 
     mode: str = "none"
     per_stage: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ EXAMPLES.update(SEQUENCES)
 # (model, dtype, options) by number of ranks; transformers computes norms and losses of Llama and Qwen in float32.
 ON_TWO: list[tuple[str, str, dict[str, Any]]] = [
     ("llama_with_labels", "float32", {"zero": 3, "recompute": "full", "micro_batches": 2}),
-    ("qwen3", "float32", {"zero": 2, "recompute": "selective", "micro_batches": 2}),
+    ("qwen3", "float32", {"zero": 2, "recompute": "operators", "micro_batches": 2}),
     ("gpt2", "float64", {"attention": "unfused", "recompute": "full", "zero": 1, "micro_batches": 2}),
     ("eager_llama", "float32", {}),
     ("bert", "float64", {"recompute": "full"}),
@@ -35,13 +35,13 @@ ON_TWO: list[tuple[str, str, dict[str, Any]]] = [
     ("odd", "float64", {"recompute": "full"}),
 ]
 ON_FOUR: list[tuple[str, str, dict[str, Any]]] = [
-    ("own", "float64", {"cp": 4, "zero": 3, "recompute": "selective", "micro_batches": 2}),
+    ("own", "float64", {"cp": 4, "zero": 3, "recompute": "operators", "micro_batches": 2}),
     ("odd", "float64", {"cp": 2, "dp_replicate": 2, "zero": 2}),
     (
         "bert_with_labels", "float64",
         {"cp": 2, "dp_shard": 2, "zero": 1, "order": ("cp", "pp", "dp_shard", "tp", "dp_replicate")},
     ),
-    ("gpt2", "float64", {"cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"}),
+    ("gpt2", "float64", {"cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "recompute": "operators"}),
 ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "dp_shard": 2, "tp": 2, "ep": 4, "zero": 3, "order": ("tp", "dp_shard", "pp", "cp", "dp_replicate"),
         },
     ),
-    "over cp and dp_shard": ("mixtral", 4, {"cp": 2, "dp_shard": 2, "ep": 4, "zero": 2, "recompute": "full"}),
+    "over cp and dp_shard": ("mixtral", 4, {"cp": 2, "dp_shard": 2, "ep": 4, "zero": 2, "recompute": "operators"}),
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]  # model, pipeline, the rest
 ON_TWO: dict[str, Case] = {
     "llama, gpipe": ("llama", GPIPE, {"micro_batches": 2}),
     "llama, loss inside, 1f1b": ("llama_with_labels", ONE_F_ONE_B, {"micro_batches": 3}),
-    "llama, interleaved": ("llama", INTERLEAVED, {"micro_batches": 4}),
+    "llama, interleaved": ("llama", INTERLEAVED, {"micro_batches": 4, "recompute": "operators"}),
     "gpt2, 1f1b, uneven": ("gpt2", UNEVEN, {"micro_batches": 4}),
     "gpt2, 1f1b, only embeddings first": ("gpt2", EMPTY_FIRST, {"micro_batches": 2}),
     "gpt2, interleaved": ("gpt2", INTERLEAVED, {"micro_batches": 2}),
@@ -35,7 +35,11 @@ ON_TWO: dict[str, Case] = {
     "mlp, interleaved": ("mlp", INTERLEAVED, {"micro_batches": 2}),
     "resnet, 1f1b": ("resnet", ONE_F_ONE_B, {"micro_batches": 3}),
     "gpt2, zero bubble in a V": ("gpt2", {**INTERLEAVED, "schedule": "zbv"}, {"micro_batches": 4}),
-    "llama, two pipelines in a V": ("llama", {**INTERLEAVED, "schedule": "dualpipev"}, {"micro_batches": 4}),
+    "llama, two pipelines in a V": (
+        "llama",
+        {**INTERLEAVED, "schedule": "dualpipev"},
+        {"micro_batches": 4},
+    ),
     "resnet, zero bubble in a V": ("resnet", {**INTERLEAVED, "schedule": "zbv"}, {"micro_batches": 2}),
     "mlp, zero bubble": ("mlp", {**ONE_F_ONE_B, "schedule": "zb1p"}, {"micro_batches": 3}),
     "micro-batch of one": ("llama", ONE_F_ONE_B, {"micro": 1, "micro_batches": 2}),
@@ -54,7 +58,11 @@ ON_FOUR: dict[str, Case] = {
     "tensor parallel": ("llama_with_labels", ONE_F_ONE_B, {"tp": 2, "micro_batches": 2}),
     "tensor parallel, interleaved": ("gpt2", INTERLEAVED, {"tp": 2, "micro_batches": 2}),
     "tied, but sharded on one stage only": ("gpt2", ONE_F_ONE_B, {"tp": 2, "without": "lm_head"}),
-    "sequence parallel": ("llama", ONE_F_ONE_B, {"tp": 2, "sequence_parallel": True, "micro_batches": 2}),
+    "sequence parallel": (
+        "llama",
+        ONE_F_ONE_B,
+        {"tp": 2, "sequence_parallel": True, "micro_batches": 2, "recompute": "operators"},
+    ),
     "resnet, tensor parallel": ("resnet", UNEVEN, {"tp": 2, "micro_batches": 2}),
 }
 

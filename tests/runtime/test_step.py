@@ -25,12 +25,13 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tp": 2, "micro_batches": 2},
     "tensor parallel, full recomputation": {"tp": 2, "recompute": "full"},
     "sequence parallel": {"tp": 2, "sequence_parallel": True, "micro_batches": 2},
+    "sequence parallel, operators recomputed": {"tp": 2, "sequence_parallel": True, "recompute": "operators"},
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "hybrid, zero 3": {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "micro_batches": 2},
     "hybrid, zero 1": {"dp_replicate": 2, "dp_shard": 2, "zero": 1, "micro_batches": 2},
     "tensor parallel and zero 3": {"dp_shard": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
-    "tensor parallel and zero 2": {"dp_shard": 2, "tp": 2, "zero": 2, "micro_batches": 2},
+    "tensor parallel and zero 2": {"dp_shard": 2, "tp": 2, "zero": 2, "micro_batches": 2, "recompute": "operators"},
     "tensor parallel, replicated": {"dp_replicate": 2, "tp": 2, "sequence_parallel": True, "micro_batches": 2},
     "tensor parallel outermost": {
         "dp_shard": 2, "tp": 2, "zero": 3, "recompute": "selective",

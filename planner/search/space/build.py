@@ -25,6 +25,7 @@ import numpy as np
 
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.meshes import (
     MESH_KEYS,
@@ -38,7 +39,7 @@ from autoparallel.planner.search.space.meshes import (
 )
 from autoparallel.planner.search.space.syncs import open_compressions
 
-MODES = ("none", "selective", "full")  # recompute.mode
+MODES = ("none", "selective", "full", "operators")  # recompute.mode
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
 WHOLE_BACKWARD = SCHEDULES[:4]  # input and weight gradients together
 NONE = SCHEDULES.index("none")
@@ -114,6 +115,8 @@ class Space:
         fits = schedule_fits(
             schedule * same, chunks * same, shapes.pp, shapes.micro_batches, self.most_chunks
         )
+        if SCHEDULES[schedule] in SPLIT_BACKWARD:
+            fits &= shapes.recompute != MODES.index("operators")
         if self.chunks is not None:
             fits &= shapes.pp * chunks == self.chunks
         elif chunks > 1 and not self.uneven:
@@ -276,10 +279,14 @@ def _moves_to_shards(problem: Problem) -> bool:
 
 
 def _modes(problem: Problem) -> tuple[int, ...]:
-    """Recompute modes that differ: "selective" needs attention in a repeated block, "full" a repeated block."""
+    """Recompute modes that differ: "selective" needs attention in a repeated block, "full" a repeated block, and
+    "operators" one whose attention is one kernel."""
     word = problem.fixed_word("recompute.mode")
     if word is not None:
         return (MODES.index(word),)
     repeated = {problem.graph.chain[i].block for i in problem.graph.repeated_positions}
     attention = any(op.kind == OpKind.ATTENTION for b in repeated for op in problem.graph.blocks[b].operators)
-    return tuple(i for i, kept in enumerate((True, attention, bool(repeated))) if kept)
+    whole = bool(repeated) and (not attention or problem.execution.attention != "unfused")
+    whole &= not problem.constraints.get("offload.activations")
+    legal = {"none": True, "selective": attention, "full": bool(repeated), "operators": whole}
+    return tuple(n for n, mode in enumerate(MODES) if legal[mode])

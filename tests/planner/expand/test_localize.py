@@ -124,6 +124,30 @@ def test_selective_recomputation_runs_attention_again_and_nothing_else() -> None
     assert selective.recomputed_bytes == 2 * HEADS * SEQ * SEQ * 2
 
 
+@pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
+def test_recomputing_operators_keeps_what_products_return_and_runs_all_else_again(kernels: str) -> None:
+    none, operators = work(kernels=kernels), work(kernels=kernels, recompute="operators")
+    products = {OpKind.GEMM, OpKind.ATTENTION}
+    again = [k for k in none.forward if isinstance(k, Kernel) and k.kind not in products]
+    assert set(operators.recompute) <= set(again), "and not the last ones, which keep nothing"
+    statistics = 2 * HEADS * SEQ * 4
+    # Input, query, key, value, attention's result, the two projections back to the hidden size; the inner one.
+    assert operators.saved_bytes == 2 * 2 * SEQ * (7 * HIDDEN + FFN) + statistics
+    assert operators.saved_bytes < none.saved_bytes
+    assert operators.saved_bytes + operators.recomputed_bytes >= none.saved_bytes
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recomputing_operators_sums_over_ranks_once_and_gathers_again(sequence: bool) -> None:
+    strategy = Strategy(
+        batch=Batch(global_=2, micro=2), mesh=Mesh(tp=2), shard=Shard(sequence_parallel=sequence),
+        pipeline=Pipeline(stage_blocks=(4,)), execution=Execution(),
+    )  # fmt: skip
+    found = Expander(GRAPH, load_cluster("h100-sxm:1x8")).work(strategy, 1, "operators")
+    collectives = [s.op.value for s in found.recompute if isinstance(s, Collective)]
+    assert collectives == (["all_gather"] * 2 if sequence else [])
+
+
 def test_eight_bit_products_keep_their_inputs_in_eight_bits_and_add_casts() -> None:
     plain, quantised = work(), work(dtype="fp8")
     # The first norm's output (kept by three products) and the second's, and the activation's: one byte less each.

@@ -1,0 +1,68 @@
+"""Recomputation of operators keeps exactly the bytes that are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.load import keyword_inputs
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.strategy.types import Batch, Execution, Recompute, Strategy
+from autoparallel.profiles.load import load_cluster
+from autoparallel.runtime.recompute import _policy
+from tests.runtime.expert_models import EXPERT_EXAMPLES
+from tests.runtime.models import EXAMPLES
+
+MODELS = ("llama", "qwen3", "gpt2", "vit", "resnet", "mixtral", "deepseek")
+
+
+class _Kept(TorchDispatchMode):
+    """Adds up what operators return whose results are kept."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if _policy(None, func) == CheckpointPolicy.MUST_SAVE:
+            tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return output
+
+
+def _kept_by(block: nn.Module, run: Callable[[], Any]) -> int:
+    """Bytes of the block's first input and of what its operators return that are kept."""
+    forward, kept, inputs = block.forward, _Kept(), list[int]()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0]
+        inputs.append(hidden.numel() * hidden.element_size() if hidden.requires_grad else 0)
+        with kept:
+            return forward(*args, **kwargs)
+
+    block.forward = watched  # type: ignore[method-assign]
+    run()
+    return kept.bytes + inputs[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_recomputation_of_operators_keeps_is_what_is_priced(name: str) -> None:
+    example = (EXAMPLES | EXPERT_EXAMPLES)[name](2)
+    module = example.module.float()
+    inputs: Mapping[str, Any] = keyword_inputs(module, example.inputs)
+    graph = capture(module, inputs, name=name)
+    link = graph.chain[graph.repeated_positions[0]]
+    strategy = Strategy(
+        batch=Batch(global_=2, micro=2), recompute=Recompute(mode="operators"),
+        execution=Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager"),
+    )  # fmt: skip
+    priced = Expander(graph, load_cluster("cpu-gloo:1x1")).work(strategy, link.block, "operators")
+    kept = _kept_by(module.get_submodule(link.path), lambda: module(**inputs))
+    assert priced.saved_bytes == kept
