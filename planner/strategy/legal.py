@@ -15,8 +15,6 @@ from autoparallel.planner.strategy.machines import placement_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
 
-GRAD_DTYPES = ("fp32", "bf16", "fp16", "fp64")
-
 
 def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> list[str]:
     """Every reason why the strategy cannot run; empty when it can."""
