@@ -61,7 +61,7 @@ def test_layers_of_experts_are_known_by_how_they_are_called(name: str) -> None:
         assert (layer.width, layer.choices, layer.experts) == (32, 2, 4)
 
 
-def test_a_layer_that_is_called_otherwise_takes_ep_out_of_a_search() -> None:
+def test_a_layer_that_is_called_otherwise_takes_ep_and_cp_out_of_a_search() -> None:
     graph = captured("mixtral")[2]
     blocks = [
         replace(
@@ -75,4 +75,4 @@ def test_a_layer_that_is_called_otherwise_takes_ep_out_of_a_search() -> None:
     ]
     other = replace(graph, blocks=tuple(blocks))
     assert expert_modules(other) is None
-    assert graph_limits(other) == {"mesh.ep": 1}
+    assert graph_limits(other) == {"mesh.ep": 1, "mesh.cp": 1}
