@@ -87,7 +87,7 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
 def _build(file: Path, raw: dict[str, Any], config: Any) -> torch.nn.Module:
     import transformers
 
-    architecture = (raw.get("architectures") or [_architecture(raw["model_type"])])[0]
+    architecture = (raw.get("architectures") or [_architecture(config)])[0]
     known = getattr(transformers, str(architecture), None)
     if not (inspect.isclass(known) and issubclass(known, transformers.PreTrainedModel)):
         raise ModelError(
@@ -104,11 +104,13 @@ def _build(file: Path, raw: dict[str, Any], config: Any) -> torch.nn.Module:
     return module
 
 
-def _architecture(model_type: str) -> str | None:
+def _architecture(config: Any) -> str | None:
     from transformers.models.auto import modeling_auto
 
-    for task in _TASKS:
-        found = getattr(modeling_auto, task).get(model_type)
+    # Of an encoder and a decoder, the first table has the decoder alone.
+    tasks = (*_TASKS[1:], _TASKS[0]) if config.is_encoder_decoder else _TASKS
+    for task in tasks:
+        found = getattr(modeling_auto, task).get(config.model_type)
         if found:
             return str(found if isinstance(found, str) else found[0])
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoparallel.costmodel.collecting import without_collection
-from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture.build import build_graph
 from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
@@ -21,6 +21,7 @@ from autoparallel.planner.capture.step import trace_step
 
 # Two points give an affine function, the third checks it; 1 is left out because code treats it apart.
 MICRO_BATCHES = (2, 3, 5)
+_NAMED = 3  # parts of a model that a warning names
 
 
 @without_collection()
@@ -44,7 +45,7 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
                 break
             except TraceError as error:
                 leaves |= _more_leaves(module, error, leaves)
-    return replace(graph, warnings=(*graph.warnings, *_leaf_warnings(leaves)))
+    return replace(graph, warnings=(*graph.warnings, *_leaf_warnings(leaves), *_idle_warnings(graph)))
 
 
 def _folded(
@@ -91,3 +92,34 @@ def _leaf_warnings(leaves: Mapping[str, str]) -> tuple[str, ...]:
         f"{', '.join(p or 'the whole model' for p in where)} cannot be traced ({reason}): priced whole, never sharded"
         for reason, where in places.items()
     )
+
+
+def _idle_warnings(graph: ModelGraph) -> tuple[str, ...]:
+    """Parameters that would be trained, but that nothing reads: the example inputs do not reach them."""
+    idle, count = [], 0
+    for block in graph.blocks:
+        read = {name.removeprefix("param:") for op in block.operators for name in op.inputs}
+        if any(op.kind is OpKind.LEAF for op in block.operators):
+            continue  # it reads all of its own
+        unread = [p for p in block.parameters if p.trainable and not p.tied and p.name not in read]
+        idle += [_idle_part(p.name, read) for p in unread]
+        instances = sum(graph.blocks[instance.block] is block for instance in graph.chain)
+        count += instances * sum(p.numel for p in unread)
+    if not idle:
+        return ()
+    parts = list(dict.fromkeys(idle))
+    names = ", ".join(parts[:_NAMED]) + (f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else "")
+    return (
+        f"{count:,} parameters are not used with the example inputs ({names}): they take memory, but no work "
+        "of theirs is priced; give inputs that reach them, or freeze them",
+    )
+
+
+def _idle_part(name: str, read: Set[str]) -> str:
+    """The largest module around the parameter of which nothing is read, or the parameter itself."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        prefix = ".".join(parts[:depth])
+        if not any(other.startswith(f"{prefix}.") for other in read):
+            return prefix
+    return name

@@ -71,6 +71,14 @@ def test_the_folder_of_a_config_will_do(tmp_path: Path) -> None:
     assert load_model(f"hf:{path}", model_args={}).example_inputs["input_ids"].shape == (2, 128)
 
 
+def test_without_architectures_an_encoder_and_a_decoder_come_together(tmp_path: Path) -> None:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16, "vocab_size": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bart", **sizes, **heads}))
+    assert type(load_model(f"hf:{path}", model_args={}).module).__name__ == "BartForConditionalGeneration"
+
+
 def test_without_architectures_the_model_type_decides(tmp_path: Path) -> None:
     model = load_model(config(tmp_path, architectures=None), model_args={}, seq_len=4)
     assert type(model.module).__name__ == "LlamaForCausalLM"
@@ -148,6 +156,21 @@ def test_a_wrong_factory_says_what_to_do(
 ) -> None:
     with pytest.raises(UserError, match=message):
         load_model(f"{factory}:{name}", model_args=arguments)
+
+
+def test_parameters_that_the_example_inputs_do_not_reach_are_named() -> None:
+    class Half(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text = torch.nn.Linear(8, 8)
+            self.vision = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.text(x))
+
+    (said,) = capture(Half(), torch.zeros(2, 8), name="half").warnings
+    assert said.startswith("144 parameters are not used with the example inputs (vision)")
 
 
 @pytest.mark.parametrize(
