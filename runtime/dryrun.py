@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,13 +76,14 @@ def dry_run(
     whose forward reads values of its tensors, which are not there.
     """
     dtypes = _dtypes(strategy.execution)
+    planned = {parameter.dtype for parameter in module.parameters()}
     module.to(dtypes.param)
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
         check_strategy(module, strategy, blocks, level_sizes, given=all_names(module))
         sharings = check_experts(module, strategy.mesh, experts)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
-        inputs = _one_micro_batch(example_inputs, strategy.batch.micro)
+        inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
         lowered = [
@@ -100,15 +101,15 @@ def _dtypes(execution: Execution) -> Dtypes:
     )
 
 
-def _one_micro_batch(example_inputs: Any, micro: int) -> Any:
-    """The inputs with `micro` samples, without values, on the meta device."""
+def _one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """The inputs with `micro` samples, without values, on the meta device, cast as the parameters were."""
     samples = next(
         leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim()
     )
 
     def sized(leaf: Tensor) -> Tensor:
         shape = (micro, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == samples else leaf.shape
-        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+        return torch.empty(shape, dtype=casts.get(leaf.dtype, leaf.dtype), device="meta")
 
     return tree_map_only(Tensor, sized, example_inputs)
 

@@ -50,7 +50,7 @@ def strategy_text(
     parts = [
         "# Written by `autoparallel plan`. Keys may be edited or left out: what is here is a constraint,\n"
         "# what is missing is chosen. `autoparallel score` prices an edited file.\n"
-        f"schema = {SCHEMA}\n",
+        f"schema = {SCHEMA}\n{_no_tensor_entries(strategy)}",
         _table("problem", head, "what it was planned for; refused when it does not match"),
     ]
     for section in SECTIONS:
@@ -64,6 +64,12 @@ def strategy_text(
     if problem.get("cluster"):
         parts.append(_table("problem.cluster", problem["cluster"], "the cluster, whole"))
     return "\n".join(part for part in parts if part)
+
+
+def _no_tensor_entries(strategy: Strategy) -> str:
+    """Tensor parallelism that shards nothing is a decision too: without it the file would leave it open."""
+    sharded = strategy.mesh.tp == 1 or strategy.tensor
+    return "" if sharded else "tensor = []                        # nothing is sharded over tp\n"
 
 
 def write_text(path: str | Path, text: str) -> None:

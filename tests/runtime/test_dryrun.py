@@ -118,6 +118,20 @@ def test_optimizer_state_follows_the_optimizer_and_its_master_weights() -> None:
     assert state(optimizer="sgd-momentum", master_weights=False) == 2 * numbers
 
 
+def test_inputs_are_in_the_precision_that_the_parameters_are_planned_in() -> None:
+    with torch.device("meta"):
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        encoder = torch.nn.TransformerEncoder(layer, 2)
+    strategy = Strategy(
+        batch=Batch(global_=2, micro=1), mesh=Mesh(pp=2), pipeline=Pipeline(schedule="gpipe", stage_blocks=(1, 1)),
+        execution=Execution(kernels="eager"),
+    )  # fmt: skip
+    blocks = ("layers.0", "layers.1")
+    first, _ = dry_run(encoder, torch.zeros(1, 8, 32), strategy, blocks=blocks)
+    sent = {message.size_bytes for message in first.traffic if message.axis == "pp"}
+    assert sent == {2 * 8 * 32}  # one sample in bf16, though the example is in fp32
+
+
 def test_initial_values_are_not_needed() -> None:
     expander, strategy = _planned("vit", STRATEGIES["a pipeline, tensor parallel"])
     example, module = _on_meta("vit")  # whose initialisation reads what it draws

@@ -120,11 +120,8 @@ def _write(path: Path, text: str) -> Path:
 def test_what_is_written_reads_back_as_the_same_strategy(strategy: Strategy) -> None:
     text = strategy_text(strategy, PROBLEM, {"step_time_s": 1.5}, {"status": "optimal"})
     parsed = parse_strategy(tomllib.loads(text), name="strategy.toml")
-    # An absent [[tensor]] means "none" only without tensor parallelism.
-    if not strategy.tensor and strategy.mesh.tp > 1:
-        assert missing_keys(parsed.constraints) == ("tensor",), text
-    else:
-        assert strategy_from_constraints(parsed.constraints) == strategy, text
+    assert missing_keys(parsed.constraints) == (), text
+    assert strategy_from_constraints(parsed.constraints) == strategy, text
 
 
 @settings(deadline=None)  # machines are shared
