@@ -49,7 +49,8 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
 
 def progress_text(progress: Progress, objective: Objective) -> str:
     """One line: how much of the space is left, the best strategy so far, and the bound below it."""
-    done = f"{progress.candidates:,} candidates, {progress.pruned:,} ruled out, {progress.solved:,} solved"
+    # Several deals of one candidate may be solved.
+    done = f"{progress.candidates:,} candidates, {max(progress.pruned, 0):,} ruled out, {progress.solved:,} solved"
     best = "none yet" if progress.incumbent is None else _value(progress.incumbent, objective)
     bound = "" if progress.bound is None else f", bound {_value(progress.bound, objective)}"
     return f"{progress.phase}: {done}; best {best}{bound} ({progress.elapsed_s:.0f} s)"

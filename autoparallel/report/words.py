@@ -149,7 +149,7 @@ def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str
     if "dp_shard" in where:
         place = where["dp_shard"]
         text = (
-            f"{times(place.size, 'replica')} read different samples; {_ZERO[strategy.shard.zero]}. "
+            f"{times(place.size, 'replica')} read different samples; {_zero_words(strategy)}. "
             f"They talk {_over(place)}."
         )
         setting = f"dp_shard = {place.size}, zero = {strategy.shard.zero}"
@@ -166,6 +166,16 @@ def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str
         text = f"Gradients travel as {', '.join(strategy.grad_sync.compression)} (per network level, innermost first)."
         found.append(Choice(name="Gradient compression", setting=", ".join(lossy), text=text))
     return found
+
+
+def _zero_words(strategy: Strategy) -> str:
+    """What is divided, and among whom: context-parallel ranks hold the same state, and share in it."""
+    mesh, text = strategy.mesh, _ZERO[strategy.shard.zero]
+    if mesh.cp == 1 or not strategy.shard.zero:
+        return text
+    return text.replace(
+        "among them", f"among their {mesh.dp_shard * mesh.cp} ranks, context-parallel ones included"
+    )
 
 
 def _tensor(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) -> Choice:

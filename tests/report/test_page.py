@@ -91,7 +91,7 @@ def test_what_is_on_the_host_and_what_is_recomputed_are_told_without_contradicti
     cluster = load_cluster("h100-sxm:2x8")
     given = replace(
         strategy(pp=1, micro_batches=8),
-        mesh=Mesh(dp_shard=8, tp=2, ep=4),
+        mesh=Mesh(dp_shard=4, cp=2, tp=2, ep=4),
         offload=Offload(optimizer=1.0, activations=0.5),
         recompute=Recompute(mode="none", per_stage=(16,)),
     )
@@ -100,6 +100,7 @@ def test_what_is_on_the_host_and_what_is_recomputed_are_told_without_contradicti
     assert told["Recomputation"].setting == "none, 16 blocks in full"
     assert told["Recomputation"].text.startswith("16 blocks recomputed in full")
     assert "Every activation" not in told["Recomputation"].text
+    assert "divided among their 8 ranks" in told["Sharded data parallelism"].text
     assert told["Expert parallelism"].setting == "ep = 4"
     assert "on the host: optimizer state" in strategy_label(given)
 

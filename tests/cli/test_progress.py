@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+from autoparallel.cli_progress import progress_text
+from autoparallel.planner.problem import Objective
+from autoparallel.planner.search.answer.outcome import Progress
+
+
+def test_more_deals_solved_than_candidates_are_no_negative_count() -> None:
+    at = Progress(
+        phase="solve", candidates=164, pruned=-35, solved=199, incumbent=0.014, bound=0.0139, elapsed_s=2.0
+    )
+    assert "164 candidates, 0 ruled out, 199 solved" in progress_text(at, Objective.TIME)
