@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, cluster_from_dict, cluster_to_dict, device_names
@@ -94,6 +96,8 @@ def find_strategy(
             'auto_parallelize has to plan but does not know the cluster: pass cluster="DEVICE:NODESxPER_NODE" '
             f"(devices: {', '.join(device_names())}), a cluster file, or a complete strategy"
         )
+    if problems := constraint_problems(graph, constraints):
+        raise UserError("\n".join(problems))
     problem = Problem(
         graph=graph,
         cluster=cluster,
@@ -108,7 +112,20 @@ def find_strategy(
     if path.exists():
         kept = read_strategy_file(path)
         return strategy_from_constraints(kept.constraints, name=str(path))
+    _make_folder(cache)  # before the search: nobody waits for a plan that cannot be kept
     return _plan(problem, path, time_limit_s)
+
+
+def _make_folder(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise UserError(
+            f'auto_parallelize cannot keep its plan in cache="{cache}" ({error.strerror}): pass a folder that can be '
+            "written, or cache=None to plan at every start"
+        ) from None
 
 
 def _told(execution: Execution, constraints: Mapping[str, object]) -> Execution:
@@ -140,7 +157,6 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
     result = plan(problem, time_limit_s=time_limit_s, progress=None, expander=expander)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         table = problem_table(
             problem,
             model=problem.graph.name,

@@ -60,6 +60,19 @@ def test_a_file_planned_for_another_model_is_refused(tmp_path: Path) -> None:
         auto_parallelize(Mlp(), _inputs(), strategy=path)
 
 
+def test_a_plan_that_cannot_be_kept_is_refused_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cache=None"):
+        auto_parallelize(Mlp(), _inputs(), cache=tmp_path / "file" / "cache")
+
+
+def test_what_no_search_could_meet_is_refused_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.toml"
+    path.write_text("[recompute]\nper_stage = [99]\n")
+    with pytest.raises(UserError, match="recomputes 99 blocks"):
+        auto_parallelize(Mlp(), _inputs(), strategy=path, cache=None)
+
+
 def test_a_file_planned_for_this_model_runs(tmp_path: Path) -> None:
     path = tmp_path / "strategy.toml"
     write_strategy(path, _alone(), {"model": "x", "graph_hash": _hash()}, {}, {})
