@@ -36,7 +36,13 @@ def load_huggingface(path: Path, seq_len: int | None) -> tuple[torch.nn.Module, 
     config = _config(file, raw)
     module = _build(file, raw, config)
     module.train()
-    inputs = _example_inputs(file, module, config, seq_len)
+    try:
+        inputs = _example_inputs(file, module, config, seq_len)
+    except (RuntimeError, OverflowError, MemoryError) as error:
+        if seq_len is None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"{file}: no example sequence of {seq_len} tokens can be made: {reason}") from error
     return module, inputs, file.parent.name if file.name == "config.json" else file.stem
 
 

@@ -193,6 +193,12 @@ def test_a_file_that_does_not_import_is_named(tmp_path: Path) -> None:
         load_model(f"{path}:model", model_args={})
 
 
+@pytest.mark.parametrize("length", [10**15, 10**20])
+def test_a_sequence_that_no_memory_holds_is_refused(tmp_path: Path, length: int) -> None:
+    with pytest.raises(UserError, match=f"no example sequence of {length} tokens"):
+        load_model(config(tmp_path), model_args={}, seq_len=length)
+
+
 def test_a_sequence_of_a_million_tokens_is_captured(tmp_path: Path) -> None:
     length = 2**20
     model = load_model(config(tmp_path), model_args={}, seq_len=length)
