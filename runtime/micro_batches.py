@@ -65,3 +65,11 @@ def loss_of(output: Any) -> Tensor:
         f"step() without loss_fn needs a model whose output is a scalar loss or has `.loss`; it returned "
         f"{shown}: pass loss_fn, or labels among the inputs"
     )
+
+
+def scalar(value: Any) -> Tensor:
+    """What a `loss_fn` returned, as a scalar; UserError for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise UserError(f"loss_fn returned {shown}: return one number, such as the mean over the micro-batch")

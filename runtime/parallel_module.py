@@ -24,7 +24,7 @@ from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradient
 from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh, sharding_axes
-from autoparallel.runtime.micro_batches import as_call, loss_of, split, to_device
+from autoparallel.runtime.micro_batches import as_call, loss_of, scalar, split, to_device
 from autoparallel.runtime.recompute import attention_kernel
 from autoparallel.runtime.tensor_tools import to_plain
 
@@ -86,7 +86,7 @@ class ParallelModule(nn.Module):
     def _loss(self, batch: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
         args, kwargs = as_call(batch)
         if loss_fn is not None:
-            return to_plain(loss_fn(self(*args, **kwargs), target))  # type: ignore[no-any-return]
+            return scalar(to_plain(loss_fn(self(*args, **kwargs), target)))
         # Only the loss is made plain: logits sharded over tp are never gathered.
         with self._run.numerics(), VocabParallel():
             return to_plain(loss_of(super().__call__(*args, **kwargs)))  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from autoparallel.runtime.limits import SPLIT_BACKWARD
 from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
 from autoparallel.runtime.materialise import common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh
-from autoparallel.runtime.micro_batches import loss_of, split, to_device
+from autoparallel.runtime.micro_batches import loss_of, scalar, split, to_device
 from autoparallel.runtime.parallel_module import (
     LossFn,
     clip_gradients,
@@ -211,8 +211,9 @@ class PipelineModule(nn.Module):
         self._fused_loss = loss_fn is None
 
         def loss(output: Any, target: Any) -> Tensor:
-            value = loss_of(output) if loss_fn is None else loss_fn(to_plain(output), target)
-            return to_plain(value)  # type: ignore[no-any-return]
+            if loss_fn is None:
+                return to_plain(loss_of(output))  # type: ignore[no-any-return]
+            return scalar(to_plain(loss_fn(to_plain(output), target)))
 
         self._ties.begin()
         for lowered in self._lowered.values():

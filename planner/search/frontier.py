@@ -66,7 +66,6 @@ class Frontier:
     most_groups: int | None = None  # sizes of pp, tp and cp that are looked at before the search proper
     incumbent: Evaluation | None = None
     value: Value = NOTHING
-    solved: int = 0
     work: float = 0.0  # done so far, about milliseconds; the same on every machine
     seen: list[Evaluation] = field(default_factory=list)
     _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
@@ -78,6 +77,7 @@ class Frontier:
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
     _paths: dict[object, list[Row]] = field(default_factory=dict)
     _errors: list[UserError] = field(default_factory=list)
+    _solved: set[Candidate] = field(default_factory=set)
 
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end."""
@@ -105,6 +105,11 @@ class Frontier:
         """What nothing that is still open, or was given up, goes below."""
         head = self._heap[0][0] if self._heap else NOTHING
         return min(head, self._upcoming(), self._current, self._given_up)
+
+    @property
+    def solved(self) -> int:
+        """Candidates that were looked at one by one; bounds ruled out the others."""
+        return len(self._solved)
 
     @property
     def errors(self) -> tuple[UserError, ...]:
@@ -252,6 +257,7 @@ class Frontier:
     def _problem(self, chosen: Candidate) -> StageProblem | None:
         """The stage problem of a candidate with all paths known; None where it is no strategy at all."""
         outer = self.outer
+        self._solved.add(chosen)
         try:
             priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
         except UserError as error:
@@ -324,7 +330,6 @@ class Frontier:
         self, chosen: Candidate, bound: Value, problem: StageProblem, excluded: tuple[Deal, ...]
     ) -> None:
         """Solve a stage problem; the node goes back with the bound that it has now."""
-        self.solved += 1
         if has_choice(problem):
             each = spending.PER_CHUNK if len(set(problem.kinds)) == 1 else spending.PER_UNLIKE_CHUNK
             self.work += spending.PER_SOLVE + each * chosen.chunks
