@@ -15,7 +15,7 @@ def test_what_a_loss_function_returns_is_one_number_of_any_shape() -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(4), 3.0, None])
 def test_a_loss_function_that_returns_something_else_is_told_so(value: object) -> None:
-    with pytest.raises(UserError, match="loss_fn returned .*: return one number"):
+    with pytest.raises(UserError, match=r"loss_fn returned .*: return one number"):
         scalar(value)
 
 
