@@ -266,7 +266,7 @@ def test_a_file_planned_for_something_else_is_refused(tmp_path: Path, graph: Pat
 
 
 def test_a_model_too_large_for_the_cluster(tmp_path: Path) -> None:
-    huge = save(toy_transformer(layers=4, hidden=65536, heads=64, seq=32, vocab=256), tmp_path / "huge.json")
+    huge = save(toy_transformer(layers=4, hidden=16384, heads=64, seq=32, vocab=256), tmp_path / "huge.json")
     out = tmp_path / "s.toml"
     said = refused(
         "plan", huge, "--cluster", "h100-sxm:1x1", "-o", out, status=3, words=["no strategy fits", "GiB"]
