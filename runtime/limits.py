@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import EmbeddingRule
 from autoparallel.runtime.expert_modules import expert_modules
 
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
-SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 
 
 def check_tables(rules: Iterable[EmbeddingRule]) -> None:

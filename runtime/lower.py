@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup as Group
 
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.context import run_in_shares
@@ -19,7 +20,6 @@ from autoparallel.runtime.data import announce_micro_batch, reductions_per_step,
 from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.experts_on_shares import run_on_shares
 from autoparallel.runtime.gradients import GradientSync
-from autoparallel.runtime.limits import SPLIT_BACKWARD
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
 from autoparallel.runtime.offload import OffloadCount, offload_blocks

@@ -13,13 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.schedules import build_schedule, rank_of_stage
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut, release
 from autoparallel.runtime.experts import Sharing, experts_within
 from autoparallel.runtime.gradients import gradient_norm_squared
-from autoparallel.runtime.limits import SPLIT_BACKWARD
 from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
 from autoparallel.runtime.materialise import common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh

@@ -17,6 +17,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.capture.kernels import named_kind
 from autoparallel.planner.expand.local_memory import PRODUCTS
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 MODES = ("none", "selective", "full", "operators")
 _SUMS = frozenset({"reduce_scatter_tensor", "all_reduce"})
 _ATTENTION = "_scaled_dot_product_"
@@ -35,7 +36,7 @@ class _RecomputeAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and torch.is_grad_enabled():
-            return _checkpoint(func, self._attention, *args, **(kwargs or {}))
+            return _checkpoint(func, _same_attention(self._attention), *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -44,13 +45,17 @@ def attention_kernel(attention: str) -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH) if attention == "unfused" else nullcontext()
 
 
-def _checkpoint(forward: Callable[..., Any], attention: str, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` now and again in the backward pass, with the same attention kernel: torch's checkpoint keeps
-    autocast and random numbers, but not that."""
-    if attention != "unfused":
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = functools.partial(_first_and_again, attention)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+def _checkpoint(forward: Callable[..., Any], contexts: Contexts | None, *args: Any, **kwargs: Any) -> Any:
+    """Run `forward` now and again in the backward pass, each in one of the `contexts`."""
+    if contexts is not None:
+        kwargs = {**kwargs, "context_fn": contexts}
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _same_attention(attention: str) -> Contexts | None:
+    """The second run takes the first one's attention kernel: torch's checkpoint keeps autocast and random numbers,
+    but not that."""
+    return functools.partial(_first_and_again, attention) if attention == "unfused" else None
 
 
 def _first_and_again(attention: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -70,19 +75,19 @@ def recompute_blocks(
         block = module.get_submodule(path)
         own = "full" if position < full else mode
         if own == "full":
-            block.forward = _recomputed(block.forward, attention)
+            block.forward = _recomputed(block.forward, _same_attention(attention))
         elif own == "operators":
-            block.forward = _operators_recomputed(block.forward)
+            block.forward = _recomputed(block.forward, _keeping_products)
         elif own == "selective":
             block.forward = _attention_recomputed(block.forward, attention)
 
 
-def _recomputed(forward: Callable[..., Any], attention: str) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return _checkpoint(forward, attention, *args, **kwargs)
+        return _checkpoint(forward, contexts, *args, **kwargs)
 
     return run
 
@@ -96,20 +101,11 @@ def _attention_recomputed(forward: Callable[..., Any], attention: str) -> Callab
     return run
 
 
-def _operators_recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return run
-
-
 def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     """Keep the results of matrix products, of attention and of sums over ranks; run all else again."""
     name = operator.name().partition("::")[2].partition(".")[0]
     kept = named_kind(name) in PRODUCTS or name in _SUMS or name.startswith(_ATTENTION)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keeping_products: Contexts = functools.partial(create_selective_checkpoint_contexts, _policy)

@@ -52,11 +52,9 @@ def inner_axes(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return tuple(axis for axis in axes if axis.name in INNER and axis.size > 1)
 
 
-def nearest_axes(mesh: Mesh, tensor_stride: int = 1, *, ordered: bool = False) -> tuple[Axis, ...]:
-    """The inner axes where they cost least: neighbours, but for tensor parallelism `tensor_stride` devices apart; cp
-    right outside it, unless the user `ordered` the axes."""
-    outside = 1 if ordered else mesh.tp * tensor_stride
-    axes = (("tp", mesh.tp, tensor_stride), ("cp", mesh.cp, outside), (EXPERTS, mesh.ep, 1))
+def nearest_axes(mesh: Mesh, *, ordered: bool) -> tuple[Axis, ...]:
+    """The inner axes where they cost least: neighbours, and cp right outside tp, unless the user `ordered` the axes."""
+    axes = (("tp", mesh.tp, 1), ("cp", mesh.cp, 1 if ordered else mesh.tp), (EXPERTS, mesh.ep, 1))
     return inner_axes(
         [Axis(name=name, size=size, stride=stride, derived=name == EXPERTS) for name, size, stride in axes]
     )

@@ -53,10 +53,7 @@ def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, in
 
     `kept`: what is kept where nothing is recomputed, of which attention's statistics stay.
     """
-    index, found = local.index, dict[str, int]()
-    for name in (f"input:{i}" for i in range(len(index.block.inputs))):
-        if name in index.needs_grad:
-            found[name] = local.value_bytes(name, local.output_placement(name))
+    index, found = local.index, _input_storages(local)
     for operator in index.block.operators:
         if operator.kind not in PRODUCTS and operator.kind is not OpKind.LEAF:
             continue
@@ -117,12 +114,16 @@ def _before_gather(local: LocalBlock, op: int, value: str) -> str:
 
 def input_bytes(local: LocalBlock) -> int:
     """Bytes of the block's activation inputs that a gradient flows to: what full recomputation keeps."""
+    return sum(_input_storages(local).values())
+
+
+def _input_storages(local: LocalBlock) -> dict[str, int]:
     names = [f"input:{i}" for i in range(len(local.index.block.inputs))]
-    return sum(
-        local.value_bytes(name, local.output_placement(name))
+    return {
+        name: local.value_bytes(name, local.output_placement(name))
         for name in names
         if name in local.index.needs_grad
-    )
+    }
 
 
 def _readers(local: LocalBlock, units: Sequence[Unit]) -> dict[str, int]:
