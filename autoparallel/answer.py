@@ -12,6 +12,7 @@ from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.timeline import Cut, timeline
 from autoparallel.costmodel.timetable import pipeline_times
+from autoparallel.labels import strategy_label
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
@@ -26,7 +27,6 @@ from autoparallel.planner.search.answer.outcome import (
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
-from autoparallel.report.numbers import times
 
 if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
@@ -293,53 +293,6 @@ def thin(explored: Sequence[Explored]) -> list[Explored]:
     rest = [i for i in range(len(points)) if i not in kept]
     kept.update(rest[i * len(rest) // max(room, 1)] for i in range(max(room, 0)))
     return [points[i] for i in sorted(kept)]
-
-
-def strategy_label(strategy: Strategy) -> str:
-    """A strategy in a few words: `pp 2 × dp_shard 8, zero 1, 1f1b, micro 1, selective`."""
-    mesh = strategy.mesh
-    axes = [f"{axis} {getattr(mesh, axis)}" for axis in (*mesh.order, "ep") if getattr(mesh, axis) > 1]
-    words = [" × ".join(axes) or "one device"]
-    if mesh.dp_shard * mesh.cp > 1:
-        words.append(f"zero {strategy.shard.zero}")
-    if strategy.shard.sequence_parallel:
-        words.append("sequence parallel")
-    if mesh.pp > 1:
-        chunks = strategy.pipeline.virtual_stages
-        words.append(strategy.pipeline.schedule + (f" × {chunks}" if chunks > 1 else ""))
-    words.append(f"micro {strategy.batch.micro}")
-    mode, full = strategy.recompute.mode, sum(strategy.recompute.per_stage)
-    again = [*([mode] if mode != "none" else []), *([times(full, "block")] if full else [])]
-    if again:
-        words.append(f"recompute {' + '.join(again)}")
-    if away := offload_label(strategy):
-        words.append(f"on the host: {away}")
-    if strategy.embedding:
-        words.append(tables_label(strategy))
-    lossy = [c for c in strategy.grad_sync.compression if c != "none"]
-    if lossy:
-        words.append("gradients " + "/".join(strategy.grad_sync.compression))
-    return ", ".join(words)
-
-
-def offload_label(strategy: Strategy) -> str:
-    """What is kept on the host: `optimizer state, 50 % of the activations`; "" where nothing is."""
-    shares = (
-        ("optimizer state", strategy.offload.optimizer),
-        ("activations", strategy.offload.activations),
-    )
-    return ", ".join(
-        what if share == 1 else f"{100 * share:.3g} % of the {what}" for what, share in shares if share
-    )
-
-
-def tables_label(strategy: Strategy) -> str:
-    """Where embedding tables are: `tables sharded + on servers, some rows hot`."""
-    tiers = {rule.tier for rule in strategy.embedding}
-    names = (("device", "on devices"), ("sharded", "sharded"), ("parameter-server", "on servers"))
-    where = " + ".join(words for tier, words in names if tier in tiers)
-    hot = any(rule.tier != "device" and rule.hot_rows for rule in strategy.embedding)
-    return f"tables {where}" + (" with hot rows" if hot else "")
 
 
 def plan_answer(

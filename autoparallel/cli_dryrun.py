@@ -44,7 +44,7 @@ def dryrun(
 def _print(console: Console, found: DryRun) -> None:
     from rich.table import Table
 
-    from autoparallel.answer import strategy_label
+    from autoparallel.labels import strategy_label
     from autoparallel.report.numbers import count
 
     devices = found.strategy.mesh.devices

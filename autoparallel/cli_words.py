@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from autoparallel.answer import strategy_label
+from autoparallel.labels import strategy_label
 from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster

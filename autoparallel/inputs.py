@@ -14,6 +14,7 @@ from pathlib import Path
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
 from autoparallel.errors import UserError
+from autoparallel.planner.money import unpriced
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.file import (
     ProblemRecord,
@@ -78,7 +79,9 @@ def check_request(request: Request) -> Checked:
     seq_len = request.seq_len
     if seq_len is None and record and record.seq_len != 1:  # 1: its samples are no sequences
         seq_len = record.seq_len
-    objective = request.objective or (record.objective if record else None) or Objective.TIME
+    objective = _objective(request.objective or (record.objective if record else None) or Objective.TIME)
+    if objective is Objective.COST:
+        _check_prices(request.cluster, cluster)
     return Checked(
         request=request,
         cluster=cluster,
@@ -86,7 +89,7 @@ def check_request(request: Request) -> Checked:
         record=record,
         seq_len=seq_len,
         model_args=parse_model_args(request.model_args, record),
-        objective=_objective(objective),
+        objective=objective,
     )
 
 
@@ -94,6 +97,22 @@ def _objective(word: str) -> Objective:
     if word not in list(Objective):
         raise UserError(f"--objective {word}: use one of {', '.join(Objective)}")
     return Objective(word)
+
+
+def _check_prices(spec: str, cluster: Cluster) -> None:
+    """A cost without prices would be device-seconds, which nobody asked for."""
+    if not (missing := unpriced(cluster)):
+        return
+    names = ", ".join(dict.fromkeys(missing))
+    how = (
+        f"add price_per_device_hour to its [[group]] of {names}"
+        if Path(spec).is_file()
+        else f'write a cluster file with a [[group]] (device = "{missing[0]}", nodes, devices_per_node, '
+        "price_per_device_hour = 2.5) and give that as --cluster"
+    )
+    raise UserError(
+        f"--objective cost: {spec} has no price for {names}; {how} (docs/clusters.md), or use --objective time"
+    )
 
 
 def _check_record(file: StrategyFile, record: ProblemRecord, request: Request, cluster: Cluster) -> None:
@@ -181,6 +200,7 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
 
     loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len)
     graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    graph = replace(graph, warnings=(*loaded.warnings, *graph.warnings))
     gc.freeze()  # torch's million objects stay: the search need not look at them at every collection
     return graph
 
@@ -188,7 +208,7 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
 def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
     """The problem to plan. The global batch is one sequence per device unless told otherwise. Raises UserError."""
     constraints = checked.constraints
-    if problems := constraint_problems(graph, constraints):
+    if problems := constraint_problems(graph, checked.cluster, constraints):
         raise UserError("\n".join(problems))
     if checked.request.runnable:
         constraints = {**graph_limits(graph), **constraints}

@@ -88,6 +88,8 @@ def find_strategy(
     if source.strategy is not None:
         return source.strategy
     constraints = {"batch.global": global_batch, **source.constraints}
+    if cluster is not None and (problems := constraint_problems(graph, cluster, constraints)):
+        raise UserError("\n".join(problems))
     if not missing_keys(constraints):
         return strategy_from_constraints(constraints, name=source.name)
     constraints = {**(limits or {}), **constraints}
@@ -96,8 +98,6 @@ def find_strategy(
             'auto_parallelize has to plan but does not know the cluster: pass cluster="DEVICE:NODESxPER_NODE" '
             f"(devices: {', '.join(device_names())}), a cluster file, or a complete strategy"
         )
-    if problems := constraint_problems(graph, constraints):
-        raise UserError("\n".join(problems))
     problem = Problem(
         graph=graph,
         cluster=cluster,

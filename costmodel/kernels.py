@@ -122,12 +122,25 @@ def on_host_s(kernel: Kernel, device: Device) -> float:
     return device.constants["collective.host_s"] + max(shared_s, link_s)
 
 
+def nearest_dtype(device: Device, dtype: str) -> str:
+    """What to compute in on a device that does not know a dtype: the fastest of the narrowest that are as wide."""
+    width = OPERAND_BYTES[DTYPE_ALIASES.get(dtype, dtype)]
+    known = device.peak_flops
+    return min(known, key=lambda d: (OPERAND_BYTES[d] < width, OPERAND_BYTES[d], -known[d]))
+
+
+def computes(device: Device, dtype: str) -> bool:
+    """Whether a device has matrix products in an execution dtype."""
+    return DTYPE_ALIASES.get(dtype, dtype) in device.peak_flops
+
+
 def peak_flops(device: Device, dtype: str) -> float:
     """Dense peak of an execution dtype, FLOP/s."""
     peak = device.peak_flops.get(DTYPE_ALIASES.get(dtype, dtype))
     if peak is None:
         raise UserError(
-            f"{device.name} does not compute in {dtype}; execution.dtype can be {', '.join(device.peak_flops)}"
+            f"{device.name} does not compute in {dtype}; execution.dtype can be {', '.join(device.peak_flops)}: "
+            f"--set execution.dtype={nearest_dtype(device, dtype)}"
         )
     return peak
 

@@ -21,9 +21,14 @@ class Cost:
     per_trillion_tokens: float
 
 
+def unpriced(cluster: Cluster) -> tuple[str, ...]:
+    """Devices of the groups that have no price."""
+    return tuple(group.device.name for group in cluster.groups if group.price_per_device_hour is None)
+
+
 def priced(cluster: Cluster) -> bool:
     """Whether every group has a price."""
-    return all(group.price_per_device_hour is not None for group in cluster.groups)
+    return not unpriced(cluster)
 
 
 def rate_per_s(cluster: Cluster, devices: int, groups: Sequence[int] = ()) -> float:

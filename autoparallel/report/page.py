@@ -177,10 +177,10 @@ def warnings(
         found.append("Gradients are rounded to 16 bits for synchronisation.")
     if search.get("status") == "feasible":
         found.append("The search ended before its proof; a better strategy may exist.")
-    if predicted["devices"] < cluster.devices:
-        found.append(f"Only {predicted['devices']} of {cluster.devices} devices are used.")
     if idle := idle_words(cluster, strategy):
-        found.append(f"Nodes are short of devices: {idle}.")
+        found.append(f"Not all of the cluster works: {idle}.")
+    elif predicted["devices"] < cluster.devices:
+        found.append(f"Only {predicted['devices']} of {cluster.devices} devices are used.")
     counted = kinds(cluster)
     guessed = counted.get("fitted", 0)
     if guessed and not counted.get("measured"):

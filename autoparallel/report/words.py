@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoparallel.answer import offload_label
+from autoparallel.labels import offload_label
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal

@@ -29,8 +29,10 @@ _TASKS = (
 )
 
 
-def load_huggingface(path: Path, seq_len: int | None) -> tuple[torch.nn.Module, dict[str, Any], str]:
-    """Module, keyword inputs and name for a `config.json` or the folder that holds it."""
+def load_huggingface(
+    path: Path, seq_len: int | None
+) -> tuple[torch.nn.Module, dict[str, Any], str, tuple[str, ...]]:
+    """Module, keyword inputs, name and warnings for a `config.json` or the folder that holds it."""
     file = path / "config.json" if path.is_dir() else path
     raw = _read(file)
     config = _config(file, raw)
@@ -43,7 +45,21 @@ def load_huggingface(path: Path, seq_len: int | None) -> tuple[torch.nn.Module, 
             raise
         reason = str(error).splitlines()[0]
         raise ModelError(f"{file}: no example sequence of {seq_len} tokens can be made: {reason}") from error
-    return module, inputs, file.parent.name if file.name == "config.json" else file.stem
+    name = file.parent.name if file.name == "config.json" else file.stem
+    return module, inputs, name, _unquantised(file, raw)
+
+
+def _unquantised(file: Path, raw: dict[str, Any]) -> tuple[str, ...]:
+    """A quantised checkpoint is stored in fewer bits than it is trained in: says which of the two is planned."""
+    quantised = raw.get("quantization_config")
+    if not quantised:
+        return ()
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    return (
+        f"{file}: quantization_config ({method or 'no quant_method'}) is left out: planned is training of the "
+        "unquantised model, parameters in execution.param_dtype. Adapters on frozen quantised weights (QLoRA) need a "
+        "model of your own, as FILE.py:NAME",
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class LoadedModel:
     module: torch.nn.Module
     example_inputs: Any
     name: str
+    warnings: tuple[str, ...] = ()  # what the module leaves out of what it was loaded from
 
 
 @without_collection()
@@ -40,8 +41,8 @@ def load_model(spec: str, *, model_args: Mapping[str, str], seq_len: int | None 
             raise ModelError(f"{spec}: --model-arg is for FILE.py:NAME; edit the config.json instead")
         from autoparallel.planner.capture.huggingface import load_huggingface
 
-        module, inputs, name = load_huggingface(Path(spec.removeprefix("hf:")), seq_len)
-        return LoadedModel(module=module, example_inputs=inputs, name=name)
+        module, inputs, name, warnings = load_huggingface(Path(spec.removeprefix("hf:")), seq_len)
+        return LoadedModel(module=module, example_inputs=inputs, name=name, warnings=warnings)
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
         raise ModelError(

@@ -32,8 +32,23 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
     return found
 
 
-def constraint_problems(graph: ModelGraph, constraints: Mapping[str, object]) -> list[str]:
+def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object]) -> list[str]:
     """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
+    return [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
+
+
+def _compression(cluster: Cluster, constraints: Mapping[str, object]) -> Iterator[str]:
+    """A method for a level that the network does not have would be ignored."""
+    methods, levels = constraints.get("grad_sync.compression"), cluster.levels
+    if isinstance(methods, tuple) and any(method != "none" for method in methods[len(levels) :]):
+        names = ", ".join(level.name for level in levels)
+        yield (
+            f"grad_sync.compression = {list(methods)} has {len(methods)} entries, one per network level from the "
+            f"innermost, but {cluster.name} has {len(levels)} ({names}); leave out those after the first {len(levels)}"
+        )
+
+
+def _recompute_constraints(graph: ModelGraph, constraints: Mapping[str, object]) -> list[str]:
     full, blocks = constraints.get("recompute.per_stage"), constraints.get("pipeline.stage_blocks")
     if not isinstance(full, tuple) or not full:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from autoparallel.costmodel.kernels import computes, nearest_dtype
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes, of_nodes, only_group
@@ -107,7 +108,27 @@ def _of_groups(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
 
 
 def idle_words(cluster: Cluster, strategy: Strategy) -> str:
-    """Of a cluster with nodes short of a device: which devices do nothing, and why; else ""."""
+    """Which devices do nothing, and why, where nodes are short of a device or a group is left out; else ""."""
+    return "; ".join(filter(None, (_short_nodes(cluster, strategy), _left_out(cluster, strategy))))
+
+
+def _left_out(cluster: Cluster, strategy: Strategy) -> str:
+    """Device groups of a mixed cluster that the strategy does not name."""
+    named, dtype = set(strategy.mesh.groups), strategy.execution.dtype
+    if not named or len(named) == len(cluster.groups):
+        return ""
+    rest = [(i, group) for i, group in enumerate(cluster.groups) if i not in named]
+    out = ", ".join(f"group {i} ({g.devices} {g.device.name})" for i, g in rest)
+    found = [f"{sum(g.devices for _, g in rest)} of {cluster.devices} devices idle: {out} left out"]
+    for device in {g.device.name: g.device for _, g in rest if not computes(g.device, dtype)}.values():
+        other = nearest_dtype(device, dtype)
+        shared = all(computes(group.device, other) for group in cluster.groups)
+        remedy = f", but every device in {other}: try --set execution.dtype={other}" if shared else ""
+        found.append(f"{device.name} does not compute in {dtype}{remedy}")
+    return "; ".join(found)
+
+
+def _short_nodes(cluster: Cluster, strategy: Strategy) -> str:
     mesh, have = strategy.mesh, devices_of_nodes(cluster)
     full = max(have)
     short = [node for node, devices in enumerate(have) if devices < full]

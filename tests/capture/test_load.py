@@ -101,6 +101,20 @@ def test_a_wrong_config_says_what_is_wrong(tmp_path: Path, changes: dict[str, An
     assert "config.json" in str(caught.value)
 
 
+def test_a_quantised_config_is_planned_unquantised_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    plain = load_model(f"hf:{path}", model_args={})
+    path.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}))
+    quantised = load_model(f"hf:{path}", model_args={})
+    assert plain.warnings == ()
+    (said,) = quantised.warnings
+    assert "quantization_config (fp8)" in said
+    assert {n: p.dtype for n, p in quantised.module.named_parameters()} == {
+        n: p.dtype for n, p in plain.module.named_parameters()
+    }
+
+
 @pytest.mark.parametrize("text", ["{", "[]", ""])
 def test_a_malformed_config_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"config\.json"):

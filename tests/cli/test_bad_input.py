@@ -202,6 +202,27 @@ def test_options_that_contradict_the_file(tmp_path: Path, graph: Path) -> None:
     refused(*base, "--objective", "speed", words=["--objective speed", "time, cost, memory"])
 
 
+def test_a_cost_needs_prices(tmp_path: Path, graph: Path) -> None:
+    words = ["--objective cost", "no price for h100-sxm", "price_per_device_hour"]
+    refused("plan", graph, "--cluster", CLUSTER, "--objective", "cost", words=[*words, "cluster file"])
+    group = '[[group]]\ndevice = "h100-sxm"\nnodes = 1\ndevices_per_node = 4\n'
+    bare = write(tmp_path / "mine.toml", f'name = "mine"\n{group}')
+    refused("whatif", graph, "--cluster", bare, "--objective", "cost", words=[str(bare), *words, "[[group]]"])
+    bare.write_text(f'name = "mine"\n{group}price_per_device_hour = 2.5\n')
+    answer = run("plan", graph, "--cluster", bare, "--objective", "cost", "--json")
+    assert answer.json["cost"]["per_hour"] == pytest.approx(2.5 * answer.json["devices"])
+
+
+def test_a_compression_for_a_level_that_is_not_there(graph: Path) -> None:
+    command = ("plan", graph, "--cluster", CLUSTER, "--set", 'grad_sync.compression=["none", "bf16"]')
+    refused(*command, words=["grad_sync.compression", "2 entries", "has 1 (nvlink)"])
+
+
+def test_a_device_that_lacks_the_dtype(graph: Path) -> None:
+    command = ("plan", graph, "--cluster", "v100-sxm2-32gb:1x4")
+    refused(*command, words=["v100-sxm2-32gb", "bf16", "--set execution.dtype=fp16"])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

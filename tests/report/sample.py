@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autoparallel.answer import TIMELINE_SPANS_PER_RANK, alternative_table, strategy_label, timeline_table
+from autoparallel.answer import TIMELINE_SPANS_PER_RANK, alternative_table, timeline_table
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Span
 from autoparallel.costmodel.timeline import cut_between
+from autoparallel.labels import strategy_label
 from autoparallel.planner.search.answer.outcome import Alternative
 from autoparallel.planner.strategy.file import write_strategy
 from autoparallel.planner.strategy.types import (

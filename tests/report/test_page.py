@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from autoparallel.answer import strategy_label
 from autoparallel.errors import UserError
+from autoparallel.labels import strategy_label
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Mesh, Offload, Recompute
 from autoparallel.profiles import load_cluster

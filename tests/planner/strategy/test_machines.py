@@ -12,7 +12,7 @@ from autoparallel.planner.strategy.machines import (
     nodes_in_use,
     placement_problems,
 )
-from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 
 
@@ -84,6 +84,19 @@ def test_idle_devices_are_named(mesh: Mesh, said: str) -> None:
     found = idle_words(load_cluster("short-node"), strategy(mesh))
     assert said in found
     assert bool(said) == bool(found)
+
+
+def test_a_group_that_is_left_out_is_named_and_why_it_cannot_compute() -> None:
+    cluster = load_cluster("a100-v100")
+    alone = strategy(Mesh(dp_shard=16, groups=(0,)))
+    said = idle_words(cluster, alone)
+    assert said.startswith("16 of 32 devices idle: group 1 (16 v100-sxm2-32gb) left out")
+    assert "does not compute in bf16" in said
+    assert "--set execution.dtype=fp16" in said
+    able = replace(alone, execution=Execution(dtype="fp16"))
+    assert idle_words(cluster, able) == "16 of 32 devices idle: group 1 (16 v100-sxm2-32gb) left out"
+    both = strategy(Mesh(pp=2, dp_shard=16, groups=(0, 1)))
+    assert idle_words(cluster, both) == ""
 
 
 def test_a_regular_cluster_says_nothing_of_idle_devices() -> None:

@@ -1,0 +1,33 @@
+"""A strategy in words that a newcomer understands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.labels import recompute_label, strategy_label
+from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard, Strategy
+
+PLAIN = Strategy(
+    batch=Batch(global_=8, micro=1), mesh=Mesh(pp=2, dp_shard=4), shard=Shard(zero=1),
+    pipeline=Pipeline(schedule="1f1b", stage_blocks=(4, 4)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        (Recompute(mode="none"), ""),
+        (Recompute(mode="selective"), "attention"),
+        (Recompute(mode="full"), "every block"),
+        (Recompute(mode="none", per_stage=(2, 1)), "3 of 8 blocks"),
+        (Recompute(mode="operators", per_stage=(1, 0)), "cheap operators + 1 of 8 blocks"),
+    ],
+)
+def test_what_is_recomputed_is_said_in_words(recompute: Recompute, said: str) -> None:
+    strategy = replace(PLAIN, recompute=recompute)
+    assert recompute_label(strategy) == said
+    assert strategy_label(strategy) == "pp 2 × dp_shard 4, zero 1, 1f1b, micro 1" + (
+        f", recompute {said}" if said else ""
+    )
