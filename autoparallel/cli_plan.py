@@ -190,6 +190,7 @@ def search(
     console: Console,
     *,
     explain: bool = False,
+    advise: bool = True,
     expander: Expander | None = None,
 ) -> PlanResult:
     """Plan with the progress shown."""
@@ -204,6 +205,7 @@ def search(
             time_limit_s=time_limit_s,
             progress=lambda progress: say(progress_text(progress, problem.objective)),
             explain=explain,
+            advise=advise,
             expander=expander,
         )
 
@@ -293,7 +295,7 @@ def scored(checked: Checked, expander: Expander, time_limit_s: float | None, con
         except UserError as error:
             raise UserError("\n".join(f"{name}: {line}" for line in str(error).splitlines())) from None
     try:
-        result = search(checked, graph, time_limit_s, console, expander=expander)
+        result = search(checked, graph, time_limit_s, console, advise=False, expander=expander)
         return result.strategy, result.prediction
     except InfeasiblePlan:
         # Nothing fits: the best strategy if memory were no limit, priced on the real cluster.

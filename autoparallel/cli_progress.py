@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.answer.outcome import Progress
+from autoparallel.planner.search.answer.outcome import ADVISING, Progress
 from autoparallel.report.numbers import gib, seconds, significant
 
 # Shorter work shows nothing on a terminal that is not there to be redrawn.
@@ -49,6 +49,8 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
 
 def progress_text(progress: Progress, objective: Objective) -> str:
     """One line: how much of the space is left, the best strategy so far, and the bound below it."""
+    if progress.phase == ADVISING:
+        return f"nothing fits; looking for the nearest change that would ({progress.elapsed_s:.0f} s)"
     # Several deals of one candidate may be solved.
     done = f"{progress.candidates:,} candidates, {max(progress.pruned, 0):,} ruled out, {progress.solved:,} solved"
     best = "none yet" if progress.incumbent is None else _value(progress.incumbent, objective)

@@ -14,6 +14,7 @@ Values inside a block are named by strings:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -241,15 +242,23 @@ class ModelGraph:
     @cached_property
     def parameter_count(self) -> int:
         """Number of parameters, tied ones once."""
-        total, tied = 0, set()
+        return sum(parameter.numel for parameter in self._each_parameter())
+
+    @cached_property
+    def trainable_count(self) -> int:
+        """Number of parameters that are trained, tied ones once."""
+        return sum(parameter.numel for parameter in self._each_parameter() if parameter.trainable)
+
+    def _each_parameter(self) -> Iterator[Parameter]:
+        """Every parameter, tied ones once."""
+        tied = set()
         for link in self.chain:
             for parameter in self.blocks[link.block].parameters:
                 if parameter.tied:
                     if parameter.tied in tied:
                         continue
                     tied.add(parameter.tied)
-                total += parameter.numel
-        return total
+                yield parameter
 
     def model_flops(self, samples: int) -> int:
         """FLOPs of forward and backward of `samples` samples, nothing recomputed, attention not causal."""

@@ -21,6 +21,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
 from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
 from autoparallel.planner.search.answer.outcome import (
+    ADVISING,
     Alternative,
     ConstraintCost,
     Explored,
@@ -66,12 +67,14 @@ def plan(
     time_limit_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
     explain: bool = False,
+    advise: bool = True,
     expander: Expander | None = None,
 ) -> PlanResult:
     """The best strategy of the problem's space, and how far that is proved.
 
     A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
-    without each constraint, and longer for the best of each kind that was not chosen. A caller who has more to ask
+    without each constraint, and longer for the best of each kind that was not chosen. Where nothing fits, `advise` looks
+    for what would. A caller who has more to ask
     about the answer passes the `expander` of graph and cluster, which then knows it. Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
     legal strategy at all.
     """
@@ -87,20 +90,20 @@ def plan(
         from autoparallel.planner.search.tiers.answer import plan_tiers
 
         def on_devices(bare: Problem, *, tell: bool) -> PlanResult:
-            return _plan(bare, watch, expander, explain=explain, tell=tell)
+            return _plan(bare, watch, expander, explain=explain, advise=advise and tell)
 
         result = plan_tiers(problem, expander, on_devices, watch.check_time)
     elif has_parts(problem):
         result = plan_parts(without_tables(problem), watch.check, explain=explain, share=watch.share)
     else:
-        result = _plan(without_tables(problem), watch, expander, explain=explain)
+        result = _plan(without_tables(problem), watch, expander, explain=explain, advise=advise)
     return replace(result, seconds=time.monotonic() - started_s)
 
 
 def _plan(
-    problem: Problem, watch: _Watch, expander: Expander | None, *, explain: bool, tell: bool = True
+    problem: Problem, watch: _Watch, expander: Expander | None, *, explain: bool, advise: bool
 ) -> PlanResult:
-    """One search; where nothing fits, `tell` asks for the reason and what would."""
+    """One search; where nothing fits, `advise` asks for the reason and what would."""
     outer = outer_of(problem, expander)
     if outer is None:
         raise explain_empty(problem)
@@ -117,7 +120,10 @@ def _plan(
             )
         if frontier.errors and not frontier.seen:
             raise frontier.errors[0]
-        raise explain_infeasible(outer) if tell else InfeasiblePlan("memory of the devices")
+        if not advise:
+            raise InfeasiblePlan("memory of the devices")
+        watch.say_advising(frontier)
+        raise explain_infeasible(outer, lambda: watch.check_time(None))
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     return result_of(outer, frontier, work=work, explain=explain and not stopped)
 
@@ -146,6 +152,12 @@ class _Watch:
         if self.progress is not None and now_s - self.reported_s >= REPORT_EVERY_S:
             self.reported_s = now_s
             self.progress(_progress(frontier, now_s - self.started_s))
+
+    def say_advising(self, frontier: Frontier) -> None:
+        """Nothing fits: what comes now is the search for what would."""
+        if self.progress is not None:
+            told = _progress(frontier, time.monotonic() - self.started_s)
+            self.progress(replace(told, phase=ADVISING))
 
     def check_time(self, _: object) -> None:
         """Called before every step of a search that counts its work itself."""

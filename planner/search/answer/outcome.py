@@ -8,13 +8,14 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.strategy.types import Strategy
 
 GIB = 1024**3
+ADVISING = "advise"  # the phase of a search for changes that would fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """Where a search stands. The bound and the incumbent are in the objective's unit."""
 
-    phase: str  # "enumerate", "bound" or "solve"
+    phase: str  # "solve", then ADVISING where nothing fits
     candidates: int
     pruned: int
     solved: int

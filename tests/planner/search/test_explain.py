@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.answer.explain import explain_infeasible, state_of_model_bytes
 from autoparallel.planner.search.answer.outcome import GIB, InfeasiblePlan
+from autoparallel.planner.search.bounds.outer import outer_of
+from autoparallel.planner.search.frontier import Stopped
 from autoparallel.planner.search.plan import plan
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -27,6 +31,7 @@ def problem_of(capacity_bytes: float, cluster: str = "h100-sxm:1x4", **constrain
     return Problem(graph=GRAPH, cluster=replace(usual, groups=groups), global_batch=8, constraints=fixed)
 
 
+@cache
 def smallest(**constraints: object) -> Prediction:
     return plan(replace(problem_of(1e12, **constraints), objective=Objective.MEMORY)).prediction
 
@@ -49,6 +54,30 @@ def test_one_byte_more_than_the_smallest_fits_and_half_does_not() -> None:
     peak = smallest().peak_bytes
     assert plan(problem_of(peak + 1)).prediction.peak_bytes <= peak + 1
     infeasible(problem_of(peak * 0.5))
+
+
+@pytest.mark.parametrize("fixed", [{}, {"offload__optimizer": 1.0}, {"shard__zero": 0}])
+def test_no_strategy_holds_less_than_the_state_of_the_model(fixed: dict[str, object]) -> None:
+    held = smallest(**fixed)
+    assert 0 < state_of_model_bytes(problem_of(1e12, **fixed)) <= held.peak_bytes * held.devices
+
+
+def test_a_model_far_too_large_is_told_how_many_devices_its_state_fills_and_how_many_would_do() -> None:
+    error = infeasible(problem_of(state_of_model_bytes(problem_of(1e12)) / 9.5))
+    assert "alone fill 10 such devices" in error.constraint
+    (offered,) = [r for r in error.relaxations if "devices instead of 4" in r.change]
+    assert int(offered.change.split()[0]) in (16, 32, 64, 128), str(error)
+
+
+def test_without_time_the_advice_is_left_out_and_the_reason_is_not() -> None:
+    def stopped() -> None:
+        raise Stopped
+
+    outer = outer_of(problem_of(smallest().peak_bytes * 0.5))
+    assert outer is not None
+    error = explain_infeasible(outer, stopped)
+    assert error.relaxations == ()
+    assert "GiB too few" in str(error)
 
 
 def test_more_devices_are_offered_with_what_they_give() -> None:
