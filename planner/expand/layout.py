@@ -19,6 +19,7 @@ class Layout:
     _left: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _letters: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     _split: dict[int, bool] = field(default_factory=dict, repr=False, compare=False)
+    _operands: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     _moves: list[Reshard | Exchange] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +57,19 @@ class Layout:
             if value == f"{operator.name}.{i}":
                 return placement
         return sharding.outputs[0] if sharding.outputs else "R"
+
+    def operand_readers(self, storage: str) -> tuple[int, ...]:
+        """Of the products with a weight gradient, which keep what they read, the first that reads a storage whole and the
+        first that reads a share."""
+        if storage not in self._operands:
+            found: dict[str, int] = {}
+            for i, operator in enumerate(self.index.block.operators):
+                if any(kernel.gradient_of == "weight" for kernel in operator.backward):
+                    for value in operator.inputs:
+                        if self.index.storage.get(value) == storage:
+                            found.setdefault(self.placement(i, value)[:1], i)
+            self._operands[storage] = tuple(found.values())
+        return self._operands[storage]
 
     def output_placement(self, value: str) -> str:
         """Layout in which the producer of `value` leaves it; a block input's layout at the boundary."""

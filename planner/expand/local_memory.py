@@ -24,7 +24,8 @@ SCORE_GRADIENTS = {"eager": 4, "fused": 2, "compiled": 2}
 def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = True) -> dict[str, int]:
     """Storage -> local bytes kept for the backward pass; `core` False drops the inside of attention.
 
-    A storage counts once, at the first unit that keeps it. Unfused attention keeps its probabilities and, with
+    A storage counts once, at the first unit that keeps it, and once more for each other layout in which products read
+    and keep it. Unfused attention keeps its probabilities and, with
     dropout, the mask and the dropped probabilities (Korthikanti et al. 2022, equation 1: 5as²b), and no
     softmax statistics.
     """
@@ -38,7 +39,8 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
             if attention and saved.value == "" and not local.setting.flash:
                 continue
             key = local.index.storage.get(saved.value, saved.value) or f"{operator.name}#{len(kept)}"
-            kept.setdefault(key, _saved_bytes(local, op, saved))
+            if key not in kept:
+                kept[key] = _saved_bytes(local, op, saved) + _copies_bytes(local, op, saved)
         if core and not local.setting.flash:
             for op in unit.ops:
                 if local.index.block.operators[op].kind is OpKind.ATTENTION:
@@ -75,6 +77,17 @@ def probabilities_bytes(local: LocalBlock, op: int) -> int:
     item = ITEM_BYTES[local.setting.tensor_dtype]
     per_element = item if local.setting.execution.dropout == 0 else 2 * item + MASK_BYTES
     return local.scores_elements(op) * per_element
+
+
+def _copies_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
+    """What products keep of a storage that they read in other layouts than its keeper `op`."""
+    if not saved.value or not local.plan.reshards:
+        return 0
+    own = local.placement(op, saved.value)[
+        :1
+    ]  # views number dims differently: shares are taken to be the same
+    readers = local.layout.operand_readers(local.index.storage.get(saved.value, saved.value))
+    return sum(_saved_bytes(local, r, saved) for r in readers if local.placement(r, saved.value)[:1] != own)
 
 
 def _saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:

@@ -16,8 +16,9 @@ from autoparallel.planner.expand.localize import Passes, fused_units, localize, 
 from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.plan import TensorPlan
+from autoparallel.planner.sharding.points import point_at, whole_cost, worth_keeping
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
-from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.planner.strategy.types import Execution, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
 
 
@@ -42,6 +43,7 @@ class LocalWorks:
     cluster: Cluster
     _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
+    _points: dict[TensorRequest, TensorPlan | None] = field(default_factory=dict, repr=False, compare=False)
     _layouts: dict[tuple[int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
     _units: dict[tuple[int, str], tuple[Unit, ...]] = field(default_factory=dict, repr=False, compare=False)
     _passes: dict[_WorkKey, Passes] = field(default_factory=dict, repr=False, compare=False)
@@ -60,18 +62,38 @@ class LocalWorks:
         """How each distinct block runs over the tp axis: the user's rules kept, the rest solved."""
         request = self._request(strategy)
         if request not in self._plans:
-            indices = tuple(
-                self.index(b, dropout=strategy.execution.dropout > 0) for b in range(len(self.graph.blocks))
-            )
-            if strategy.mesh.tp == 1:
-                blocks = tuple(unsolved_plan(index, strategy.mesh.ep) for index in indices)
-                self._plans[request] = TensorPlan(blocks=blocks)
-            else:
-                without_experts = self._plans.get(replace(request, ep=1))
-                self._plans[request] = solve_tensor_plan(
-                    self.graph, indices, self.cluster, request, without_experts
-                )
+            self._plans[request] = self._solve(request)
         return self._plans[request]
+
+    def _solve(self, request: TensorRequest) -> TensorPlan:
+        indices = tuple(
+            self.index(b, dropout=request.execution.dropout > 0) for b in range(len(self.graph.blocks))
+        )
+        if request.tp == 1:
+            return TensorPlan(blocks=tuple(unsolved_plan(index, request.ep) for index in indices))
+        without_experts = self._plans.get(replace(request, ep=1))
+        return solve_tensor_plan(self.graph, indices, self.cluster, request, without_experts)
+
+    def tensor_point(self, strategy: Strategy, memory_price: float) -> TensorPlan | None:
+        """The plan that is best where memory has a price (`planner.sharding.points`); None where that is no other than the
+        strategy's own, or no better in anything."""
+        key = replace(self._request(strategy), memory_price=memory_price)
+        if key not in self._points:
+
+            def solve(rules: tuple[TensorRule, ...], price: float | None) -> TensorPlan:
+                asked = replace(strategy, tensor=rules)
+                return (
+                    self.tensor_plan(asked)
+                    if price is None
+                    else self._solve(replace(self._request(asked), memory_price=price))
+                )
+
+            own, found = self.tensor_plan(strategy), point_at(solve, strategy.tensor, memory_price)
+            cost = whole_cost(self.graph, own)
+            self._points[key] = (
+                found if found and worth_keeping(whole_cost(self.graph, found), [cost]) else None
+            )
+        return self._points[key]
 
     def _layout(self, strategy: Strategy, block: int) -> Layout:
         plan, dropout = self.tensor_plan(strategy).blocks[block], strategy.execution.dropout > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoparallel.costmodel.graph import Block, Sharding
 from autoparallel.costmodel.program import CollectiveOp
@@ -64,11 +64,22 @@ class BlockPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCost:
+    """What the solver prices: one step of one micro-batch of one sample."""
+
+    time_ns: int = 0
+    held_kib: int = 0  # parameters, gradients and optimizer state
+    kept_kib: int = 0  # for the backward pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """A plan per distinct block, by index into `ModelGraph.blocks`, and the `[[tensor]]` entries that say it."""
+    """A plan per distinct block, by index into `ModelGraph.blocks`, with its cost where it was solved, and the
+    `[[tensor]]` entries that say it."""
 
     blocks: tuple[BlockPlan, ...]
     rules: tuple[TensorRule, ...] = ()
+    costs: tuple[PlanCost, ...] = field(default=(), compare=False)
 
 
 def replicated_plan(block: Block) -> BlockPlan:

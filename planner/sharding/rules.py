@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -284,13 +284,18 @@ def _only(block: PricedBlock, fixed: Fixed, entries: set[str]) -> PricedBlock:
 # ---- plan -> entries
 
 
-def rules_of(graph: ModelGraph, problems: Sequence[BlockProblem], plan: TensorPlan) -> tuple[TensorRule, ...]:
-    """The entries that make the runtime do what the plan says: sharded parameters, and pins where a layout
-    changes. A module of a repeated block is written with `*` unless a block of another kind has a module of
+def rules_of(
+    graph: ModelGraph,
+    problems: Sequence[BlockProblem],
+    plan: TensorPlan,
+    whole: Sequence[Collection[str]],
+) -> tuple[TensorRule, ...]:
+    """The entries that make the runtime do what the plan says: sharded parameters, by block those `whole` ones that
+    would be sharded otherwise, and pins where a layout changes. A module of a repeated block is written with `*` unless a block of another kind has a module of
     that name which does something else."""
     made = [
-        {rule.module: rule for rule in _block_rules(problem, block)}
-        for problem, block in zip(problems, plan.blocks, strict=True)
+        {rule.module: rule for rule in _block_rules(problem, block, said)}
+        for problem, block, said in zip(problems, plan.blocks, whole, strict=True)
     ]
     modules = [modules_of(block) for block in graph.blocks]
     by_path: dict[str, TensorRule | None] = {}
@@ -331,10 +336,10 @@ def _starred(path: str) -> str:
     return _INDEX.sub("*", path)
 
 
-def _block_rules(problem: BlockProblem, plan: BlockPlan) -> Iterator[TensorRule]:
+def _block_rules(problem: BlockProblem, plan: BlockPlan, whole: Collection[str]) -> Iterator[TensorRule]:
     placed: dict[str, list[tuple[str, str]]] = {}
     for name, placement in plan.params:
-        if placement[0] not in "RE":  # that experts are sharded over ep is said by mesh.ep
+        if placement[0] not in "RE" or name in whole:  # that experts are sharded over ep is said by mesh.ep
             module, _, own = name.rpartition(".")
             placed.setdefault(module, []).append((own, describe(placement)))
     pinned: dict[str, dict[str, str]] = {}

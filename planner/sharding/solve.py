@@ -18,7 +18,7 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.chain import carried_inputs, first_positions, handed_on, output_specs
 from autoparallel.planner.sharding.costs import price_problem
 from autoparallel.planner.sharding.experts import expert_shardings, with_experts
-from autoparallel.planner.sharding.plan import BlockPlan, Reshard, TensorPlan
+from autoparallel.planner.sharding.plan import BlockPlan, PlanCost, Reshard, TensorPlan
 from autoparallel.planner.sharding.problem import (
     OUTSIDE,
     PARTIAL_GRADIENT,
@@ -35,7 +35,8 @@ from autoparallel.profiles.hardware import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequest:
-    """What a tensor plan is asked for: all that it depends on besides model and cluster."""
+    """What a tensor plan is asked for: all that it depends on besides model and cluster. For `memory_price` see
+    `planner.sharding.solver.solve_blocks`."""
 
     tp: int
     stride: int
@@ -43,6 +44,7 @@ class TensorRequest:
     execution: Execution
     ep: int = 1
     rules: tuple[TensorRule, ...] = ()
+    memory_price: float | None = None
 
 
 def solve_tensor_plan(
@@ -52,7 +54,7 @@ def solve_tensor_plan(
     request: TensorRequest,
     without_experts: TensorPlan | None = None,
 ) -> TensorPlan:
-    """The cheapest placements of every operator of every distinct block.
+    """The best placements of every operator of every distinct block.
 
     `without_experts` is the plan for the same request with ep = 1, where it is known: blocks that have no experts run as they
     do there. Raises UserError, naming the entry, where the user's rules are illegal or contradict each other.
@@ -64,17 +66,40 @@ def solve_tensor_plan(
     ]
     fixed = fixed_by_rules(graph, problems, request.rules)
     plans: dict[int, BlockPlan] = {}
+    costs: dict[int, PlanCost] = {}
     for group, ties in tied_groups(graph):
         if without_experts is not None and not any(expert_shardings(indices[b]) for b in group):
             plans |= {b: without_experts.blocks[b] for b in group}
+            costs |= {b: without_experts.costs[b] for b in group}
             continue
         priced = [_priced(graph, cluster, request, b, problems[b], fixed[b]) for b in group]
         answers = _solve(graph, priced, ties, [fixed[b] for b in group], request)
         for b, answer in zip(group, answers, strict=True):
             made = block_plan(problems[b], answer)
             plans[b] = with_experts(indices[b], made) if request.ep > 1 else made
-    plan = TensorPlan(blocks=tuple(plans[b] for b in range(len(graph.blocks))))
-    return replace(plan, rules=rules_of(graph, problems, plan))
+            costs[b] = _cost_of(answer)
+    every = range(len(graph.blocks))
+    plan = TensorPlan(blocks=tuple(plans[b] for b in every), costs=tuple(costs[b] for b in every))
+    said = [_replicas_to_say(problems[b], plan.blocks[b], fixed[b], request) for b in every]
+    return replace(plan, rules=rules_of(graph, problems, plan, said))
+
+
+def _cost_of(answer: BlockAnswer) -> PlanCost:
+    cost, held_kib = answer.cost, answer.held_kib
+    return PlanCost(time_ns=cost.time_ns, held_kib=held_kib, kept_kib=cost.memory_kib - held_kib)
+
+
+def _replicas_to_say(
+    problem: BlockProblem, plan: BlockPlan, given: Fixed, request: TensorRequest
+) -> frozenset[str]:
+    """Parameters that are whole because an entry says so, or a price of memory, and would not be otherwise."""
+    matrices = {p.name for p in problem.index.block.parameters if len(p.shape) > 1}
+    chosen = matrices if request.memory_price is not None else set()
+    return frozenset(
+        name
+        for name, placement in plan.params
+        if placement == "R" and len(problem.params[name]) > 1 and (name in given.params or name in chosen)
+    )
 
 
 def _priced(
@@ -150,7 +175,7 @@ def _solve(
     given: Sequence[Fixed], request: TensorRequest,
 ) -> list[BlockAnswer]:  # fmt: skip
     try:
-        return solve_blocks(blocks, ties)
+        return solve_blocks(blocks, ties, request.memory_price)
     except NoTensorPlan:
         raise contradiction(graph, blocks, ties, given, request.tp, request.sequence_parallel) from None
 

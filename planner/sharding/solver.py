@@ -9,13 +9,14 @@ Unknowns, all 0 or 1:
 
 Constraints: an operator's nodes and parameters are as its variant demands (sum over the variants that demand
 s of node n equals state[n, s]); at an edge, what leaves the source in state s arrives in s or is changed, and
-likewise at the target; what is fixed from outside stays so. The objective is lexicographic: see `solve_blocks`.
+likewise at the target; what is fixed from outside stays so. For the objective see `solve_blocks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ortools.sat.python import cp_model
 
@@ -26,16 +27,20 @@ MOST_TIES = 3  # of `change_cost`
 # CP-SAT's own deterministic time (about seconds, the same on every machine): a guard, as blocks of a few hundred
 # operators take well under one. Kind: formula.
 EFFORT = 20.0
+# Integers per nanosecond where memory has a price. Kind: formula: a thousandth is near enough.
+PRICE_UNITS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAnswer:
-    """The variant of each operator, the state of each node, the placement of each parameter, and the cost."""
+    """The variant of each operator, the state of each node, the placement of each parameter, and the cost, of which
+    `held_kib` are parameters'."""
 
     picks: tuple[int, ...]
     states: tuple[str, ...]
     params: Mapping[str, str]
     cost: Cost
+    held_kib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,34 +70,44 @@ class NoTensorPlan(Exception):
 
 
 def solve_blocks(
-    blocks: Sequence[PricedBlock], ties: Sequence[Sequence[tuple[int, str]]]
+    blocks: Sequence[PricedBlock],
+    ties: Sequence[Sequence[tuple[int, str]]],
+    memory_price: float | None = None,
 ) -> list[BlockAnswer]:
     """The best choice for all blocks together; `ties` are groups of (block, parameter) that are one tensor.
 
-    Lexicographic: fewest numbers in matrices (`sizes`) and activations (`stream`) that are not as they had better
-    be, nanoseconds, kibibytes.
-    Raises NoTensorPlan where nothing is legal.
+    Least nanoseconds plus `memory_price` (ns per KiB) times kibibytes held and kept; 0 has memory break ties, infinity
+    time. None is 0 with a wish before it: fewest numbers in matrices (`sizes`) and activations (`stream`) that are not as
+    they had better be. Raises NoTensorPlan where nothing is legal.
     """
     model = cp_model.CpModel()
     unknowns = [_unknowns(model, block) for block in blocks]
-    for block, unknown in zip(blocks, unknowns, strict=True):
+    pairs = list(zip(blocks, unknowns, strict=True))
+    for block, unknown in pairs:
         _operators_meet_nodes(model, block.problem, unknown)
         _operators_meet_parameters(model, block.problem, unknown)
         _edges_keep_or_change(model, block.problem, unknown)
         _partial_gradients_are_summed(model, block.problem, unknown)
         _what_is_fixed_stays(model, block, unknown)
     _tied_parameters_agree(model, unknowns, ties)
-    whole = [term for block, unknown in zip(blocks, unknowns, strict=True) for term in _whole(block, unknown)]
-    if whole:
-        model.minimize(sum(whole))
+    wishes = [term for block, unknown in pairs for term in _whole(block, unknown)]
+    if memory_price is None and wishes:
+        model.minimize(sum(wishes))
         solver = _solved(model)
-        model.add(sum(whole) <= round(solver.objective_value))
-    weight = 1 + sum(_most_memory(block.costs) for block in blocks)
-    model.minimize(
-        sum(term for b, u in zip(blocks, unknowns, strict=True) for term in _objective(b, u, weight))
-    )
+        model.add(sum(wishes) <= round(solver.objective_value))
+    weights = _weights(blocks, memory_price or 0.0)
+    model.minimize(sum(term for block, unknown in pairs for term in _objective(block, unknown, *weights)))
     solver = _solved(model)
-    return [_extract(solver, b, u) for b, u in zip(blocks, unknowns, strict=True)]
+    return [_extract(solver, block, unknown) for block, unknown in pairs]
+
+
+def _weights(blocks: Sequence[PricedBlock], memory_price: float) -> tuple[int, int]:
+    """What a nanosecond and a kibibyte count."""
+    if memory_price == 0.0:
+        return 1 + sum(_most(block.costs, "memory_kib") for block in blocks), 1
+    if memory_price == inf:
+        return 1, 1 + sum(_most(block.costs, "time_ns") for block in blocks)
+    return PRICE_UNITS, max(1, round(memory_price * PRICE_UNITS))
 
 
 def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
@@ -144,7 +159,7 @@ def _operators_meet_nodes(model: cp_model.CpModel, problem: BlockProblem, unknow
         model.add_exactly_one(state.values())
     for row, picks in zip(problem.variants, unknown.pick, strict=True):
         model.add_exactly_one(picks)
-        for node in {n for variant in row for n, _ in variant.states}:
+        for node in dict.fromkeys(n for variant in row for n, _ in variant.states):
             for s, var in unknown.state[node].items():
                 demand = [x for v, x in zip(row, picks, strict=True) if dict(v.states).get(node) == s]
                 model.add(sum(demand) == var)
@@ -154,7 +169,7 @@ def _operators_meet_parameters(model: cp_model.CpModel, problem: BlockProblem, u
     for placements in unknown.place.values():
         model.add_exactly_one(placements.values())
     for row, picks in zip(problem.variants, unknown.pick, strict=True):
-        for name in {n for variant in row for n, _ in variant.params}:
+        for name in dict.fromkeys(n for variant in row for n, _ in variant.params):
             for placement, var in unknown.place[name].items():
                 demand = [x for v, x in zip(row, picks, strict=True) if dict(v.params)[name] == placement]
                 model.add(sum(demand) == var)
@@ -163,7 +178,7 @@ def _operators_meet_parameters(model: cp_model.CpModel, problem: BlockProblem, u
 def _edges_keep_or_change(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
     for edge, change in zip(problem.edges, unknown.change, strict=True):
         source, target = unknown.state[edge.source], unknown.state[edge.target]
-        for s in {*source, *target}:
+        for s in dict.fromkeys((*source, *target)):  # in an order that is the same in every process
             leaving = sum(x for (before, _), x in change.items() if before == s)
             arriving = sum(x for (_, after), x in change.items() if after == s)
             # Kept = source - leaving = target - arriving, and never negative.
@@ -192,15 +207,17 @@ def _tied_parameters_agree(
         first = unknowns[block].place[name]
         for other, alias in others:
             second = unknowns[other].place[alias]
-            for placement in {*first, *second}:
+            for placement in dict.fromkeys((*first, *second)):
                 model.add(first.get(placement, 0) == second.get(placement, 0))
 
 
-def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
+def _objective(
+    block: PricedBlock, unknown: _Unknowns, per_ns: int, per_kib: int
+) -> list[cp_model.LinearExpr]:
     costs = block.costs
 
     def term(var: cp_model.IntVar, cost: Cost) -> cp_model.LinearExpr:
-        return var * (cost.time_ns * weight + cost.memory_kib)
+        return var * (cost.time_ns * per_ns + cost.memory_kib * per_kib)
 
     return [
         *(term(x, c) for xs, cs in zip(unknown.pick, costs.variants, strict=True)
@@ -223,14 +240,15 @@ def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
     return Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + ties)
 
 
-def _most_memory(costs: BlockCosts) -> int:
-    """An upper bound on a block's kibibytes, so that no saving of memory pays for a nanosecond."""
+def _most(costs: BlockCosts, name: str) -> int:
+    """An upper bound on a block's kibibytes or nanoseconds, so that no saving of them pays for one of the others."""
     choices: list[Mapping[str, Cost] | Mapping[tuple[str, str], Cost]] = [
         *costs.changes,
         *costs.params.values(),
     ]
     rows = [*costs.variants, *(tuple(choice.values()) for choice in choices)]
-    return sum(max((c.memory_kib for c in row), default=0) + MOST_TIES for row in rows)
+    rows += [(cost,) for cost in costs.partial_params.values()]
+    return sum(max((int(getattr(c, name)) for c in row), default=0) + MOST_TIES for row in rows)
 
 
 def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) -> BlockAnswer:
@@ -240,9 +258,9 @@ def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) 
     picks = tuple(next(k for k, x in enumerate(xs) if solver.value(x)) for xs in unknown.pick)
     states = tuple(chosen(row) for row in unknown.state)
     params = {name: chosen(row) for name, row in unknown.place.items()}
-    return BlockAnswer(
-        picks=picks, states=states, params=params, cost=answer_cost(block, picks, states, params)
-    )
+    cost = answer_cost(block, picks, states, params)
+    held_kib = sum(block.costs.params[name][placement].memory_kib for name, placement in params.items())
+    return BlockAnswer(picks=picks, states=states, params=params, cost=cost, held_kib=held_kib)
 
 
 def answer_cost(
