@@ -24,6 +24,7 @@ from autoparallel.planner.search.answer.outcome import (
     PlanResult,
     TradeOff,
 )
+from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
@@ -228,7 +229,7 @@ def search_table(result: PlanResult) -> dict[str, Any]:
         "candidates": result.candidates,
         "pruned": result.pruned,
         "alternatives": [
-            {**alternative_table(other), "label": strategy_label(other.strategy)}
+            {**alternative_table(other, result.strategy), "label": strategy_label(other.strategy)}
             for other in result.alternatives
         ],
         **({"tradeoffs": [tradeoff_table(t) for t in result.tradeoffs]} if result.tradeoffs else {}),
@@ -240,14 +241,15 @@ def search_table(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def alternative_table(other: Alternative) -> dict[str, Any]:
-    """A rejected strategy, without the strategy."""
+def alternative_table(other: Alternative, chosen: Strategy) -> dict[str, Any]:
+    """A rejected strategy, without the strategy; `simpler`: than the chosen one."""
     return {
         "kind": other.kind,
         "step_time_s": other.step_time_s,
         "peak_memory_gib": other.peak_memory_gib,
         "feasible": other.feasible,
         "proved": other.proved,
+        "simpler": complexity(other.strategy) < complexity(chosen),
         "reason": other.reason,
     }
 
@@ -306,7 +308,7 @@ def plan_answer(
             "seconds": dict(seconds),
         },
         "alternatives": [
-            {**alternative_table(other), "strategy": strategy_table(other.strategy)}
+            {**alternative_table(other, result.strategy), "strategy": strategy_table(other.strategy)}
             for other in result.alternatives
         ],
         **{key: search[key] for key in ("constraints", "tradeoffs") if key in search},

@@ -13,7 +13,7 @@ from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
 from autoparallel.report.placement import placement_words
-from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
+from autoparallel.report.words import choices, cluster_words, constraint_words, simpler_words, sureness, why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +35,8 @@ def print_plan(
         else f"not proved: no strategy is faster than {seconds(search['lower_bound_s'])} (gap {percent(gap)})"
     )
     console.print(f"  search        {search['candidates']:,} candidates; {sure}", markup=False)
+    if simpler := simpler_words(search, predicted["step_time_s"]):
+        console.print(f"  simpler       {simpler}", markup=False)
 
 
 def print_score(console: Console, cluster: Cluster, strategy: Strategy, predicted: Mapping[str, Any]) -> None:
@@ -110,7 +112,7 @@ def print_explanation(
     for choice in choices(strategy, cluster, predicted):
         console.print(f"  {choice.name} ({choice.setting}): {choice.text}", markup=False)
     console.print()
-    for line in why(search):
+    for line in why(search, predicted["step_time_s"]):
         console.print(f"  {line}", markup=False)
     for cost in search.get("constraints", ()):
         console.print(f"  {constraint_words(cost)}", markup=False)

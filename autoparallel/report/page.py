@@ -123,7 +123,7 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "cluster": cluster,
         "cluster_words": cluster_words(cluster),
         "choices": choices(strategy, cluster, predicted),
-        "why": why(search),
+        "why": why(search, predicted["step_time_s"]),
         "constraints": [constraint_words(cost) for cost in search.get("constraints", ())],
         "confidence": predicted.get("confidence"),
         "sureness": sureness(predicted["confidence"]) if "confidence" in predicted else "",

@@ -11,9 +11,13 @@ from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles.hardware import Cluster
-from autoparallel.report.numbers import bandwidth, percent, seconds, times
+from autoparallel.report.numbers import bandwidth, gib, percent, seconds, times
 from autoparallel.report.placement import Place, placement_setting, placement_words, places
 from autoparallel.report.tables import tables_words
+
+# Share of the step by which a simpler strategy may be slower and is still worth a thought: predictions of single runs
+# are further off than that (docs/accuracy.md). Kind: formula.
+NEARLY = 0.01
 
 _SCHEDULES = {
     "gpipe": "GPipe: all forward passes, then all backward passes",
@@ -222,7 +226,7 @@ def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
     return Choice(name="Recomputation", setting=setting, text=text + cost)
 
 
-def why(search: Mapping[str, Any]) -> tuple[str, ...]:
+def why(search: Mapping[str, Any], step_time_s: float) -> tuple[str, ...]:
     """Why this strategy: what was searched, what is proved, and what the nearest others would cost."""
     found = []
     status, bound = search.get("status"), search.get("lower_bound_s")
@@ -242,7 +246,18 @@ def why(search: Mapping[str, Any]) -> tuple[str, ...]:
     for other in list(search.get("alternatives", ()))[:1]:
         reason = other.get("reason", "").rstrip(".")
         found.append(f"The nearest rejected strategy is {other.get('label', 'another')}: {reason}.")
+    if simpler := simpler_words(search, step_time_s):
+        found.append(f"Simpler and nearly as good: {simpler}.")
     return tuple(found)
+
+
+def simpler_words(search: Mapping[str, Any], step_time_s: float) -> str:
+    """`dp_shard 8, zero 1, micro 1: 0.5 % slower, 1.2 GiB`: a simpler strategy that is nearly as fast; else ""."""
+    for other in search.get("alternatives", ()):
+        slower = other["step_time_s"] / step_time_s - 1.0
+        if other.get("simpler") and other.get("feasible", True) and 0.0 <= slower <= NEARLY:
+            return f"{other['label']}: {percent(slower)} slower, {gib(other['peak_memory_gib'])}"
+    return ""
 
 
 def constraint_words(cost: Mapping[str, Any]) -> str:

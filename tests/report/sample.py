@@ -133,7 +133,7 @@ def write_sample(path: Path, *, pp: int = 4, micro_batches: int = 16) -> Path:
     ]  # fmt: skip
     search = {
         "status": "optimal", "lower_bound_s": told["step_time_s"], "gap": 0.0, "candidates": 48211, "pruned": 47990,
-        "alternatives": [{**alternative_table(other), "label": strategy_label(other.strategy)}],
+        "alternatives": [{**alternative_table(other, chosen), "label": strategy_label(other.strategy)}],
         "explored": explored,
     }  # fmt: skip
     problem = {

@@ -12,6 +12,7 @@ from autoparallel.planner.search.answer.alternatives import alternatives
 from autoparallel.planner.search.answer.check import check_plan
 from autoparallel.planner.search.answer.constraints import constraint_costs
 from autoparallel.planner.search.answer.outcome import GIB, Alternative, ConstraintCost, Explored, PlanResult
+from autoparallel.planner.search.answer.simplest import simplest
 from autoparallel.planner.search.answer.tradeoffs import tradeoffs
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
@@ -26,6 +27,7 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     are still to come."""
     assert frontier.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
+    frontier.incumbent = simplest(outer, frontier, frontier.incumbent)
     rivals = _rivals(outer, frontier, work)
     strategy = with_rules(expander, frontier.incumbent.strategy)
     prediction = score(problem.graph, problem.cluster, strategy, expander)

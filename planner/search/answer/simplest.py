@@ -1,0 +1,68 @@
+"""Of strategies that are equally good the simplest: fewer axes, less recomputation, a lower ZeRO level.
+
+The search takes whichever it meets first. What it found is taken apart here, step by step, as long as the objective
+does not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoparallel.planner.search.answer.check import constraint_problems
+from autoparallel.planner.search.bounds.outer import Outer
+from autoparallel.planner.search.bounds.runs import Value
+from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import AXES, Recompute, Strategy
+
+
+def simplest(outer: Outer, frontier: Frontier, best: Evaluation) -> Evaluation:
+    """`best` without what makes it no better, as far as the user's constraints go."""
+    value = _value(frontier, best)
+    found = best
+    while (simpler := next(_as_good(outer, frontier, found.strategy, value), None)) is not None:
+        found = simpler
+    return found
+
+
+def _value(frontier: Frontier, one: Evaluation) -> Value:
+    return frontier.value_of(one.step_time_s, one.peak_bytes, one.strategy.mesh.devices)
+
+
+def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value) -> Iterator[Evaluation]:
+    problem = outer.problem
+    for other in _simpler(outer, strategy):
+        if strategy_problems(problem.graph, problem.cluster, other) or constraint_problems(problem, other):
+            continue
+        one = evaluate(outer.book.expander, other)
+        near = all(a <= b * (1 + TOLERANCE) for a, b in zip(_value(frontier, one), value, strict=True))
+        if near and outer.excess_bytes(one) <= 0:
+            yield one
+
+
+def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
+    """The strategy with one thing less, each in turn."""
+    mesh, shard = strategy.mesh, strategy.shard
+    if mesh.tp > 1 and not outer.book.expander.tensor_plan(strategy).rules:  # its ranks do the same work
+        alone = replace(shard, sequence_parallel=False)
+        yield replace(strategy, mesh=replace(mesh, tp=1), shard=alone)
+    ranks = mesh.data_parallel
+    if mesh.dp_shard > 1 and mesh.cp == 1:
+        replicas = replace(mesh, dp_replicate=ranks, dp_shard=1)
+        yield replace(strategy, mesh=replicas, shard=replace(shard, zero=0))
+    if mesh.dp_shard > 1 and mesh.dp_replicate > 1:
+        yield replace(strategy, mesh=replace(mesh, dp_replicate=1, dp_shard=ranks))
+    for zero in range(1, shard.zero):
+        yield replace(strategy, shard=replace(shard, zero=zero))
+    if shard.sequence_parallel:
+        yield replace(strategy, shard=replace(shard, sequence_parallel=False))
+    if strategy.recompute != Recompute():
+        yield replace(strategy, recompute=Recompute())
+        if strategy.recompute.mode != "none" and any(strategy.recompute.per_stage):
+            yield replace(strategy, recompute=replace(strategy.recompute, mode="none"))
+    if any(method != "none" for method in strategy.grad_sync.compression):
+        yield replace(strategy, grad_sync=replace(strategy.grad_sync, compression=()))
+    if mesh.order != AXES:
+        yield replace(strategy, mesh=replace(mesh, order=AXES))

@@ -1,0 +1,24 @@
+"""How much there is to a strategy: what a person prefers less of where predictions do not differ."""
+
+from __future__ import annotations
+
+from autoparallel.planner.strategy.types import Strategy
+
+# Mesh axes, recomputation, pipeline, offload, compression, sequence parallelism, ZeRO level: the first that differs
+# decides.
+Complexity = tuple[int, int, int, int, int, int, int]
+
+
+def complexity(strategy: Strategy) -> Complexity:
+    """How much there is to a strategy; less is simpler."""
+    mesh, recompute, pipeline = strategy.mesh, strategy.recompute, strategy.pipeline
+    axes = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep)
+    return (
+        sum(size > 1 for size in axes),
+        (recompute.mode != "none") + any(recompute.per_stage),
+        (pipeline.virtual_stages > 1) + (pipeline.schedule not in ("none", "gpipe", "1f1b")),
+        (strategy.offload.optimizer > 0) + (strategy.offload.activations > 0),
+        len({method for method in strategy.grad_sync.compression if method != "none"}),
+        int(strategy.shard.sequence_parallel),
+        strategy.shard.zero,
+    )
