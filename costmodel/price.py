@@ -8,11 +8,12 @@ their own (costmodel/streams.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
+from autoparallel.costmodel.contention import Shares, excess, port_shares
 from autoparallel.costmodel.kernels import SERVED, device_s, host_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
@@ -42,6 +43,16 @@ class BlockCost:
     gather_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A link's part of an action: its seconds, the gather that it waits for, and the seconds by which what runs
+    beside it and its own collectives would hold each other up all along."""
+
+    parts: Parts
+    gather_s: float = 0.0
+    contended_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Pricer:
     """Prices kernels and collectives of one cluster, and remembers those it has priced."""
@@ -49,6 +60,7 @@ class Pricer:
     cluster: Cluster
     kernels: dict[tuple[Kernel, str, str], tuple[float, float]] = field(default_factory=dict)
     collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
+    shares: dict[tuple[Collective, tuple[Axis, ...]], Shares] = field(default_factory=dict)
 
     def kernel_s(self, kernel: Kernel, device: Device, mode: str) -> float:
         """As `costmodel.kernels.kernel_s`."""
@@ -68,6 +80,16 @@ class Pricer:
         if key not in self.collectives:
             self.collectives[key] = collective_s(collective, axes, self.cluster)
         return self.collectives[key]
+
+    def port_shares(self, collective: Collective, axes: tuple[Axis, ...]) -> Shares:
+        """As `costmodel.contention.port_shares`."""
+        axes = tuple(axis for axis in axes if axis.name in collective.axes and axis.size > 1)
+        key = (collective, axes)
+        if key not in self.shares:
+            self.shares[key] = port_shares(
+                collective, axes, self.cluster, self.collective_s(collective, axes)
+            )
+        return self.shares[key]
 
 
 def device_of_rank(program: Program, cluster: Cluster, rank: int) -> Device:
@@ -103,14 +125,19 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         compute_slowdown=device.constants.get("overlap.compute_slowdown", 0.0),
         comm_slowdown=device.constants.get("overlap.comm_slowdown", 0.0),
     )
-    forward = [(costs[id(link)].forward, costs[id(link)].gather_s) for link in links]
+    shared = {id(block): contended_s(block, program, pricer) for block, _ in stage.blocks}
+    forward = [Pass(costs[id(link)].forward, costs[id(link)].gather_s, shared[id(link)][0]) for link in links]
     backward_links = links[::-1]
     inputs = [
-        (_sum(costs[id(link)].recompute, costs[id(link)].backward_input), costs[id(link)].gather_s)
+        Pass(
+            _sum(costs[id(link)].recompute, costs[id(link)].backward_input),
+            costs[id(link)].gather_s,
+            shared[id(link)][1],
+        )
         for link in backward_links
     ]
-    weights = [(costs[id(link)].backward_weight, 0.0) for link in backward_links]
-    both = [(_sum(i, w), gather_s) for (i, gather_s), (w, _) in zip(inputs, weights, strict=True)]
+    weights = [Pass(costs[id(link)].backward_weight) for link in backward_links]
+    both = [replace(i, parts=_sum(i.parts, w.parts)) for i, w in zip(inputs, weights, strict=True)]
     buckets = _priced_buckets(backward_links, program, pricer)
     reduce_s = sum(seconds for _, seconds in buckets)
     every, beside = program.reduce_every_micro, program.overlap
@@ -185,6 +212,31 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
     )
 
 
+def contended_s(block: BlockWork, program: Program, pricer: Pricer) -> tuple[float, float]:
+    """Seconds of a block's forward and of its backward (recomputation included) that its collectives take longer
+    where gathers of ZeRO-3 and reductions of gradients use their links all the time."""
+    gathers = [gather for gather in (block.gather, block.expert_gather) if gather is not None]
+    forward = _excess_s(block.forward, gathers, program, pricer)
+    beside = [*gathers, *(block.reduce if program.overlap else ())]
+    return forward, _excess_s((*block.recompute, *block.backward_input), beside, program, pricer)
+
+
+def _excess_s(steps: Sequence[Step], beside: Sequence[Collective], program: Program, pricer: Pricer) -> float:
+    inline = [step for step in steps if isinstance(step, Collective) and not step.beside]
+    if not inline or not beside:
+        return 0.0
+    others = [
+        (pricer.collective_s(one, program.axes), pricer.port_shares(one, program.axes)) for one in beside
+    ]
+    beside_s = sum(seconds for seconds, _ in others)
+    found = 0.0
+    for step in inline:
+        own = pricer.port_shares(step, program.axes)
+        both_s = sum(seconds * excess(own, other) for seconds, other in others)
+        found += pricer.collective_s(step, program.axes) * both_s / beside_s if both_s else 0.0
+    return found
+
+
 def _comm_key(collective: Collective) -> str:
     key = f"{collective.label}_comm"
     return key if key in BREAKDOWN_KEYS else "other"
@@ -217,19 +269,20 @@ def _priced_buckets(
 
 
 def _run(
-    links: Sequence[tuple[Parts, float]], buckets: Sequence[tuple[Bucket, float]], interference: Interference
+    links: Sequence[Pass], buckets: Sequence[tuple[Bucket, float]], interference: Interference
 ) -> tuple[Phase, float]:
     """Run the links of one action with their gathers and buckets; also what is left of the reduction after it."""
-    total = _sum(*(parts for parts, _ in links))
-    if not buckets and not any(gather_s for _, gather_s in links):
+    total = _sum(*(link.parts for link in links))
+    if not buckets and not any(link.gather_s for link in links):
         return phase(total), 0.0
     ready: dict[int, list[tuple[float, float]]] = {}
     for bucket, seconds in buckets:
         ready.setdefault(bucket.link, []).append((bucket.fraction, seconds))
-    segments = [
-        Segment(sum(parts.values()), gather_s, tuple(ready.get(number, ())))
-        for number, (parts, gather_s) in enumerate(links)
-    ]
+    segments = []
+    for number, link in enumerate(links):
+        work_s = sum(link.parts.values())
+        contention = link.contended_s / work_s if work_s else 0.0
+        segments.append(Segment(work_s, link.gather_s, tuple(ready.get(number, ())), contention))
     times = run_streams(segments, interference)
     return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
 

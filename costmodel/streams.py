@@ -1,7 +1,7 @@
 """One compute stream and one communication stream side by side, with what each costs the other.
 
-Work is fluid: while both streams are busy, computation runs at 1 / (1 + compute_slowdown) of its speed and a
-collective at 1 / (1 + comm_slowdown); alone, each runs at full speed. Gathers go before reductions.
+Work is fluid: while both streams are busy, computation runs at 1 / (1 + compute_slowdown + contention) of its speed
+and a collective at 1 / (1 + comm_slowdown + contention); alone, each runs at full speed. Gathers go before reductions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ class Interference:
 class Segment:
     """A piece of computation that waits for `gather_s`, and reductions that may start when a fraction is done.
 
-    `reductions`: (fraction of `compute_s`, seconds), in order.
+    `reductions`: (fraction of `compute_s`, seconds), in order. `contention`: further time, as a share, that it and
+    the communication beside it take from each other, because collectives within it use the same links.
     """
 
     compute_s: float
     gather_s: float = 0.0
     reductions: tuple[tuple[float, float], ...] = ()
+    contention: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +54,10 @@ class _Streams:
     gathers: deque[float] = field(default_factory=deque)
     reductions: deque[float] = field(default_factory=deque)
 
-    def compute(self, work_s: float) -> None:
+    def compute(self, work_s: float, contention: float) -> None:
         """Pass the time of `work_s` of computation, communicating beside it."""
-        slow, slow_comm = 1.0 + self.interference.compute_slowdown, 1.0 + self.interference.comm_slowdown
+        slow = 1.0 + self.interference.compute_slowdown + contention
+        slow_comm = 1.0 + self.interference.comm_slowdown + contention
         while work_s > 0.0 and (self.gathers or self.reductions):
             queue = self.gathers or self.reductions
             passed_s = min(work_s * slow, queue[0] * slow_comm)
@@ -86,10 +89,10 @@ def run_streams(segments: Sequence[Segment], interference: Interference) -> Stre
             streams.gathers.append(segments[position + 1].gather_s)
         done = 0.0
         for fraction, reduce_s in segment.reductions:
-            streams.compute(segment.compute_s * (fraction - done))
+            streams.compute(segment.compute_s * (fraction - done), segment.contention)
             streams.reductions.append(reduce_s)
             done = fraction
-        streams.compute(segment.compute_s * (1.0 - done))
+        streams.compute(segment.compute_s * (1.0 - done), segment.contention)
     work_s = sum(segment.compute_s for segment in segments)
     return StreamTimes(
         end_s=streams.now_s,
