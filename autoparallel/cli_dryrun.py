@@ -56,6 +56,16 @@ def _print(console: Console, found: DryRun) -> None:
     for rank in found.ranks:
         _rows(table, rank)
     console.print(table)
+    if any(rank.shard_bytes for rank in found.ranks):
+        console.print(
+            "With ZeRO-1 and 2 FSDP2 keeps each rank's shard of the parameters beside the whole ones: not predicted.",
+            markup=False,
+        )
+    if found.strategy.shard.zero == 1 and found.strategy.micro_batches == 1:
+        console.print(
+            "Of one micro-batch FSDP2 reduces gradients at once; predicted are whole ones until the step's end.",
+            markup=False,
+        )
     if found.strategy.execution.kernels == "fused":
         console.print(
             'execution.kernels = "fused" is what was priced: some activations gathered again in the backward pass, '
@@ -78,6 +88,8 @@ def _rows(table: object, rank: RankComparison) -> None:
         name = ""
     if rank.gathered_bytes:
         table.add_row("", "gathered at the end of a forward pass", gib(rank.gathered_bytes / 2**30), "", "")
+    if rank.shard_bytes:
+        table.add_row("", "own shard beside whole parameters", gib(rank.shard_bytes / 2**30), "", "")
     for axis, pair in rank.sent_bytes.items():
         shown = (f"{significant(value / 1e9)} GB" for value in (pair.lowered, pair.predicted))
         table.add_row("", f"sent over {axis} in a step", *shown, _difference(pair))

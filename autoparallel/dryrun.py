@@ -40,8 +40,9 @@ class Pair:
 class RankComparison:
     """One pipeline rank: bytes that it holds, bytes that it sends in a step by mesh axis, and in which messages.
 
-    `gathered_bytes` are ZeRO-3 parameters that stand gathered at the end of a forward pass, which is no part of the
-    prediction's `parameters`.
+    No part of the prediction's `parameters` are `gathered_bytes`, of ZeRO-3 parameters that stand gathered at the end
+    of a forward pass, and `shard_bytes`, of the rank's own shard, which FSDP2 keeps beside the whole parameters of
+    ZeRO-1 and 2 (a framework that updates the whole ones in place needs none).
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankComparison:
     held_bytes: Mapping[str, Pair]
     sent_bytes: Mapping[str, Pair]
     gathered_bytes: int
+    shard_bytes: int
     messages: Mapping[Message, Pair]
 
 
@@ -126,9 +128,12 @@ def compare(
         mine = [stage for stage, home in enumerate(homes) if home == rank]
         made, works = [lowered[s] for s in mine], [program.stages[s] for s in mine]
         gathered = sum(m.gathered_bytes for m in made)
-        owned = sum(m.parameter_bytes for m in made) + (gathered if keeps_gathered else 0)
+        owned = sum(m.parameter_bytes for m in made)
+        beside = owned if keeps_gathered and gathered else 0
         sums = {
-            "parameters": Pair(lowered=owned, predicted=sum(w.parameter_bytes for w in works)),
+            "parameters": Pair(
+                lowered=gathered if beside else owned, predicted=sum(w.parameter_bytes for w in works)
+            ),
             "gradients": Pair(
                 lowered=sum(m.gradient_bytes for m in made), predicted=sum(w.gradient_bytes for w in works)
             ),
@@ -144,6 +149,7 @@ def compare(
                 held_bytes=sums,
                 sent_bytes=_by_axis(ours, theirs, sizes),
                 gathered_bytes=0 if keeps_gathered else gathered,
+                shard_bytes=beside,
                 messages={m: Pair(lowered=ours[m], predicted=theirs[m]) for m in _ordered({*ours, *theirs})},
             )
         )
@@ -183,6 +189,7 @@ def dry_run_answer(found: DryRun) -> dict[str, Any]:
             "stages": list(rank.stages),
             "held_bytes": {name: pair(value) for name, value in rank.held_bytes.items()},
             "gathered_bytes": rank.gathered_bytes,
+            "shard_bytes": rank.shard_bytes,
             "sent_bytes": {axis: pair(value) for axis, value in rank.sent_bytes.items()},
             "messages": [
                 {"axis": m.axis, "op": str(m.op), "size_bytes": m.size_bytes, **pair(count)}

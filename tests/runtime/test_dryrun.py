@@ -66,9 +66,11 @@ def test_what_a_dry_run_holds_and_sends_over_tp_and_pp_is_what_is_predicted(stra
         assert rank.held_bytes["optimizer"].lowered == pytest.approx(
             rank.held_bytes["optimizer"].predicted, rel=0.01
         ), rank
-        if strategy.shard.zero != 2:  # FSDP2 keeps the shards beside what it has gathered
-            parameters = rank.held_bytes["parameters"]
-            assert parameters.lowered == pytest.approx(parameters.predicted, rel=0.01), rank
+        parameters = rank.held_bytes["parameters"]
+        assert parameters.lowered == pytest.approx(parameters.predicted, rel=0.01), rank
+        # FSDP2 keeps the shards beside what it has gathered.
+        beside = parameters.predicted / strategy.mesh.dp_shard if strategy.shard.zero in (1, 2) else 0
+        assert rank.shard_bytes == pytest.approx(beside, rel=0.02), rank
         for axis in ("tp", "pp"):
             if axis in rank.sent_bytes:
                 pair = rank.sent_bytes[axis]
