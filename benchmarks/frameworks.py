@@ -27,6 +27,7 @@ class Framework:
     in_line_tp: tuple[str, ...] = ()  # dtypes in which those gathers and scatters stand in line all the same
     async_gradients: bool = False  # tensor-parallel sums of input gradients beside the weights' products
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
+    dropout: float = 0.0  # of attention's probabilities and after attention and MLP
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
@@ -70,7 +71,8 @@ FRAMEWORKS = {
     # Aleph-Alpha/scaling@737f855: core/nn/linear/column_parallel_linear.py gathers the logits (parallel_output is
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
-    "aleph-alpha-scaling": Framework(half_gradients=True, loss="kept", tensor=GATHERED_LOGITS),
+    # examples/transformer_example/config.yml: dropout of 0.1 at the embedding, at attention's probabilities, and after attention and MLP.
+    "aleph-alpha-scaling": Framework(half_gradients=True, loss="kept", tensor=GATHERED_LOGITS, dropout=0.1),
     # torch's scaled_dot_product_attention runs FlashAttention 2 unless told otherwise (pytorch/pytorch#138522), and
     # nothing newer before its release 2.5. IBM's fms-fsdp, fms_fsdp/policies: mixed precision over fp32 parameters.
     "fms-fsdp": Framework(flash="flash-v2", full_parameters=True),

@@ -89,6 +89,7 @@ def _flag(row: Row, key: str, default: bool) -> bool:
 def shape_of(row: Row) -> Shape:
     """The model's shape, the vocabulary padded as Megatron pads it."""
     hidden, heads = _int(row, "hidden"), _int(row, "heads")
+    framework = framework_of(row.get("framework", ""))
     multiple = VOCAB_MULTIPLE * _int(row, "tp", 1)
     vocab = -(-_int(row, "vocab") // multiple) * multiple
     return Shape(
@@ -105,7 +106,8 @@ def shape_of(row: Row) -> Shape:
         rotary=row.get("positions") == "rope",
         experts=_int(row, "experts", 0),
         experts_per_token=_int(row, "experts_per_token", 0),
-        loss=framework_of(row.get("framework", "")).loss,
+        dropout=framework.dropout,
+        loss=framework.loss,
     )
 
 
@@ -175,6 +177,7 @@ def _execution(row: Row) -> Execution:
         grad_dtype=half if half_gradients else "fp32",
         attention=_attention(row),
         kernels=kernels,
+        dropout=framework.dropout,
         async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,

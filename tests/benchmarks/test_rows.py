@@ -86,3 +86,9 @@ def test_tensor_parallelism_of_block_scaled_products_stands_in_line() -> None:
         for dtype in ("bf16", "fp8", "fp8-mx", "nvfp4")
     }
     assert asynchronous == {"bf16": True, "fp8": True, "fp8-mx": False, "nvfp4": False}
+
+
+def test_dropout_of_a_code_base_is_in_the_model_and_in_what_attention_keeps() -> None:
+    row = {**FURTHER[0], "framework": "aleph-alpha-scaling"}
+    assert rows.shape_of(row).dropout == rows.strategies_of(row)[0].execution.dropout == 0.1
+    assert rows.shape_of({**row, "framework": "nemo"}).dropout == 0.0
