@@ -70,6 +70,8 @@ def print_calibration(console: Console, runs: tuple[Measured, ...], result: Cali
     """What changed, and how the residuals fell."""
     from rich.table import Table
 
+    from autoparallel.report.numbers import times
+
     rows = Table("run", "measured", "before", "after", "held out", title="errors of the predicted step")
     for i, run in enumerate(runs):
         rows.add_row(
@@ -89,7 +91,7 @@ def print_calibration(console: Console, runs: tuple[Measured, ...], result: Cali
     ]
     console.print(
         f"mean error: {means[0]:.1%} before, {means[1]:.1%} after; {means[2]:.1%} on rows held out of the fit "
-        f"({len(result.factors)} constants, {len(runs)} rows)",
+        f"({times(len(result.factors), 'constant')}, {times(len(runs), 'row')})",
         markup=False,
     )
     if not result.factors:

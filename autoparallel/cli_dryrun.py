@@ -45,10 +45,10 @@ def _print(console: Console, found: DryRun) -> None:
     from rich.table import Table
 
     from autoparallel.labels import strategy_label
-    from autoparallel.report.numbers import count
+    from autoparallel.report.numbers import times
 
     devices = found.strategy.mesh.devices
-    console.print(f"{found.model} on {count(devices)} devices", style="bold", markup=False)
+    console.print(f"{found.model} on {times(devices, 'device')}", style="bold", markup=False)
     console.print(f"  strategy      {strategy_label(found.strategy)}", markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("pipeline rank", "", "lowered", "predicted", "difference"):

@@ -165,4 +165,5 @@ def print_profile(console: Console, base: Device, device: Device, changed: tuple
         constant = key.removeprefix("constants.")
         if constant in device.constants:
             values.add_row(constant, f"{base.constants[constant]:.4g}", f"{device.constants[constant]:.4g}")
-    console.print(values)
+    if values.row_count:
+        console.print(values)

@@ -175,7 +175,8 @@ def _read_graph(spec: str, checked: Checked) -> ModelGraph:
     try:
         graph = graph_from_json(text)
     except UserError as error:
-        raise UserError(f"{spec}: {error}") from None
+        hint = f"; for a Hugging Face config write hf:{spec}" if '"model_type"' in text else ""
+        raise UserError(f"{spec}: {error}{hint}") from None
     if checked.seq_len is not None and checked.seq_len != graph.tokens_per_sample:
         raise UserError(
             f"{spec} was captured with a sequence length of {graph.tokens_per_sample}, not {checked.seq_len}; "

@@ -68,7 +68,10 @@ def _run(
     device: Device,
     graphs: dict[tuple[str, int | None], ModelGraph],
 ) -> Measured:
-    file = read_strategy_file(folder / row["strategy"])
+    try:
+        file = read_strategy_file(folder / row["strategy"])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if missing := missing_keys(file.constraints):
         raise UserError(
             f"{where}: {row['strategy']} leaves out {missing[0]}; give the complete strategy that ran"
@@ -78,7 +81,7 @@ def _run(
     model = row.get("model") or (record.model if record else None)
     if not model:
         raise UserError(f"{where}: {row['strategy']} does not say which model; add a column `model`")
-    seq_len = int(row["seq_len"]) if row.get("seq_len") else (record.seq_len if record else None)
+    seq_len = _tokens(row["seq_len"], where) if row.get("seq_len") else (record.seq_len if record else None)
     cluster = _cluster(row.get("cluster", ""), record.cluster if record else None, where, device)
     if (model, seq_len) not in graphs:
         # The record's hash and cluster are of the machine that the plan was made for: not this profile.
@@ -95,6 +98,12 @@ def _run(
         cluster=cluster,
         step_time_s=_seconds(row["step_time_s"], where),
     )
+
+
+def _tokens(text: str, where: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"{where}: `seq_len` = {text!r} must be a whole number of at least 1")
+    return int(text)
 
 
 def _seconds(text: str, where: str) -> float:

@@ -57,6 +57,11 @@ def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
         _no_such_cluster(spec, tuple(files), device_names(dirs))
     path = _resolve(spec, files, "cluster")
     table = read_toml(path)
+    if "mesh" in table or "problem" in table:
+        raise UserError(
+            f"{path}: is a strategy file; --cluster takes a cluster or device file, a shipped cluster's name, or "
+            "DEVICE:NODESxPER_NODE"
+        )
     if "memory" in table and "group" not in table:
         device = parse_device(table, str(path), dirs=dirs)
         return cluster_of(device, 1, device.cores or device.devices_per_node, spec)

@@ -45,7 +45,7 @@ def load_huggingface(
             raise
         reason = str(error).splitlines()[0]
         raise ModelError(f"{file}: no example sequence of {seq_len} tokens can be made: {reason}") from error
-    name = file.parent.name if file.name == "config.json" else file.stem
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return module, inputs, name, _unquantised(file, raw)
 
 
@@ -66,7 +66,10 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text())
     except FileNotFoundError as error:
-        raise ModelError(f"{file}: no such file; give a config.json or the folder that holds it") from error
+        raise ModelError(
+            f"{file}: no such file; give a config.json or the folder that holds it. Nothing is downloaded: of a model "
+            "on the Hugging Face Hub fetch its config.json first"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{file}: cannot be read: {error}") from error
     except json.JSONDecodeError as error:

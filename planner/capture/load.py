@@ -44,6 +44,8 @@ def load_model(spec: str, *, model_args: Mapping[str, str], seq_len: int | None 
         module, inputs, name, warnings = load_huggingface(Path(spec.removeprefix("hf:")), seq_len)
         return LoadedModel(module=module, example_inputs=inputs, name=name, warnings=warnings)
     where, colon, name = spec.rpartition(":")
+    if spec.endswith(".py") and Path(spec).is_file():
+        raise ModelError(f"{spec}: name the function in it that returns the model: {spec}:NAME")
     if not colon or not where or not name:
         raise ModelError(
             f"{spec!r} is not a model: use hf:PATH, FILE.py:NAME, package.module:NAME or a saved GRAPH.json"

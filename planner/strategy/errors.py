@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from autoparallel.costmodel.kernels import DTYPE_ALIASES
 from autoparallel.planner.strategy.schema import (
     SECTIONS,
     EmbeddingEntry,
@@ -89,9 +90,10 @@ def _show_bound(bound: float) -> str:
 
 
 def _one_of(found: object, options: list[str]) -> str:
-    close = difflib.get_close_matches(str(found), options, n=1)
-    hint = f'did you mean "{close[0]}"? ' if close else ""
-    return f"{hint}(one of {', '.join(options)})"
+    known = ", ".join(options)
+    alias = DTYPE_ALIASES.get(str(found), "")
+    close = [alias] if alias in options else difflib.get_close_matches(str(found), options, n=1)
+    return f'did you mean "{close[0]}"? (one of {known})' if close else f"use one of {known}"
 
 
 def _pattern_help(location: tuple[int | str, ...]) -> str:

@@ -102,6 +102,10 @@ def read_constraints(path: str | Path) -> Constraints:
 def read_strategy_file(path: str | Path) -> StrategyFile:
     """Read and check a whole strategy file. Raises UserError."""
     raw = _load_toml(Path(path))
+    if not raw.keys() & {*SECTIONS, "tensor", "embedding", "problem"}:
+        for key, kind in (("group", "cluster"), ("peak_flops", "device")):
+            if key in raw:
+                raise UserError(f"{path}: is a {kind} file, not a strategy; --cluster takes it")
     return parse_strategy(raw, name=str(path))
 
 

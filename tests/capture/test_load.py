@@ -66,6 +66,14 @@ def test_a_config_is_built_on_the_meta_device_with_labels(tmp_path: Path) -> Non
     assert model.module.training
 
 
+def test_a_config_is_called_after_its_folder_even_from_within(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    assert load_model("hf:config.json", model_args={}).name == tmp_path.name
+
+
 def test_the_folder_of_a_config_will_do(tmp_path: Path) -> None:
     path = Path(config(tmp_path).removeprefix("hf:")).parent
     assert load_model(f"hf:{path}", model_args={}).example_inputs["input_ids"].shape == (2, 128)

@@ -202,6 +202,28 @@ def test_options_that_contradict_the_file(tmp_path: Path, graph: Path) -> None:
     refused(*base, "--objective", "speed", words=["--objective speed", "time, cost, memory"])
 
 
+def test_a_file_of_another_kind_is_told_apart(tmp_path: Path, graph: Path) -> None:
+    strategy = write(tmp_path / "s.toml", strategy_toml())
+    refused("plan", graph, "--cluster", strategy, words=[str(strategy), "is a strategy file", "DEVICE:NODES"])
+    group = '[[group]]\ndevice = "h100-sxm"\nnodes = 1\ndevices_per_node = 4\n'
+    cluster = write(tmp_path / "c.toml", f'name = "mine"\n{group}')
+    words = [str(cluster), "is a cluster file, not a strategy", "--cluster"]
+    refused("score", graph, "--cluster", CLUSTER, "--strategy", cluster, words=words)
+    refused("report", cluster, "-o", tmp_path / "x.html", words=words)
+
+
+def test_a_model_that_is_nearly_named(tmp_path: Path) -> None:
+    path = config(tmp_path / "config.json")
+    refused("plan", path, "--cluster", CLUSTER, words=["not a saved graph", f"hf:{path}"])
+    refused("plan", "hf:org/model", "--cluster", CLUSTER, words=["no such file", "Nothing is downloaded"])
+    refused("plan", "examples/mlp.py", "--cluster", CLUSTER, words=["examples/mlp.py:NAME"])
+
+
+def test_a_dtype_by_its_name_in_torch_is_told_ours(graph: Path) -> None:
+    command = ("plan", graph, "--cluster", CLUSTER, "--set", "execution.dtype=bfloat16")
+    refused(*command, words=['did you mean "bf16"'])
+
+
 def test_a_cost_needs_prices(tmp_path: Path, graph: Path) -> None:
     words = ["--objective cost", "no price for h100-sxm", "price_per_device_hour"]
     refused("plan", graph, "--cluster", CLUSTER, "--objective", "cost", words=[*words, "cluster file"])
