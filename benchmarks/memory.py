@@ -6,6 +6,8 @@ What the profile does not state is inferred from it:
   copy and two moments) over all eight devices, so ZeRO-3 over the data-parallel ranks;
 - one row keeps 250 MiB of what the loss needs, one bf16 value for each of 4,096 tokens and 32,000 words: the loss
   is computed on bf16 logits;
+- the peaks leave no room for a gather issued ahead nor for a reduction that is not over: torch counts what FSDP frees
+  as free when the host lets go of it (c10/cuda/CUDACachingAllocator.cpp, `free`), whatever streams still do with it;
 - activations grow by 514.6 MiB a layer on eight data-parallel ranks: twice the 257.3 MiB that one sample of 2,048
   tokens keeps, so two samples a device, sixteen a step, in one micro-batch.
 Rows with tp > 1 and vocab_parallel = 0 split the vocabulary layers' samples over the tensor-parallel ranks, which
@@ -24,9 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.costmodel.memory import activation_profile
+from autoparallel.costmodel.memory import activation_profile, rank_memory
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 
@@ -105,11 +106,13 @@ def strategy(row: dict[str, str]) -> Strategy:
 
 
 def compare(row: dict[str, str], graph: ModelGraph) -> Compared:
-    cluster, chosen = load_cluster(CLUSTER), strategy(row)
-    expander = Expander(graph, cluster)
-    stage = 0 if row["rank"] == "0" else -1
-    work = expander.stages(chosen)[stage]
-    memory = score(graph, cluster, chosen, expander).memory[stage]
+    chosen = strategy(row)
+    expander = Expander(graph, load_cluster(CLUSTER))
+    works = expander.stages(chosen)
+    rank = 0 if row["rank"] == "0" else len(works) - 1
+    work = works[rank]
+    profiles = [activation_profile(w, reduce_every_micro=True, overlapping=False) for w in works]
+    memory = rank_memory(rank, expander.prepared(chosen).states[rank], works, profiles)
     states = work.parameter_bytes + work.gradient_bytes + work.optimizer_bytes + work.buffer_bytes
     return Compared(
         key=row["key"], layers=int(row["layers"]), rank=int(row["rank"]), states_mib=states / MIB,

@@ -98,8 +98,13 @@ def _heaviest(states: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [states[i] for i in sorted(kept)]
 
 
-def activation_profile(stage: StageWork, *, reduce_every_micro: bool) -> ActivationProfile:
-    """Walk the blocks of a stage forward and backward once."""
+def activation_profile(
+    stage: StageWork, *, reduce_every_micro: bool, overlapping: bool = True
+) -> ActivationProfile:
+    """Walk the blocks of a stage forward and backward once.
+
+    `overlapping`: the gather of the next block and the reduction of the last one run beside a block, as FSDP2 has them.
+    """
     links = [block for block, count in stage.blocks for _ in range(count)]
     saved = sum(block.saved_bytes for block in links)
     weight_saved = sum(_weight_saved(block) for block in links)
@@ -107,8 +112,8 @@ def activation_profile(stage: StageWork, *, reduce_every_micro: bool) -> Activat
     return ActivationProfile(
         saved=saved,
         weight_saved=weight_saved,
-        forward=_forward_peak(links),
-        backward=_backward_peak(links[::-1], saved, reductions[::-1]),
+        forward=_forward_peak(links, overlapping),
+        backward=_backward_peak(links[::-1], saved, reductions[::-1], overlapping),
         weight=Peak(weight_saved, max(map(sum, pairwise([*reductions, 0])), default=0)),
     )
 
@@ -127,23 +132,27 @@ def _reduce_bytes(block: BlockWork) -> int:
     return sum(c.size_bytes for c in block.reduce if c.op is CollectiveOp.REDUCE_SCATTER)
 
 
-def _forward_peak(links: Sequence[BlockWork]) -> Peak:
+def _forward_peak(links: Sequence[BlockWork], overlapping: bool) -> Peak:
     """Largest moment of a forward: a block runs on top of what the blocks before it saved."""
     gathers = [*map(_gather_bytes, links), 0]
     peaks, held = [Peak()], 0
     for number, block in enumerate(links):
         held += block.saved_bytes
-        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + gathers[number + 1]))
+        fetched = gathers[number + 1] if overlapping else 0
+        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + fetched))
     return max(peaks, key=_total)
 
 
-def _backward_peak(links: Sequence[BlockWork], saved: int, reductions: Sequence[int]) -> Peak:
+def _backward_peak(
+    links: Sequence[BlockWork], saved: int, reductions: Sequence[int], overlapping: bool
+) -> Peak:
     """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done."""
     gathers = [*map(_gather_bytes, links), 0]
     peaks, held, reducing = [Peak()], saved, 0
     for number, block in enumerate(links):
         live = held + block.recomputed_bytes + block.backward_temp_bytes
-        peaks.append(Peak(live, gathers[number] + gathers[number + 1] + reductions[number] + reducing))
+        beside = gathers[number + 1] + reducing if overlapping else 0
+        peaks.append(Peak(live, gathers[number] + reductions[number] + beside))
         held -= block.saved_bytes
         reducing = reductions[number]
     return max(peaks, key=_total)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.costmodel.memory import live_states, memory_by_rank
+from autoparallel.costmodel.memory import activation_profile, live_states, memory_by_rank
 from autoparallel.costmodel.prediction import StageMemory
 from autoparallel.costmodel.program import Action, ActionKind, BlockWork, Collective, CollectiveOp, StageWork
 from autoparallel.planner.expand.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
@@ -149,3 +149,14 @@ def test_states_repeat_in_the_steady_state() -> None:
 def test_more_micro_batches_than_ranks_cost_no_memory(name: str) -> None:
     work = stage((block(), 2))
     assert memory(name, 4, 1, 8, work) == memory(name, 4, 1, 32, work)
+
+
+def test_where_nothing_overlaps_a_block_has_its_own_parameters_and_gradients_alone() -> None:
+    scatter = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=700)
+    work = stage((block(0, gather=gather(500), reduce=(scatter,)), 3))
+    beside, alone = (
+        activation_profile(work, reduce_every_micro=True, overlapping=overlapping)
+        for overlapping in (True, False)
+    )
+    assert (beside.forward.buffers, beside.backward.buffers) == (1000, 2400)
+    assert (alone.forward.buffers, alone.backward.buffers) == (500, 1200)
