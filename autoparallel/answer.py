@@ -72,13 +72,13 @@ def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any
 
 
 def _host_table(prediction: Prediction) -> dict[str, Any]:
-    """What parameter servers hold in the memory of each node's host, where there are any."""
+    """What the memory of the fullest host holds, where anything is kept there, and its size, where it is stated."""
     if not prediction.host_bytes:
         return {}
-    return {
-        "host_memory_gib": prediction.host_bytes / GIB,
-        "host_capacity_gib": prediction.host_capacity_bytes / GIB,
-    }
+    held = {"host_memory_gib": prediction.host_bytes / GIB}
+    if not prediction.host_capacity_bytes:
+        return held
+    return {**held, "host_capacity_gib": prediction.host_capacity_bytes / GIB}
 
 
 def cost_table(cluster: Cluster, mesh: Mesh, prediction: Prediction) -> dict[str, Any]:

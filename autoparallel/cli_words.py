@@ -78,7 +78,7 @@ def _print_numbers(
         ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, 'sequence')}"),
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
-        *([("on each host", host_words(predicted))] if "host_memory_gib" in predicted else []),
+        *([("on each host", host_words(predicted, strategy))] if "host_memory_gib" in predicted else []),
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
         *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
@@ -88,10 +88,16 @@ def _print_numbers(
         console.print(f"  {name:<13} {text}", markup=False)
 
 
-def host_words(predicted: Mapping[str, Any]) -> str:
-    """What parameter servers hold in the memory of each node's host."""
-    held, room = gib(predicted["host_memory_gib"]), gib(predicted["host_capacity_gib"])
-    return f"{held} of {room} for embedding tables"
+def host_words(predicted: Mapping[str, Any], strategy: Strategy) -> str:
+    """What the memory of the fullest host holds."""
+    held = gib(predicted["host_memory_gib"])
+    room = f" of {gib(predicted['host_capacity_gib'])}" if "host_capacity_gib" in predicted else ""
+    kept = {
+        "activations": strategy.offload.activations > 0,
+        "optimizer state": strategy.offload.optimizer > 0,
+        "embedding tables": any(rule.tier == "parameter-server" for rule in strategy.embedding),
+    }
+    return f"{held}{room} for {' and '.join(what for what, there in kept.items() if there)}"
 
 
 def price_words(cost: Mapping[str, float]) -> str:

@@ -89,7 +89,7 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
         return kernel.count * max(copied_s, device.constants["launch_s.eager"])
     start_s = device.constants["kernel.start_s"]
     if kernel.kind == HOST_COPY:
-        return kernel.count * (start_s + kernel.bytes_moved / device.constants["host.bytes_per_s"])
+        return kernel.count * (start_s + kernel.bytes_moved / host_copy_bytes_per_s(device))
     if kernel.kind in (SERVED, HOST_UPDATE):
         return kernel.count * (start_s + on_host_s(kernel, device))
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
@@ -103,6 +103,14 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     else:
         once_s = _plain_roofline_s(kernel, device)
     return kernel.count * (start_s + once_s)
+
+
+def host_copy_bytes_per_s(device: Device) -> float:
+    """A copy between a device and its host: the device's own link, or its part of the host's memory, which all devices of
+    a box use at once."""
+    shared = device.constants["host.memory_bytes_per_s"] / device.devices_per_node
+    link = device.constants["host.bytes_per_s"]
+    return min(link, shared) if shared else link
 
 
 def on_host_s(kernel: Kernel, device: Device) -> float:

@@ -49,8 +49,8 @@ class Prediction:
     peak_flops_per_s: float  # of one device in the compute dtype, the mean of unlike devices
     spans: tuple[Span, ...] = ()
     capacity_by_rank_bytes: tuple[float, ...] = ()  # by pipeline rank; empty where all have `capacity_bytes`
-    host_bytes: int = 0  # held by the parameter servers of each node, in its host's memory
-    host_capacity_bytes: float = 0.0  # of the memory of each node's host
+    host_bytes: int = 0  # in the fullest host's memory: what is offloaded, and what parameter servers hold
+    host_capacity_bytes: float = 0.0  # of the memory of each node's host; 0: not stated
 
     @property
     def peak_bytes(self) -> int:
@@ -62,8 +62,8 @@ class Prediction:
 
     @property
     def host_excess_bytes(self) -> float:
-        """Bytes too many in the memory of a node's host; negative where there is room, 0 without parameter servers."""
-        return self.host_bytes - self.host_capacity_bytes if self.host_bytes else 0.0
+        """Bytes too many in the memory of a node's host; negative where there is room, 0 where nobody knows."""
+        return self.host_bytes - self.host_capacity_bytes if self.host_capacity_bytes else 0.0
 
     @property
     def excess_bytes(self) -> float:

@@ -136,6 +136,7 @@ class BlockWork:
     weight_saved_bytes: int | None = (
         None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
     )
+    host_bytes: int = 0  # of its activations, kept in the host's memory from its forward to its backward
     gather: Collective | None = None
     expert_gather: Collective | None = None
     reduce: tuple[Collective, ...] = ()
@@ -158,6 +159,7 @@ class StageWork:
     gradient_bytes: int
     optimizer_bytes: int
     buffer_bytes: int  # communication and bucket buffers
+    host_bytes: int = 0  # of optimizer state, kept in the host's memory
     tied_reduce: tuple[Collective, ...] = ()  # gradients of tensors tied across stages
     received: Collective | None = (
         None  # after a message, either way: joins the shares of tensor-parallel ranks

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.costmodel.collecting import without_collection
+from autoparallel.costmodel.host_memory import fullest_host_bytes, host_bytes_by_rank, host_capacity_bytes
 from autoparallel.costmodel.memory import LiveState, live_states, memory_by_rank
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
 from autoparallel.costmodel.price import Pricer, price_program
@@ -59,6 +60,7 @@ def simulate(
     times = pipeline_times(prepared.timetable, costs)
     capacities = capacities_bytes(program, cluster)
     memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
+    on_hosts = fullest_host_bytes(program, host_bytes_by_rank(prepared.states, program.stages), cluster)
     tightest = max(range(len(memory)), key=lambda rank: memory[rank].peak - capacities[rank])
     return Prediction(
         step_time_s=times.step_time_s,
@@ -66,8 +68,8 @@ def simulate(
         memory=memory,
         capacity_bytes=capacities[tightest],
         capacity_by_rank_bytes=capacities if len(set(capacities)) > 1 else (),
-        host_bytes=program.host_bytes,
-        host_capacity_bytes=cluster.device.constants["host.memory_bytes"] if program.host_bytes else 0.0,
+        host_bytes=on_hosts,
+        host_capacity_bytes=host_capacity_bytes(cluster) if on_hosts else 0.0,
         model_flops=program.model_flops,
         hardware_flops=program.model_flops + recomputed_flops(program),
         tokens=program.tokens,

@@ -70,6 +70,13 @@ class Problem:
             raise UserError(f"{key} = {value!r}: a whole number is needed")
         return value
 
+    def fixed_share(self, key: str) -> float:
+        """The number that the constraint `key` fixes, 0 where it is free."""
+        value = self.constraints.get(key, 0.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UserError(f"{key} = {value!r}: a number from 0 to 1 is needed")
+        return float(value)
+
     def fixed_ints(self, key: str) -> tuple[int, ...] | None:
         """The integers that the constraint `key` fixes, None where it is free."""
         value = self.constraints.get(key)

@@ -44,7 +44,8 @@ _SINGLE = {
     "attention.v2": "likewise the second generation (FlashAttention 2, what torch runs unless told otherwise), where the best is newer",
     "memory.ramp_bytes": "bytes at which a memory-bound kernel reaches half its bandwidth, less the start",
     "host.bytes_per_s": "link between a device and its host's memory, each way: what offloading uses",
-    "host.memory_bytes": "memory of a node's host, for parameter servers; 0: not stated",
+    "host.memory_bytes": "memory of a node's host, for what is offloaded and for parameter servers; 0: not stated",
+    "host.usable": "share of that memory that training can have: the rest is the system's and the data loaders'",
     "host.memory_bytes_per_s": "bandwidth of that memory, of all processors of the node; 0: not stated",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
@@ -87,6 +88,7 @@ UNLESS_SET: dict[str, str | float] = {
     "memory.efficiency.pool": "memory.efficiency.reduction",
     "attention.v2": 1.0,
     "optimizer.tensor_s": 0.0,  # multi-tensor kernels
-    "host.memory_bytes": 0.0,  # parameter servers are then refused
+    "host.memory_bytes": 0.0,  # parameter servers are then refused, and nothing is offloaded unasked
+    "host.usable": 0.9,  # kind: estimate
     "host.memory_bytes_per_s": 0.0,
 }

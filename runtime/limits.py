@@ -52,6 +52,7 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
         raise UserError(
             "offload.optimizer: the state belongs to your optimizer, which updates it where the parameters are; set it to 0"
         )
+    found["offload.optimizer"] = 0.0
     if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas
         found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
     if constraints.get("execution.kernels") == "compiled":  # see runtime.compiled

@@ -299,6 +299,7 @@ def _stage(
         parameter_bytes=held,
         gradient_bytes=graded,
         optimizer_bytes=stepped,
+        host_bytes=state.offloaded_state_bytes(trainable, strategy, experts[1]),
         buffer_bytes=sum(w.buffer_bytes for w in works)
         + gathered
         + state.stage_buffers(parameters, trainable, graded, strategy),

@@ -28,6 +28,7 @@ def with_offloaded(work: BlockWork, share: float) -> BlockWork:
         forward=(*work.forward, host_copy(moved)),
         backward_input=(host_copy(moved, backward=True), *work.backward_input),
         saved_bytes=work.saved_bytes - moved,
+        host_bytes=moved,
         weight_saved_bytes=kept,
         forward_temp_bytes=work.forward_temp_bytes + moved,
         backward_temp_bytes=work.backward_temp_bytes + 2 * moved,

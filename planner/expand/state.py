@@ -216,6 +216,13 @@ def state_bytes(
     )
 
 
+def offloaded_state_bytes(trainable: int, strategy: Strategy, experts: int = 0) -> int:
+    """Bytes of optimizer state that one device keeps on its host, after ZeRO; `experts` of the parameters are experts'."""
+    kinds = ((trainable - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
+    stepped = sum(share(t, s.ranks) if s.zero >= 1 else t for t, s in kinds)
+    return round(stepped * optimizer_bytes_per_parameter(strategy.execution) * strategy.offload.optimizer)
+
+
 def accumulation_kernel(work: BlockWork, strategy: Strategy) -> tuple[Kernel, ...]:
     """Adds a micro-batch's gradients to the sum, where the weight gradient's product does not do it itself.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoparallel.costmodel.host_memory import fullest_host_bytes, host_bytes_by_rank, host_capacity_bytes
 from autoparallel.costmodel.memory import memory_by_rank
 from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.simulate import Prepared, capacities_bytes
@@ -22,9 +23,16 @@ class Evaluation:
     step_time_s: float
     peak_bytes: int
     excess_bytes: float  # too many on the pipeline rank with the least room
+    host_bytes: int  # in the fullest host's memory
+    host_capacity_bytes: float  # 0: not stated
     prepared: Prepared
     costs: tuple[StageCost, ...]
     times: PipelineTimes
+
+    @property
+    def host_excess_bytes(self) -> float:
+        """Bytes too many in the fullest host's memory; 0 where nobody knows its size."""
+        return self.host_bytes - self.host_capacity_bytes if self.host_capacity_bytes else 0.0
 
     def path(self) -> Path:
         """The critical path of the step."""
@@ -39,8 +47,13 @@ def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
     times = pipeline_times(prepared.timetable, costs)
     memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
     capacities = capacities_bytes(program, expander.cluster)
+    on_hosts = fullest_host_bytes(
+        program, host_bytes_by_rank(prepared.states, program.stages), expander.cluster
+    )
     return Evaluation(
         strategy=strategy, step_time_s=times.step_time_s, peak_bytes=max(m.peak for m in memory),
         excess_bytes=max(m.peak - c for m, c in zip(memory, capacities, strict=True)),
+        host_bytes=on_hosts,
+        host_capacity_bytes=host_capacity_bytes(expander.cluster),
         prepared=prepared, costs=costs, times=times,
     )  # fmt: skip

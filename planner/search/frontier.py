@@ -26,6 +26,7 @@ from autoparallel.planner.search.stages.forms import PS
 from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
 from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
+from autoparallel.planner.search.twins import Twins
 
 # Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
 TOLERANCE = 1e-6
@@ -76,8 +77,12 @@ class Frontier:
     _current: Value = NOTHING
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
     _paths: dict[object, list[Row]] = field(default_factory=dict)
+    _twins: Twins = field(init=False)
     _errors: list[UserError] = field(default_factory=list)
     _solved: set[Candidate] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._twins = Twins(self.outer)
 
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end."""
@@ -250,6 +255,9 @@ class Frontier:
         if self.most_actions is not None and _actions(chosen) > self.most_actions:
             self._given_up = min(self._given_up, bound)
             return
+        if not self._by_memory and self._twins.make_needless(chosen):
+            self.work += spending.PER_STAGE_PROBLEM
+            return
         problem = self._problem(chosen)
         if problem is not None:
             self._resolve(chosen, bound, self._tried(chosen, bound, problem), ())
@@ -382,7 +390,7 @@ class Frontier:
     def consider(self, found: Evaluation) -> None:
         """Take a simulated strategy as the incumbent if it fits and is better."""
         value = self.value_of(found.step_time_s, found.peak_bytes, found.strategy.mesh.devices)
-        if self.outer.excess_bytes(found) <= 0 and value < self.value:
+        if self.outer.fits(found) and value < self.value:
             self.incumbent, self.value = found, value
 
 

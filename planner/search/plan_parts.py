@@ -136,7 +136,7 @@ def _placed(loose: Searched) -> Iterator[Part]:
     """The part on the nodes that suit its best strategies, as each of them talks."""
     network, outer = loose.part.problem.cluster.network, loose.outer
     assert network is not None
-    fitting = [e for e in loose.frontier.seen if outer.excess_bytes(e) <= 0]
+    fitting = [e for e in loose.frontier.seen if outer.fits(e)]
     fitting.sort(key=lambda e: loose.frontier.value_of(e.step_time_s, e.peak_bytes, e.strategy.mesh.devices))
     found: dict[tuple[int, ...], None] = {}
     for one in fitting[:MOST_ASSIGNED]:
@@ -170,7 +170,7 @@ def _search(
     with suppress(Stopped):
         frontier.run()
     bound = frontier.bound()
-    fitting = [e for e in frontier.seen if outer.excess_bytes(e) <= 0]
+    fitting = [e for e in frontier.seen if outer.fits(e)]
     best = min(
         fitting,
         default=None,

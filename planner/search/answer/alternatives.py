@@ -22,7 +22,7 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.problem import Deal
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import Offload, Strategy
 
 # Work (`Frontier.work`) that is spent on each kind: enough to see its best strategy or one near it, and little
 # enough that a dozen kinds take well under a second. Kind: formula.
@@ -67,6 +67,8 @@ def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
         (mesh.ep == 1, _kind("expert parallelism", lambda s: s.ep > 1)),
         (chosen.recompute.mode != "full", _kind("full recomputation", lambda s: s.recompute == 2)),
         (chosen.recompute.mode == "full", _kind("recomputation block by block", lambda s: s.recompute != 2)),
+        (chosen.offload != Offload(), _kind("nothing on the host", lambda s: ~_offloads(s))),
+        (chosen.offload == Offload(), _kind("activations or optimizer state on the host", _offloads)),
         (True, _kind("larger micro-batches", lambda s: s.micro > chosen.batch.micro)),
         (chosen.batch.micro > 1, _kind("smaller micro-batches", lambda s: s.micro < chosen.batch.micro)),
         (True, _kind("more devices", lambda s: s.devices > mesh.devices)),
@@ -78,6 +80,11 @@ def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
 def _alone(shapes: Shapes) -> Bools:
     """Neither pipeline nor tensor, context or expert parallelism."""
     return np.asarray((shapes.pp == 1) & (shapes.tp == 1) & (shapes.cp == 1) & (shapes.ep == 1))
+
+
+def _offloads(shapes: Shapes) -> Bools:
+    """Something on the host."""
+    return np.asarray((shapes.optimizer_away > 0) | (shapes.activations_away > 0))
 
 
 def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...] = ()) -> Kind:
@@ -120,7 +127,7 @@ def _best_of(
     if not len(rows):
         return None
 
-    known = [e for e in seen if e is not best and outer.excess_bytes(e) <= 0 and _belongs(kind, e.strategy)]
+    known = [e for e in seen if e is not best and outer.fits(e) and _belongs(kind, e.strategy)]
     shapes, chosen = outer.space.shapes, best.strategy
     near = (shapes.micro[rows] == chosen.batch.micro) & (
         shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
@@ -165,6 +172,7 @@ def _belongs(kind: Kind, strategy: Strategy) -> bool:
         "tp": mesh.tp, "ep": mesh.ep, "micro": strategy.batch.micro, "micro_batches": strategy.micro_batches,
         "sequence_parallel": int(strategy.shard.sequence_parallel),
         "recompute": MODES.index(strategy.recompute.mode),
+        "optimizer_away": strategy.offload.optimizer, "activations_away": strategy.offload.activations,
     }  # fmt: skip
     shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
     zero = np.array([strategy.shard.zero])

@@ -72,7 +72,7 @@ def explored(outer: Outer, frontier: Frontier) -> tuple[Explored, ...]:
     return tuple(
         Explored(
             step_time_s=e.step_time_s, peak_memory_gib=e.peak_bytes / GIB,
-            feasible=outer.excess_bytes(e) <= 0, label=_label(e.strategy),
+            feasible=outer.fits(e), label=_label(e.strategy),
         )
         for e in frontier.seen
     )  # fmt: skip

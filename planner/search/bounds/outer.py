@@ -14,7 +14,6 @@ from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_rank
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.ranks import Rows
 from autoparallel.planner.search.bounds.tables import (
-    Floats,
     Units,
     kinds_that_count,
     placed_row,
@@ -33,7 +32,7 @@ from autoparallel.planner.search.space.build import (
     variants,
 )
 from autoparallel.planner.search.space.candidates import candidate
-from autoparallel.planner.search.space.meshes import Ints
+from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.forms import Chain, units_of
 from autoparallel.planner.search.stages.unlike import capacities, fastest, lacking_bytes, rank_devices
 
@@ -65,6 +64,10 @@ class Outer:
         if self.capacity_bytes > max(capacities(self.problem)):  # a search without limits
             return ceil(found.peak_bytes - self.capacity_bytes)
         return ceil(max(found.excess_bytes, found.peak_bytes - self.capacity_bytes))
+
+    def fits(self, found: Evaluation) -> bool:
+        """Whether a simulated strategy fits in the memory of the devices and of their hosts."""
+        return self.excess_bytes(found) <= 0 and found.host_excess_bytes <= 0
 
 
 def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None:

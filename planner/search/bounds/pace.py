@@ -8,9 +8,10 @@ import numpy as np
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import Floats, Units, representative, settings_of
+from autoparallel.planner.search.bounds.tables import Units, representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
-from autoparallel.planner.search.space.build import MODES, Shapes
+from autoparallel.planner.search.space.build import Shapes
+from autoparallel.planner.search.space.meshes import Floats
 from autoparallel.planner.search.stages.forms import Chain
 from autoparallel.planner.search.stages.unlike import rank_devices
 
@@ -31,10 +32,11 @@ def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shape
     return np.array(table, dtype=np.float64)[:, rows]
 
 
-def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key: list[int]) -> float:
+def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key: list[float]) -> float:
     if other is book:
         return 1.0
-    strategy, mode = representative(problem, chain, key), MODES[key[2]]
+    strategy = representative(problem, chain, key)
+    mode = strategy.recompute.mode
 
     def seconds(own: PriceBook, unit: tuple[int, ...]) -> float:
         links = [own.link(strategy, block, mode if i == 0 else "none") for i, block in enumerate(unit)]

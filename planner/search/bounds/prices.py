@@ -49,6 +49,7 @@ class LinkPrice:
     forward_temp: int
     backward_temp: int
     buffer_bytes: int
+    host_bytes: int  # kept in the host's memory from its forward to its backward
 
     @property
     def backward_s(self) -> float:
@@ -161,6 +162,7 @@ class PriceBook:
             forward_temp=work.forward_temp_bytes,
             backward_temp=work.backward_temp_bytes,
             buffer_bytes=work.buffer_bytes,
+            host_bytes=work.host_bytes,
         )
 
     def send_s(self, axes: tuple[Axis, ...], size_bytes: int, *, wraps: bool = False) -> float:

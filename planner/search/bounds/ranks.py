@@ -22,9 +22,9 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.tables import Floats, Units, take_units
+from autoparallel.planner.search.bounds.tables import Units, take_units
 from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
-from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 ROUNDS = 4  # of looking whether one block less is enough
@@ -119,13 +119,12 @@ class Rates:
     trainable: Floats
 
 
-def state_rates(problem: Problem, zero: Ints, ranks: Ints) -> Rates:
-    """Bytes per parameter (held, cast) and per trainable one (gradient, optimizer) under ZeRO over `ranks`."""
+def state_rates(problem: Problem, zero: Ints, ranks: Ints, away: Floats) -> Rates:
+    """Bytes per parameter (held, cast) and per trainable one (gradient, optimizer) under ZeRO over `ranks`, with a share
+    of the optimizer's state `away` on the host."""
     execution = problem.execution
     held = state.dtype_bytes(execution.param_dtype)
-    offloaded = problem.constraints.get("offload.optimizer", 0.0)
-    kept = 1.0 - (float(offloaded) if isinstance(offloaded, (int, float)) else 0.0)
-    stepped = state.optimizer_bytes_per_parameter(execution) * kept
+    stepped = state.optimizer_bytes_per_parameter(execution) * (1.0 - away)
     graded = state.dtype_bytes(execution.grad_dtype)
     return Rates(
         parameter=held / np.where(zero == 3, ranks, 1),
@@ -139,8 +138,8 @@ def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates
     level = np.where(ranks > 1, zero, 0)
     alike = np.maximum(ranks * shapes.tp // shapes.ep, 1)
     return (
-        state_rates(problem, level, ranks),
-        state_rates(problem, np.where(alike > 1, level, 0), alike),
+        state_rates(problem, level, ranks, shapes.optimizer_away),
+        state_rates(problem, np.where(alike > 1, level, 0), alike, shapes.optimizer_away),
     )
 
 

@@ -8,10 +8,9 @@ from enum import IntEnum
 import numpy as np
 
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.bounds.tables import Floats
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.space.build import Shapes, Variants
-from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 Value = tuple[float, float]
 
@@ -84,7 +83,15 @@ def priced_alike(shapes: Shapes, run: Run) -> Bools:
     """Which variants of a run have the same prices of blocks as its first one."""
     owners = run.variants.shape
     same = run.placed == run.placed[0]
-    for column in (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep, shapes.micro):
+    for column in (
+        shapes.tp,
+        shapes.sequence_parallel,
+        shapes.recompute,
+        shapes.cp,
+        shapes.ep,
+        shapes.micro,
+        shapes.activations_away,
+    ):
         same &= column[owners] == column[owners[0]]
     several = shapes.micro_batches[owners] > 1
     return np.asarray(same & (several == several[0]))

@@ -7,7 +7,6 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import nearest_axes
@@ -15,16 +14,15 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
-from autoparallel.planner.search.space.meshes import Ints
+from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.forms import Chain
 from autoparallel.planner.sharding.rules import NotShardable
-from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
+from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Offload, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Floats = NDArray[np.float64]
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
 # Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
@@ -115,13 +113,23 @@ def unit_table(
     return Units(**{name: columns[:, i] for i, name in enumerate(names)})
 
 
-def settings_of(problem: Problem, shapes: Shapes) -> tuple[Ints, Ints]:
-    """The distinct settings that links are priced in (columns as `representative` takes them), and each shape's."""
+def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
+    """The distinct settings that links are priced in (columns as `representative` takes them), and each shape's.
+    The one with smaller micro-batches stands before that with larger ones."""
     # Gradients of several micro-batches are accumulated, which fused kernels do on the way.
     fused = problem.execution.kernels == "fused"
     several = np.minimum(shapes.micro_batches, 1 if fused else 2)
     keys = np.stack(
-        [shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep, several, shapes.micro],
+        [
+            shapes.activations_away,
+            shapes.tp,
+            shapes.sequence_parallel,
+            shapes.recompute,
+            shapes.cp,
+            shapes.ep,
+            several,
+            shapes.micro,
+        ],
         axis=1,
     )
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
@@ -140,22 +148,25 @@ def placed_row(
     """The row of one shape whose blocks communicate along these axes, tensor parallelism `apart` devices apart."""
     fused = problem.execution.kernels == "fused"
     several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
-    columns = (shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep)
-    key = (*(int(c[shape]) for c in columns), several, int(shapes.micro[shape]))
+    columns = (
+        shapes.activations_away, shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep,
+    )  # fmt: skip
+    key = (*(float(c[shape]) for c in columns), several, int(shapes.micro[shape]))
     return _row(problem, chain, book, representative(problem, chain, key, apart), axes)
 
 
-def representative(problem: Problem, chain: Chain, key: Sequence[int], stride: int = 1) -> Strategy:
+def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
     """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
     placed `stride` devices apart."""
-    tp, sequence, mode, cp, ep, several, micro = key
+    tp, sequence, mode, cp, ep, several, micro = map(int, key[1:])
     shards = ep // gcd(ep, cp * tp)
     chosen = Candidate(
         mesh=Mesh(
             tp=tp, cp=cp, ep=ep, dp_shard=shards, dp_replicate=stride, order=FAR if stride > 1 else AXES
         ),
         micro=micro, micro_batches=several, zero=0, sequence_parallel=bool(sequence), schedule="none",
-        virtual_stages=1, mode=MODES[mode], compression=(),
+        virtual_stages=1, mode=MODES[mode], offload=Offload(activations=key[0]),
+        compression=(),
     )  # fmt: skip
     strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))

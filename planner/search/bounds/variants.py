@@ -17,9 +17,9 @@ import numpy as np
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.ranks import RankBounds, Rows, all_state_bytes, rates_of
-from autoparallel.planner.search.bounds.tables import Floats, Units
+from autoparallel.planner.search.bounds.tables import Units
 from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
-from autoparallel.planner.search.space.meshes import Bools
+from autoparallel.planner.search.space.meshes import Bools, Floats
 
 HALVINGS = 14  # of the bracket in which a bound is found, at most
 CLOSE = 1e-4  # of a bound: a bracket this narrow is not halved again

@@ -16,10 +16,10 @@ from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest
 from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook, least_message_bytes
-from autoparallel.planner.search.bounds.tables import Floats, Units
+from autoparallel.planner.search.bounds.tables import Units
 from autoparallel.planner.search.space.build import Space, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.space.meshes import MESH_KEYS, Ints
+from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
 from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.types import AXES, Mesh, Strategy
@@ -55,6 +55,7 @@ class WireBook:
     book: PriceBook
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
     held: Ints  # by shape: the number of what its units hold
+    away: Ints  # by shape: the number of the share of the optimizer's state on the host
     known: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
@@ -72,6 +73,7 @@ class WireBook:
             book=book,
             placed=_placements(space),
             held=held.reshape(-1),
+            away=np.unique(space.shapes.optimizer_away, return_inverse=True)[1].reshape(-1),
         )
 
     def price(self, found: Variants) -> Wires:
@@ -108,9 +110,12 @@ class WireBook:
         """Columns DATA_PRICES."""
         keys = self.placed[self.space.shapes.mesh[found.shape], found.order]
         own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
-        sizes = (4, len(self.space.compressions), int(self.held.max(initial=0)) + 1)
+        away = self.away[found.shape]
+        sizes = (
+            4, len(self.space.compressions), int(self.held.max(initial=0)) + 1, int(self.away.max(initial=0)) + 1,
+        )  # fmt: skip
         zero = np.where(found.zero == 2, 1, found.zero)  # which exchange the same, if not as often
-        for column, size in zip((zero, found.compression, own), sizes, strict=True):
+        for column, size in zip((zero, found.compression, own, away), sizes, strict=True):
             keys = keys * size + column
         distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
         for key, row in zip(distinct.tolist(), first.tolist(), strict=True):

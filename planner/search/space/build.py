@@ -2,7 +2,8 @@
 
 The space is a product in two levels, so that millions of strategies need no million rows:
 
-    Shapes      mesh sizes x micro-batch x sequence parallelism x recomputation: what memory and work depend on
+    Shapes      mesh sizes x micro-batch x sequence parallelism x recomputation x offloading: what memory and work
+                depend on
     Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression
 
 What is left to `planner/search/stages/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
@@ -24,12 +25,14 @@ from itertools import product
 import numpy as np
 
 from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.meshes import (
     MESH_KEYS,
     Bools,
+    Floats,
     Ints,
     Meshes,
     build_meshes,
@@ -38,6 +41,7 @@ from autoparallel.planner.search.space.meshes import (
     only,
 )
 from autoparallel.planner.search.space.syncs import open_compressions
+from autoparallel.planner.strategy.types import Offload
 
 MODES = ("none", "selective", "full", "operators")  # recompute.mode
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
@@ -64,6 +68,8 @@ class Shapes:
     micro_batches: Ints
     sequence_parallel: Ints
     recompute: Ints
+    optimizer_away: Floats  # shares on the host: `offload.optimizer`
+    activations_away: Floats  # `offload.activations`
 
     def __len__(self) -> int:
         return len(self.mesh)
@@ -102,6 +108,7 @@ class Space:
     shapes: Shapes
     compressions: tuple[tuple[str, ...], ...]
     zeros: tuple[int, ...]
+    offloads: tuple[Offload, ...]
     schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
     chunks: int | None  # number of chunks, where the user deals the blocks
     schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
@@ -144,6 +151,7 @@ def build_space(problem: Problem) -> Space:
         meshes=meshes,
         shapes=_shapes(problem, meshes),
         compressions=open_compressions(problem),
+        offloads=_offloads(problem),
         zeros=only(problem.fixed_int("shard.zero"), (0, 1, 2, 3)),
         schedules=_schedules(problem),
         chunks=_fixed_chunks(problem),
@@ -244,13 +252,15 @@ def _fixed_chunks(problem: Problem) -> int | None:
 
 def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
     graph, sizes = problem.graph, meshes.sizes
-    rows: dict[str, list[Ints]] = {f.name: [] for f in fields(Shapes)}
+    rows: dict[str, list[Ints | Floats]] = {f.name: [] for f in fields(Shapes)}
     modes = _modes(problem)
     fixed_sp = problem.constraints.get("shard.sequence_parallel")
     replicas = sizes[:, 1] * sizes[:, 2]
     per_rank = problem.global_batch // np.maximum(replicas, 1)
     micros = only(problem.fixed_int("batch.micro"), divisors(problem.global_batch))
-    for micro, mode, sequence in product(micros, modes, (0, 1)):
+    for offload, micro, mode, sequence in product(_offloads(problem), micros, modes, (0, 1)):
+        if offload.activations and MODES[mode] == "operators":  # keeps no whole blocks' (`strategy.legal`)
+            continue
         fits = (per_rank % micro == 0) if micro > 0 else np.zeros(len(sizes), dtype=np.bool_)
         if fixed_sp is not None and bool(sequence) != bool(fixed_sp):
             continue
@@ -260,16 +270,40 @@ def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
         if _moves_to_shards(problem):
             fits = fits & (np.gcd(sizes[:, 3], max(micro, 1)) == 1)
         hit = np.flatnonzero(fits)
-        columns = {"mesh": hit, "micro": np.full_like(hit, micro), "recompute": np.full_like(hit, mode)}
+        columns: dict[str, Ints | Floats] = {
+            "mesh": hit,
+            "micro": np.full_like(hit, micro),
+            "recompute": np.full_like(hit, mode),
+        }
         columns |= {key: sizes[hit, i] for i, key in enumerate(MESH_KEYS)}
         columns |= {
             "micro_batches": per_rank[hit] // max(micro, 1),
             "sequence_parallel": np.full_like(hit, sequence),
         }
+        columns |= {
+            "optimizer_away": np.full(len(hit), offload.optimizer),
+            "activations_away": np.full(len(hit), offload.activations),
+        }
         for key, column in columns.items():
             rows[key].append(column)
     empty = np.zeros(0, dtype=np.int64)
     return Shapes(**{key: np.concatenate([empty, *parts]) for key, parts in rows.items()})
+
+
+def _offloads(problem: Problem) -> tuple[Offload, ...]:
+    """Shares of optimizer state and of activations on the host: all or nothing, where the user fixes none and every
+    host's memory is known."""
+    known = host_capacity_bytes(problem.cluster) > 0
+
+    def shares(key: str, tried: bool) -> tuple[float, ...]:
+        if key in problem.constraints:
+            return (problem.fixed_share(key),)
+        return (0.0, 1.0) if tried else (0.0,)
+
+    repeated = bool(problem.graph.repeated_positions)
+    of_optimizer = shares("offload.optimizer", known)
+    of_activations = shares("offload.activations", known and repeated)
+    return tuple(Offload(optimizer=o, activations=a) for o, a in product(of_optimizer, of_activations))
 
 
 def _moves_to_shards(problem: Problem) -> bool:

@@ -36,6 +36,7 @@ class Candidate:
     schedule: str
     virtual_stages: int
     mode: str
+    offload: Offload
     compression: tuple[str, ...]
 
     @property
@@ -58,6 +59,9 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
         schedule=SCHEDULES[int(variants.schedule[row])],
         virtual_stages=int(variants.virtual_stages[row]),
         mode=MODES[int(s.recompute[shape])],
+        offload=Offload(
+            optimizer=float(s.optimizer_away[shape]), activations=float(s.activations_away[shape])
+        ),
         compression=space.compressions[int(variants.compression[row])],
     )  # fmt: skip
 
@@ -71,9 +75,6 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
         for key in ("algorithm", "bucket_mib", "overlap")
         if f"grad_sync.{key}" in fixed
     }
-    offload: dict[str, Any] = {
-        key: fixed[f"offload.{key}"] for key in ("optimizer", "activations") if f"offload.{key}" in fixed
-    }
     keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
     groups = problem.fixed_ints("mesh.groups")
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
@@ -85,7 +86,7 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
             schedule=chosen.schedule, virtual_stages=chosen.virtual_stages, stage_blocks=deal.blocks
         ),
         recompute=Recompute(mode=chosen.mode, per_stage=deal.recomputed if keeps else ()),
-        offload=Offload(**offload),
+        offload=chosen.offload,
         execution=problem.execution,
         grad_sync=GradSync(**sync, compression=chosen.compression),
         tensor=_rules(problem),

@@ -18,6 +18,7 @@ from autoparallel.profiles.hardware import Cluster
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 T = TypeVar("T")
 

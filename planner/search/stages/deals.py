@@ -81,7 +81,7 @@ def one_chunk(problem: StageProblem, excluded: Sequence[Deal], below: int | None
 
     fits = np.ones(len(numbers), dtype=np.bool_)
     for row in problem.memory:
-        fits &= values(row) <= problem.capacity_bytes
+        fits &= values(row) <= problem.room(row)
     for deal in excluded:
         fits[deal.recomputed[0]] = False
     if problem.recomputed is not None:
@@ -144,10 +144,9 @@ def _recomputed(problem: StageProblem, deal: Deal) -> Deal:
         low, high = 0, sum(most[c] - deal.recomputed[c] for c in chunks)
         while low < high:  # the fewest further blocks, dealt round the row's chunks, with which the row fits
             middle = (low + high) // 2
-            if (
-                _weight(problem, row.terms, _with_more(deal, chunks, middle), known) + row.constant
-                <= problem.capacity_bytes
-            ):
+            if _weight(
+                problem, row.terms, _with_more(deal, chunks, middle), known
+            ) + row.constant <= problem.room(row):
                 high = middle
             else:
                 low = middle + 1

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from autoparallel.costmodel.bound import bound_terms
-from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.memory import LiveState
-from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
-from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook, least_message_bytes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal, proportional
 from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value
+from autoparallel.planner.search.stages.moments import host_rows, host_state_rate, memory_rows, state_rate
 from autoparallel.planner.search.stages.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.stages.peaks import (
     Ends,
@@ -27,33 +24,12 @@ from autoparallel.planner.search.stages.peaks import (
     last_kinds,
     weight_peak,
 )
-from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem, merged
+from autoparallel.planner.search.stages.quantities import Q
 from autoparallel.planner.search.stages.sizes import chunk_sizes
 from autoparallel.planner.search.stages.unlike import on_devices, over_devices, rank_devices
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
-
-
-class Q(IntEnum):
-    """The quantities of a chunk: seconds of its actions, then bytes."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-    LAST_BACKWARD = 4
-    LAST_BACKWARD_WEIGHT = 5
-    END = 6  # the last backward and what is then left of the reduction
-    END_WEIGHT = 7  # likewise the last weight gradients
-    STEP = 8
-    SEND = 9
-    STATE = 10
-    SAVED = 11
-    WEIGHT_SAVED = 12
-    FORWARD_PEAK = 13
-    BACKWARD_PEAK = 14
-    WEIGHT_PEAK = 15
-
 
 _PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
 _V_SHAPED = frozenset({"zbv", "dualpipev"})
@@ -132,7 +108,7 @@ def stage_problem(
         chunks=chosen.chunks,
         quantities=(*_seconds(problem, book, priced), *_bytes(priced, ends)),
         paths=split_rows(strategy) if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
-        memory=book.memory_rows(states, memory_rows),
+        memory=(*book.memory_rows(states, memory_rows), *host_rows(problem, strategy, states)),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
         least=least,
@@ -250,7 +226,7 @@ def _send_s(problem: Problem, book: PriceBook, strategy: Strategy, *, wraps: boo
 
 
 def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
-    """Quantities STATE to WEIGHT_PEAK."""
+    """Quantities STATE to HOST_SAVED."""
     links = priced.links
     split = priced.chosen.schedule in SPLIT_BACKWARD
     return (
@@ -260,46 +236,9 @@ def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
         forward_peak(links, ends),
         backward_peak(links, ends),
         weight_peak(links) if split else Quantity(forms=(links.constant(0),)),
+        Quantity(forms=(links.sums(host_state_rate(priced.strategy), 1.0),)),
+        Quantity(forms=(links.sums(lambda link: link.host_bytes, 1.0),)),
     )
-
-
-def state_rate(strategy: Strategy) -> Value:
-    """Bytes that live through the whole step for a link: `planner.state.state_bytes`, not rounded up."""
-    execution = strategy.execution
-    compute, cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]], 0
-    if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
-        cast = compute
-    kept = 1.0 - strategy.offload.optimizer
-
-    def rates(shards: state.Shards) -> tuple[float, float]:
-        zero, ranks = shards.zero, shards.ranks
-        gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
-        stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
-        return state.dtype_bytes(execution.param_dtype) / (
-            ranks if zero == 3 else 1
-        ) + cast, gradient + stepped
-
-    dense, expert = rates(state.dense_shards(strategy)), rates(state.expert_shards(strategy))
-    return lambda link: (
-        link.dense * dense[0] + link.dense_trainable * dense[1]
-        + link.experts * expert[0] + link.expert_trainable * expert[1] + link.buffer_bytes
-    )  # fmt: skip
-
-
-def memory_rows(states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:
-    """One row per moment of each rank that can be its peak."""
-    rows = []
-    for own in states:
-        chunks = sorted({stage for moment in own for stage, _, _ in moment.held})
-        for moment in own:
-            terms = [(int(Q.STATE), stage, 1) for stage in chunks]
-            terms += [(int(Q.SAVED), stage, full) for stage, full, _ in moment.held if full]
-            terms += [(int(Q.WEIGHT_SAVED), stage, weight) for stage, _, weight in moment.held if weight]
-            peak = {ActionKind.FORWARD: Q.FORWARD_PEAK, ActionKind.BACKWARD_WEIGHT: Q.WEIGHT_PEAK}.get(
-                moment.kind, Q.BACKWARD_PEAK
-            )
-            rows.append(Row(terms=(*terms, (int(peak), moment.stage, 1))))
-    return tuple(rows)
 
 
 def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
@@ -316,13 +255,13 @@ def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
         work += [(int(Q.FORWARD), stage, strategy.micro_batches) for stage in chunks]
         work += [(int(Q.BACKWARD), stage, strategy.micro_batches - 1) for stage in chunks]
         work += [(int(Q.LAST_BACKWARD), stage, 1) for stage in chunks[1:]]
-        rows.append(Row(terms=_merged([*work, (int(Q.END), first, 1), (int(Q.STEP), first, 1)])))
+        rows.append(Row(terms=merged([*work, (int(Q.END), first, 1), (int(Q.STEP), first, 1)])))
         if pipeline.virtual_stages == 1 and mesh.pp > 1:
-            rows.append(Row(terms=_merged(_round_trip(strategy, rank))))
+            rows.append(Row(terms=merged(_round_trip(strategy, rank))))
         if first:
             drain = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, first + 1)]
             drain += [(int(Q.SEND), stage, 1) for stage in range(first)]
-            rows.append(Row(terms=_merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
+            rows.append(Row(terms=merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
     return tuple(rows)
 
 
@@ -339,7 +278,7 @@ def split_rows(strategy: Strategy) -> tuple[Row, ...]:
         )  # fmt: skip
         terms = [(int(kind), stage, n) for kind, counts in counted for stage, n in enumerate(counts)]
         terms += [(int(Q.STEP), stage, 1) for stage, rank in enumerate(home) if rank == term.rank]
-        rows.append(Row(terms=_merged(terms)))
+        rows.append(Row(terms=merged(terms)))
     return tuple(rows)
 
 
@@ -364,13 +303,6 @@ def _round_trip(strategy: Strategy, rank: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def _merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    total: dict[tuple[int, int], int] = {}
-    for quantity, chunk, count in terms:
-        total[quantity, chunk] = total.get((quantity, chunk), 0) + count
-    return tuple((q, c, n) for (q, c), n in total.items() if n)
-
-
 def path_row(path: Path) -> Row:
     """A critical path as a row; a last backward and its reduction are one quantity where both stand on it."""
     counts = {(part, stage): count for part, stage, count in path.terms}
@@ -382,7 +314,7 @@ def path_row(path: Path) -> Row:
         if (REDUCE, stage) in counts or (REDUCE_AFTER_WEIGHT, stage) in counts:
             quantity = {Q.LAST_BACKWARD: Q.END, Q.LAST_BACKWARD_WEIGHT: Q.END_WEIGHT}.get(quantity, quantity)
         terms.append((int(quantity), stage, count))
-    return Row(terms=_merged(terms))
+    return Row(terms=merged(terms))
 
 
 def with_paths(problem: StageProblem, rows: Sequence[Row]) -> StageProblem:

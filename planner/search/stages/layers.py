@@ -78,7 +78,7 @@ def solve_in_layers(
         return False, None
     limits = np.array(
         [(float("inf") if below is None else below - 1.0) - row.constant for row in problem.paths]
-        + [float(problem.capacity_bytes - row.constant) for row in problem.memory]
+        + [float(problem.room(row) - row.constant) for row in problem.memory]
     )
     left = _least_left(tables, pieces, units)
     if (left[0][:, 0] > limits).any():

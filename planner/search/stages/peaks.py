@@ -62,7 +62,8 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     units = (*chain.kept, *chain.recomputed)
     coming = _next_gather(units, -1)
     every = [True] * chain.chunks
-    more = min(max(0, b - a) for a, b in zip(kept, again, strict=True)) if chain.kept else 0
+    # Where activations are on the host, a recomputed unit, which has fewer to bring back, may need less than a kept one.
+    more = min(b - a for a, b in zip(kept, again, strict=True)) if chain.kept else 0
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
     waiting = [value + coming for value in kept]
     on_units = _shifted(saved, _and_last(waiting, reducing - tail_saved), units=every)

@@ -36,6 +36,7 @@ class Row:
 
     terms: tuple[tuple[int, int, int], ...]
     constant: int = 0
+    capacity_bytes: int | None = None  # of a memory that is not the devices' own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class StageProblem:
     chunks: int
     quantities: tuple[Quantity, ...]
     paths: tuple[Row, ...]  # each <= T
-    memory: tuple[Row, ...]  # each <= capacity_bytes
+    memory: tuple[Row, ...]  # each <= capacity_bytes, or its own
     capacity_bytes: int
     recompute: bool  # whether blocks may be recomputed one by one
     least: tuple[int, ...]  # blocks that each chunk must have
@@ -63,6 +64,10 @@ class StageProblem:
     recomputed: tuple[int, ...] | None = None
     likely: tuple[int, ...] | None = None  # blocks per chunk that are tried first; even ones if None
     device_of: tuple[int, ...] = ()  # over unlike devices: by chunk, which device's quantities it takes
+
+    def room(self, row: Row) -> int:
+        """What a row of memory may come to."""
+        return self.capacity_bytes if row.capacity_bytes is None else row.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,7 @@ def without_idle_rows(problem: StageProblem) -> StageProblem:
     binding = tuple(
         row
         for row in problem.memory
-        if row.constant + sum(factor * most[q][c] for q, c, factor in row.terms) > problem.capacity_bytes
+        if row.constant + sum(factor * most[q][c] for q, c, factor in row.terms) > problem.room(row)
     )
     return replace(problem, memory=binding)
 
@@ -117,6 +122,14 @@ def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: i
         + (form.when_none[chunk] if form.when_none and not kinds else 0)
         for form in quantity.forms
     )
+
+
+def merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Terms of a row with the factors of equal ones added up."""
+    total: dict[tuple[int, int], int] = {}
+    for quantity, chunk, count in terms:
+        total[quantity, chunk] = total.get((quantity, chunk), 0) + count
+    return tuple((q, c, n) for (q, c), n in total.items() if n)
 
 
 def row_value(problem: StageProblem, row: Row, deal: Deal) -> int:
@@ -146,7 +159,10 @@ def deal_fits(problem: StageProblem, deal: Deal) -> bool:
         and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
         and problem.blocks in (None, deal.blocks)
         and problem.recomputed in (None, deal.recomputed)
-        and all(value <= problem.capacity_bytes for value in row_values(problem, problem.memory, deal))
+        and all(
+            value <= problem.room(row)
+            for row, value in zip(problem.memory, row_values(problem, problem.memory, deal), strict=True)
+        )
     )
 
 

@@ -37,11 +37,16 @@ def in_small_numbers(problem: StageProblem, below: int | None = None) -> tuple[S
             Quantity(forms=tuple(_divided(form, by) for form in quantity.forms))
             for quantity, by in zip(problem.quantities, units, strict=True)
         ),
-        paths=tuple(Row(terms=row.terms, constant=row.constant // unit) for row in problem.paths),
-        memory=tuple(Row(terms=row.terms, constant=row.constant // unit_bytes) for row in problem.memory),
+        paths=tuple(_smaller(row, unit) for row in problem.paths),
+        memory=tuple(_smaller(row, unit_bytes) for row in problem.memory),
         capacity_bytes=problem.capacity_bytes // unit_bytes,
     )
     return small, unit
+
+
+def _smaller(row: Row, unit: int) -> Row:
+    room = row.capacity_bytes
+    return replace(row, constant=row.constant // unit, capacity_bytes=None if room is None else room // unit)
 
 
 def _divided(form: Form, unit: int) -> Form:

@@ -73,7 +73,9 @@ def solve_for_memory(
     spend: Callable[[float], None],
 ) -> StageAnswer | None:
     """The deal with the least peak, the fastest of these; its value and bound are bytes."""
-    by_bytes = replace(problem, paths=problem.memory, memory=())
+    peaks = tuple(row for row in problem.memory if row.capacity_bytes is None)
+    others = tuple(row for row in problem.memory if row.capacity_bytes is not None)
+    by_bytes = replace(problem, paths=peaks, memory=others)
     least = solve_stages(by_bytes, excluded=excluded, below=below_bytes, effort=effort, spend=spend)
     if least is None or least.deal is None:
         return least
@@ -202,11 +204,13 @@ class _Builder:
         return largest
 
     def _all_recomputed(self, chunk: int) -> cp_model.IntVar:
-        """1 where the chunk has blocks and recomputes every one of them."""
+        """1 where, and only where, the chunk has blocks and recomputes every one of them."""
         if chunk not in self.all:
-            self.all[chunk] = self.model.new_bool_var(f"all{chunk}")
+            every = self.all[chunk] = self.model.new_bool_var(f"all{chunk}")
             left = self.blocks[chunk] - self.recomputed[chunk]
-            self.model.add(left >= 1).only_enforce_if(~self.all[chunk], ~self._at_most(chunk, 0))
+            self.model.add(left >= 1).only_enforce_if(~every, ~self._at_most(chunk, 0))
+            self.model.add(left <= 0).only_enforce_if(every)
+            self.model.add_implication(every, ~self._at_most(chunk, 0))
         return self.all[chunk]
 
     def _at_most(self, chunk: int, number: int) -> cp_model.IntVar:
@@ -261,7 +265,7 @@ class _Builder:
     def fits_memory(self) -> None:
         """Every moment's bytes <= capacity."""
         for row in self.problem.memory:
-            self.model.add(self.row(row) <= self.problem.capacity_bytes)
+            self.model.add(self.row(row) <= self.problem.room(row))
 
     def no_path_longer_than_the_step(self, below: int | None) -> cp_model.IntVar:
         """T >= every path; T < below."""

@@ -64,7 +64,7 @@ def over_devices(
     lacks = lacking_bytes(problem) or (0.0,) * len(room)
 
     def lacking(row: Row) -> int:
-        return int(lacks[home[row.terms[0][1]]])
+        return int(lacks[home[row.terms[0][1]]]) if row.capacity_bytes is None else 0
 
     memory = [replace(row, constant=row.constant + lacking(row)) for row in stages.memory]
     placed = replace(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
+from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
@@ -100,7 +101,7 @@ def _nothing(problem: Problem, search: TierSearch, *, ended: bool) -> Exception:
         return SearchTimeout("no strategy found in the time given; allow more, or fix some keys")
     device = problem.cluster.device
     room = (device.memory_bytes - device.reserve_bytes) / GIB
-    host = device.constants["host.memory_bytes"] / GIB
+    host = host_capacity_bytes(problem.cluster) / GIB
     return InfeasiblePlan(
         f"memory, with [[embedding]] as asked for: {room:.4g} GiB of each {device.name} and {host:.4g} GiB of "
         "each host are too few; let tables move to another tier, or use more nodes"

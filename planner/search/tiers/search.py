@@ -18,6 +18,7 @@ from math import inf
 
 import numpy as np
 
+from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.planner.expand.expander import Expander
@@ -34,6 +35,10 @@ from autoparallel.planner.strategy.types import Strategy
 Value = tuple[float, float]
 NOTHING: Value = (inf, inf)
 ONE_RANK = ("mesh.pp", "mesh.tp", "mesh.cp", "mesh.ep")
+OFFLOADS = (
+    "offload.optimizer",
+    "offload.activations",
+)  # where the user does not ask for them: the host is the tables'
 # Below this a bound and a value are the same: rounding of bounds to whole picoseconds, and of shares to whole numbers.
 SAME = 1e-6
 # Work in milliseconds, as measured once on one core, after which a search stops, proved or not: the same on every
@@ -140,7 +145,7 @@ class TierSearch:
         tables = TableProblem(
             classes=self.classes, terms=every, whole=whole_of(priced, bare, every),
             capacity_bytes=device.memory_bytes - device.reserve_bytes,
-            host_capacity_bytes=device.constants["host.memory_bytes"],
+            host_capacity_bytes=host_capacity_bytes(self.problem.cluster),
         )  # fmt: skip
         bound = (0.0, 0.0) if self._by_memory else (least_s(tables) * self._rate(strategy), 0.0)
         self._push(max(bound, self._current), _Node(strategy=strategy, tables=tables))
@@ -201,6 +206,7 @@ def strategies(problem: Problem) -> Iterator[Strategy]:
     if any(problem.constraints.get(key, 1) != 1 for key in ONE_RANK) or len(problem.cluster.groups) > 1:
         return
     kept = {key: value for key, value in problem.constraints.items() if key != "embedding"}
+    kept = {**dict.fromkeys(OFFLOADS, 0.0), **kept}
     alone = replace(problem, constraints={**kept, **dict.fromkeys(ONE_RANK, 1)})
     space = build_space(alone)
     if not len(space.shapes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -24,6 +24,18 @@ def with_memory(cluster: Cluster, capacity_bytes: float) -> Cluster:
     groups = tuple(
         replace(g, device=replace(g.device, memory_bytes=capacity_bytes, reserve_bytes=0.0))
         for g in cluster.groups
+    )
+    return replace(cluster, groups=groups)
+
+
+def with_hosts(cluster: Cluster, memory_bytes: float) -> Cluster:
+    """The cluster with hosts of so many usable bytes; 0: nobody knows, and nothing is offloaded unasked."""
+
+    def having(constants: Mapping[str, float]) -> dict[str, float]:
+        return {**constants, "host.memory_bytes": memory_bytes, "host.usable": 1.0}
+
+    groups = tuple(
+        replace(g, device=replace(g.device, constants=having(g.device.constants))) for g in cluster.groups
     )
     return replace(cluster, groups=groups)
 

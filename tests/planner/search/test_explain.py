@@ -16,13 +16,14 @@ from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Stopped
 from autoparallel.planner.search.plan import plan
 from autoparallel.profiles.load import load_cluster
+from tests.planner.search.force import with_hosts
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=128, vocab=512)
 
 
 def problem_of(capacity_bytes: float, cluster: str = "h100-sxm:1x4", **constraints: object) -> Problem:
-    usual = load_cluster(cluster)
+    usual = with_hosts(load_cluster(cluster), 0.0)
     groups = tuple(
         replace(g, device=replace(g.device, memory_bytes=capacity_bytes + 1e6, reserve_bytes=1e6))
         for g in usual.groups
@@ -140,7 +141,7 @@ def test_a_batch_that_no_mesh_of_all_devices_divides_is_planned_for_fewer() -> N
     assert plan(alone).prediction.step_time_s >= result.prediction.step_time_s * (1 - 1e-6)
 
 
-def test_state_on_the_host_is_offered_where_it_fits() -> None:
+def test_state_on_the_host_is_offered_where_nobody_knows_the_memory_of_hosts() -> None:
     needed = smallest(shard__zero=0, mesh__tp=1, mesh__pp=1).peak_bytes
     on_host = smallest(shard__zero=0, mesh__tp=1, mesh__pp=1, offload__optimizer=1.0).peak_bytes
     assert on_host < needed

@@ -21,7 +21,7 @@ from autoparallel.planner.search.answer.outcome import InfeasiblePlan, PlanResul
 from autoparallel.planner.search.plan import plan
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.load import load_cluster
-from tests.planner.search.force import best_by_force, with_memory
+from tests.planner.search.force import best_by_force, with_hosts, with_memory
 from tests.toy_graphs import toy_mlp, toy_transformer
 
 GRAPHS = (
@@ -45,22 +45,34 @@ def smallest_peak(problem: Problem) -> float:
     return float(plan(replace(problem, objective=Objective.MEMORY)).prediction.peak_bytes)
 
 
-@settings(max_examples=16, deadline=None, derandomize=True)
+def on_hosts(problem: Problem) -> float:
+    """What the strategy with the least memory on the devices has on a host."""
+    away: dict[str, object] = {"offload.optimizer": 1.0, "offload.activations": 1.0}
+    roomy = with_hosts(problem.cluster, 1e15)
+    least = replace(problem, cluster=roomy, constraints=away, objective=Objective.MEMORY)
+    return float(plan(least).prediction.host_bytes)
+
+
+@settings(max_examples=13, deadline=None, derandomize=True)
 @given(
     graph=st.integers(0, 3), cluster=st.sampled_from([0, 0, 1, 1, 3]), batch=st.sampled_from([2, 4]),
     objective=st.sampled_from(list(Objective)), room=st.sampled_from([1.0, 1.02, 1.3, 100.0]),
     constraint=st.sampled_from(["", "", "recompute.mode", "batch.micro", "shard.zero", "mesh.order"]),
-    lossy=st.booleans(),
+    lossy=st.booleans(), hosts=st.sampled_from([0.0, 0.0, 0.6, 100.0]),
 )  # fmt: skip
 def test_brute_force_never_beats_an_optimal_plan(
-    graph: int, cluster: int, batch: int, objective: Objective, room: float, constraint: str, lossy: bool
-) -> None:
+    graph: int, cluster: int, batch: int, objective: Objective, room: float, constraint: str, lossy: bool,
+    hosts: float,
+) -> None:  # fmt: skip
+    """`room` times the least memory that any strategy needs on the devices, and `hosts` times what that has on hosts."""
     fixed: dict[str, object] = {
         "recompute.mode": "none", "batch.micro": 1, "shard.zero": 1,
         "mesh.order": ("dp_replicate", "dp_shard", "cp", "tp", "pp"),
     }  # fmt: skip
     constraints = {constraint: fixed[constraint]} if constraint else {}
+    constraints |= {"batch.micro": 1} if hosts else {}  # there is enough to try
     problem = small_problem(graph, cluster, batch, constraints=constraints, allow_lossy=lossy)
+    problem = replace(problem, cluster=with_hosts(problem.cluster, hosts * on_hosts(problem)))
     try:
         least = smallest_peak(problem)
     except ValueError:

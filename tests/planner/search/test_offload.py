@@ -1,0 +1,84 @@
+"""Optimizer state and activations on the host, chosen by the search: where memory binds, and within the hosts' memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.answer.outcome import PlanResult
+from autoparallel.planner.search.plan import plan
+from autoparallel.planner.strategy.types import Offload
+from autoparallel.profiles.load import load_cluster
+from tests.planner.search.force import with_hosts, with_memory
+from tests.toy_graphs import toy_transformer
+
+GRAPH = toy_transformer(layers=6, hidden=512, heads=8, seq=512, vocab=512)
+HERE: dict[str, object] = {"offload.optimizer": 0.0, "offload.activations": 0.0}
+ONE_RANK: dict[str, object] = {
+    "mesh.pp": 2,
+    "mesh.tp": 1,
+    "mesh.cp": 1,
+    "recompute.mode": "none",
+    "batch.micro": 2,
+}
+
+
+def problem_of(memory_bytes: float, host_bytes: float, **more: object) -> Problem:
+    cluster = with_hosts(with_memory(load_cluster("h100-sxm:1x2"), memory_bytes), host_bytes)
+    fixed = {key.replace("__", "."): value for key, value in more.items()}
+    return Problem(graph=GRAPH, cluster=cluster, global_batch=8, constraints=fixed)
+
+
+def least(constraints: dict[str, object]) -> PlanResult:
+    roomy = replace(problem_of(1e15, 1e15), constraints=constraints, objective=Objective.MEMORY)
+    return plan(roomy)
+
+
+def test_with_room_enough_everything_stays_on_the_devices() -> None:
+    result = plan(problem_of(1e12, 1e12))
+    assert result.status == "optimal"
+    assert result.strategy.offload == Offload()
+
+
+def test_what_does_not_fit_on_the_devices_goes_to_the_host() -> None:
+    on_devices, away = least(HERE).prediction.peak_bytes, least({}).prediction
+    assert away.peak_bytes < on_devices
+    between = (away.peak_bytes + on_devices) / 2
+    result = plan(problem_of(between, 1e12))
+    assert result.strategy.offload != Offload()
+    assert result.prediction.peak_bytes <= between < on_devices
+    assert result.prediction.host_bytes > 0
+
+
+def test_a_host_that_is_too_small_by_a_byte_is_not_used_so() -> None:
+    away: dict[str, object] = {"offload__optimizer": 1.0, "offload__activations": 1.0}
+    used = plan(problem_of(1e12, 1e12, **away)).prediction.host_bytes
+    assert plan(problem_of(1e12, used, **away)).prediction.host_bytes <= used
+    less = plan(problem_of(1e12, used - 1, **away)).prediction
+    assert less.host_bytes < used
+    assert less.feasible
+
+
+def test_activations_on_the_host_beat_recomputation_where_the_link_is_fast() -> None:
+    """A share of the devices' memory that holds all but the activations: recomputed without offloading."""
+    roomy = plan(replace(problem_of(1e15, 1e15), constraints=ONE_RANK | HERE)).prediction
+    tight = problem_of(roomy.peak_bytes * 0.8, 1e12)
+    fast = replace(tight, cluster=_linked(tight, 1e13), constraints=ONE_RANK)
+    found, here = plan(fast), plan(replace(fast, constraints=ONE_RANK | HERE))
+    assert found.strategy.offload.activations == 1.0
+    assert found.prediction.step_time_s < here.prediction.step_time_s
+    slow = plan(replace(fast, cluster=_linked(tight, 1e7)))
+    assert slow.strategy.offload == Offload()
+    assert slow.prediction.step_time_s == pytest.approx(here.prediction.step_time_s)
+
+
+def _linked(problem: Problem, bytes_per_s: float) -> object:
+    groups = tuple(
+        replace(
+            g, device=replace(g.device, constants={**g.device.constants, "host.bytes_per_s": bytes_per_s})
+        )
+        for g in problem.cluster.groups
+    )
+    return replace(problem.cluster, groups=groups)
