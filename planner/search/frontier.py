@@ -252,7 +252,7 @@ class Frontier:
             return
         self._push_run(run.take(slice(1, None)))
         bound, chosen = run.bound, candidate(self.outer.space, run.variants, 0)
-        if self.most_actions is not None and _actions(chosen) > self.most_actions:
+        if self.most_actions is not None and chosen.actions > self.most_actions:
             self._given_up = min(self._given_up, bound)
             return
         if not self._by_memory and self._twins.make_needless(chosen):
@@ -272,9 +272,9 @@ class Frontier:
             self._errors.append(error)
             return None
         self.work += spending.PER_STAGE_PROBLEM
-        key = _schedule_key(chosen)
+        key = chosen.schedule_key
         if key not in self._paths:
-            self.work += spending.PER_ACTION_LAID_OUT * _actions(chosen)
+            self.work += spending.PER_ACTION_LAID_OUT * chosen.actions
             self._paths[key] = []
         states = outer.book.expander.prepared(priced.strategy).states
         problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes)
@@ -314,7 +314,7 @@ class Frontier:
 
     def _learn(self, chosen: Candidate, found: Evaluation) -> list[Row]:
         """The critical paths known of a candidate's schedule, that of a simulation among them."""
-        rows = self._paths[_schedule_key(chosen)]
+        rows = self._paths[chosen.schedule_key]
         row = path_row(found.path())
         if row not in rows:
             rows.append(row)
@@ -380,7 +380,7 @@ class Frontier:
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""
-        self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * _actions(chosen)
+        self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions
         self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
         self.seen.append(found)
@@ -392,12 +392,3 @@ class Frontier:
         value = self.value_of(found.step_time_s, found.peak_bytes, found.strategy.mesh.devices)
         if self.outer.fits(found) and value < self.value:
             self.incumbent, self.value = found, value
-
-
-def _actions(chosen: Candidate) -> int:
-    """Forwards and backwards of the schedule."""
-    return 2 * chosen.chunks * chosen.micro_batches
-
-
-def _schedule_key(chosen: Candidate) -> object:
-    return (chosen.schedule, chosen.mesh.pp, chosen.virtual_stages, chosen.micro_batches)

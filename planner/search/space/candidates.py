@@ -43,6 +43,16 @@ class Candidate:
     def chunks(self) -> int:
         return self.mesh.pp * self.virtual_stages
 
+    @property
+    def actions(self) -> int:
+        """Forwards and backwards of the schedule."""
+        return 2 * self.chunks * self.micro_batches
+
+    @property
+    def schedule_key(self) -> object:
+        """What the order of the actions depends on."""
+        return (self.schedule, self.mesh.pp, self.virtual_stages, self.micro_batches)
+
 
 def candidate(space: Space, variants: Variants, row: int) -> Candidate:
     """Row `row` of the columns."""
