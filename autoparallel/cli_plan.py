@@ -83,6 +83,12 @@ Explain = Annotated[
 ]
 
 
+SLOW_MODEL = (
+    "still reading the model: every operator that its forward pass calls is noted, and a loop over the sequence in "
+    "Python calls many; a shorter --seq-len is read sooner, and --save-graph keeps what was read"
+)
+
+
 @exits
 def plan(
     model: Model,
@@ -166,7 +172,7 @@ def score(
 
 def captured(request: Request, save_graph: Path | None, console: Console) -> tuple[Checked, ModelGraph]:
     """Check every input, capture the model, keep its graph if asked."""
-    from autoparallel.cli_progress import working
+    from autoparallel.cli_progress import hinted, working
     from autoparallel.costmodel.graph_json import graph_to_json
     from autoparallel.inputs import check_request, load_graph
     from autoparallel.planner.strategy.write import check_writable, write_text
@@ -174,7 +180,7 @@ def captured(request: Request, save_graph: Path | None, console: Console) -> tup
     if save_graph:
         check_writable(save_graph)
     checked = check_request(request)
-    with working(console, f"reading {request.model}"):
+    with working(console, f"reading {request.model}"), hinted(console, SLOW_MODEL):
         graph = load_graph(checked)
     for warning in graph.warnings:
         console.print(f"warning: {warning}", markup=False, style="yellow")

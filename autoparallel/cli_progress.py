@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from autoparallel.report.numbers import gib, seconds, significant
 
 # Shorter work shows nothing on a terminal that is not there to be redrawn.
 QUIET_S = 2.0
+# Nearly every model is read sooner (a dozen seconds for the largest ones here): who waits longer is told why.
+HINT_S = 20.0
 
 
 # Columns of a table that goes to a file or a pipe: rich would fold it to 80.
@@ -25,6 +28,18 @@ def stderr_console() -> Console:
     """Where everything for people goes; standard output is for machines."""
     width = None if sys.stderr.isatty() else UNBOUND_COLUMNS
     return Console(file=sys.stderr, highlight=False, soft_wrap=True, width=width)
+
+
+@contextmanager
+def hinted(console: Console, hint: str, after_s: float = HINT_S) -> Iterator[None]:
+    """Say `hint` once if the body takes longer than `after_s`: for work that cannot say how far it is."""
+    timer = threading.Timer(after_s, lambda: console.print(hint, markup=False))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

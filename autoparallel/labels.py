@@ -40,11 +40,12 @@ def strategy_label(strategy: Strategy) -> str:
 def recompute_label(strategy: Strategy) -> str:
     """What runs a second time: `attention`, `cheap operators + 5 of 32 blocks`, `every block`; "" for nothing."""
     mode, whole = strategy.recompute.mode, sum(strategy.recompute.per_stage)
-    if mode == "full":
-        return RECOMPUTED[mode]
+    blocks = sum(strategy.pipeline.stage_blocks)
+    if mode == "full" or (whole and whole == blocks):
+        return RECOMPUTED["full"]
     parts = [RECOMPUTED[mode]] if mode != "none" else []
     if whole:
-        parts.append(f"{whole} of {sum(strategy.pipeline.stage_blocks)} blocks")
+        parts.append(f"{whole} of {blocks} blocks")
     return " + ".join(parts)
 
 

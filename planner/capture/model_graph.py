@@ -14,6 +14,7 @@ from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture.build import build_graph
 from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
+from autoparallel.planner.capture.loops import loop_warnings
 from autoparallel.planner.capture.on_meta import on_meta, with_batch
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.split import repeated_paths
@@ -45,7 +46,8 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
                 break
             except TraceError as error:
                 leaves |= _more_leaves(module, error, leaves)
-    return replace(graph, warnings=(*graph.warnings, *_leaf_warnings(leaves), *_idle_warnings(graph)))
+    found = (*_leaf_warnings(leaves), *loop_warnings(graph), *_idle_warnings(graph))
+    return replace(graph, warnings=(*graph.warnings, *found))
 
 
 def _folded(

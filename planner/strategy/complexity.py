@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from autoparallel.planner.strategy.types import Strategy
 
-# Mesh axes, recomputation, pipeline, offload, compression, sequence parallelism, ZeRO level: the first that differs
+# Mesh axes that cut the model, data-parallel axes, recomputation, pipeline, offload, compression, sequence parallelism, ZeRO level: the first that differs
 # decides.
-Complexity = tuple[int, int, int, int, int, int, int]
+Complexity = tuple[int, int, int, int, int, int, int, int]
 
 
 def complexity(strategy: Strategy) -> Complexity:
     """How much there is to a strategy; less is simpler."""
     mesh, recompute, pipeline = strategy.mesh, strategy.recompute, strategy.pipeline
-    axes = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep)
+    model_axes = (mesh.pp, mesh.cp, mesh.tp, mesh.ep)
     return (
-        sum(size > 1 for size in axes),
+        sum(size > 1 for size in model_axes),
+        (mesh.dp_replicate > 1) + (mesh.dp_shard > 1),
         (recompute.mode != "none") + any(recompute.per_stage),
         (pipeline.virtual_stages > 1) + (pipeline.schedule not in ("none", "gpipe", "1f1b")),
         (strategy.offload.optimizer > 0) + (strategy.offload.activations > 0),

@@ -247,3 +247,22 @@ def test_a_model_with_repeated_layers_that_branches_on_values_is_priced_whole() 
     assert len(graph.warnings) == 1
     assert "cannot be traced" in graph.warnings[0]
     assert graph.parameter_count == 4 * 72
+
+
+class _Loop(torch.nn.Module):
+    """A recurrence over the sequence, step by step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x[:, 0]
+        for step in range(x.shape[1]):
+            state = torch.tanh(state + x[:, step])
+        return state
+
+
+@pytest.mark.parametrize(("length", "warned"), [(8, False), (80, True)])
+def test_a_long_loop_in_python_is_named(length: int, warned: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), _Loop()).to("meta")
+    graph = capture(model, (torch.zeros(2, length, 4),), name="loop")
+    said = [w for w in graph.warnings if "a loop in Python" in w]
+    assert len(said) == warned, graph.warnings
+    assert all("calls aten." in w and w.startswith("*") for w in said)

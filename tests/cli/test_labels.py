@@ -22,6 +22,7 @@ PLAIN = Strategy(
         (Recompute(mode="selective"), "attention"),
         (Recompute(mode="full"), "every block"),
         (Recompute(mode="none", per_stage=(2, 1)), "3 of 8 blocks"),
+        (Recompute(mode="operators", per_stage=(4, 4)), "every block"),
         (Recompute(mode="operators", per_stage=(1, 0)), "cheap operators + 1 of 8 blocks"),
     ],
 )

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
-from autoparallel.cli_progress import progress_text
+import io
+import time
+
+from rich.console import Console
+
+from autoparallel.cli_progress import hinted, progress_text
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.search.answer.outcome import Progress
 
@@ -10,3 +15,14 @@ def test_more_deals_solved_than_candidates_are_no_negative_count() -> None:
         phase="solve", candidates=164, pruned=-35, solved=199, incumbent=0.014, bound=0.0139, elapsed_s=2.0
     )
     assert "164 candidates, 0 ruled out, 199 solved" in progress_text(at, Objective.TIME)
+
+
+def test_a_hint_is_given_only_where_work_takes_longer() -> None:
+    told = io.StringIO()
+    console = Console(file=told)
+    with hinted(console, "this takes long", after_s=30.0):
+        pass
+    assert told.getvalue() == ""
+    with hinted(console, "this takes long", after_s=0.0):
+        time.sleep(0.05)
+    assert told.getvalue() == "this takes long\n"

@@ -56,7 +56,7 @@ def test_fewer_axes_are_simpler_then_less_recomputation_then_a_lower_zero_level(
 
     ordered = [
         of(Mesh()), of(Mesh(dp_shard=4), zero=1), of(Mesh(dp_shard=4), zero=3), of(Mesh(dp_shard=4), "full", 1),
-        of(Mesh(dp_shard=4, tp=2), zero=1),
+        of(Mesh(tp=4)), of(Mesh(dp_shard=4, tp=2), zero=1),
     ]  # fmt: skip
     assert [complexity(s) for s in ordered] == sorted({complexity(s) for s in ordered})
 

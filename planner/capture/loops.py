@@ -1,0 +1,31 @@
+"""Modules whose forward is a loop in Python: as many small operators as it has rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from autoparallel.costmodel.graph import ModelGraph
+
+# Calls of one operator by one module in one forward pass: what is no loop over tokens or time has far fewer (two
+# additions in a block of a transformer, a dozen in an attention written out). Kind: formula.
+MANY_CALLS = 64
+
+
+def loop_warnings(graph: ModelGraph) -> tuple[str, ...]:
+    """One warning for each place that calls an operator so often, the same place in every layer counted once."""
+    found: dict[str, tuple[int, str]] = {}
+    for link in graph.chain:
+        block = graph.blocks[link.block]
+        calls = Counter((op.module, op.target) for op in block.operators)
+        for (module, target), count in calls.items():
+            if count < MANY_CALLS:
+                continue
+            whole = ".".join(filter(None, (link.path, module)))
+            place = ".".join("*" if part.isdigit() else part for part in whole.split(".")) or "the model"
+            found[place] = max(found.get(place, (0, "")), (count, target))
+    return tuple(
+        f"{place} calls {target} {count:,} times in one forward pass: a loop in Python, priced call by call. Where a "
+        "fused kernel runs instead (of a state-space model, say), steps are shorter than predicted; a shorter --seq-len "
+        "is captured and planned sooner"
+        for place, (count, target) in found.items()
+    )
