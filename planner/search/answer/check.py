@@ -77,8 +77,10 @@ def plan_problems(
         found.append(f"a step of {again.step_time_s} s, not {prediction.step_time_s} s")
     if again.peak_bytes != prediction.peak_bytes:
         found.append(f"a peak of {again.peak_bytes} bytes, not {prediction.peak_bytes}")
-    if not again.feasible:
+    if again.excess_bytes > 0:
         found.append(f"{again.peak_bytes} bytes do not fit in {again.capacity_bytes:.0f}")
+    if again.host_excess_bytes > 0:
+        found.append(f"{again.host_bytes} bytes on a host do not fit in {again.host_capacity_bytes:.0f}")
     return found
 
 

@@ -15,7 +15,7 @@ from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
 from autoparallel.planner.strategy.legal import strategy_problems
-from autoparallel.planner.strategy.types import AXES, Recompute, Strategy
+from autoparallel.planner.strategy.types import AXES, Offload, Recompute, Strategy
 
 
 def simplest(outer: Outer, frontier: Frontier, best: Evaluation) -> Evaluation:
@@ -38,7 +38,7 @@ def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value)
             continue
         one = evaluate(outer.book.expander, other)
         near = all(a <= b * (1 + TOLERANCE) for a, b in zip(_value(frontier, one), value, strict=True))
-        if near and outer.excess_bytes(one) <= 0:
+        if near and outer.fits(one):
             yield one
 
 
@@ -62,6 +62,8 @@ def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
         yield replace(strategy, recompute=Recompute())
         if strategy.recompute.mode != "none" and any(strategy.recompute.per_stage):
             yield replace(strategy, recompute=replace(strategy.recompute, mode="none"))
+    if strategy.offload != Offload():
+        yield replace(strategy, offload=Offload())
     if any(method != "none" for method in strategy.grad_sync.compression):
         yield replace(strategy, grad_sync=replace(strategy.grad_sync, compression=()))
     if mesh.order != AXES:
