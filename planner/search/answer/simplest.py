@@ -45,6 +45,8 @@ def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value)
 def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
     """The strategy with one thing less, each in turn."""
     mesh, shard = strategy.mesh, strategy.shard
+    if strategy.offload != Offload():
+        yield replace(strategy, offload=Offload())
     if mesh.tp > 1 and not outer.book.expander.tensor_plan(strategy).rules:  # its ranks do the same work
         alone = replace(shard, sequence_parallel=False)
         yield replace(strategy, mesh=replace(mesh, tp=1), shard=alone)

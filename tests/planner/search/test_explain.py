@@ -10,8 +10,9 @@ import pytest
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.answer.explain import explain_infeasible, state_of_model_bytes
+from autoparallel.planner.search.answer.explain import explain_infeasible
 from autoparallel.planner.search.answer.outcome import GIB, InfeasiblePlan
+from autoparallel.planner.search.answer.relaxations import state_of_model_bytes
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Stopped
 from autoparallel.planner.search.plan import plan
@@ -35,6 +36,17 @@ def problem_of(capacity_bytes: float, cluster: str = "h100-sxm:1x4", **constrain
 @cache
 def smallest(**constraints: object) -> Prediction:
     return plan(replace(problem_of(1e12, **constraints), objective=Objective.MEMORY)).prediction
+
+
+def reason(problem: Problem) -> InfeasiblePlan:
+    """Why nothing fits, without advice."""
+
+    def stopped() -> None:
+        raise Stopped
+
+    outer = outer_of(problem)
+    assert outer is not None
+    return explain_infeasible(outer, stopped)
 
 
 def infeasible(problem: Problem) -> InfeasiblePlan:
@@ -63,6 +75,26 @@ def test_no_strategy_holds_less_than_the_state_of_the_model(fixed: dict[str, obj
     assert 0 < state_of_model_bytes(problem_of(1e12, **fixed)) <= held.peak_bytes * held.devices
 
 
+def test_what_the_hosts_may_hold_is_no_state_of_the_devices() -> None:
+    bare = problem_of(1e12)
+    hosted = replace(bare, cluster=with_hosts(bare.cluster, 1e12))
+    fixed = replace(hosted, constraints={"offload.optimizer": 0.0})
+    assert state_of_model_bytes(hosted) < state_of_model_bytes(fixed) == state_of_model_bytes(bare)
+
+
+def test_what_is_too_much_for_the_hosts_is_told_of_the_hosts() -> None:
+    asked = problem_of(1e12, offload__optimizer=1.0)
+    error = reason(replace(asked, cluster=with_hosts(asked.cluster, 1e3)))
+    assert error.constraint.startswith("memory of the hosts with offload.optimizer = 1.0")
+
+
+def test_hosts_too_small_to_offload_do_not_hide_what_the_devices_need() -> None:
+    bare = problem_of(smallest().peak_bytes * 0.5)
+    error = reason(replace(bare, cluster=with_hosts(bare.cluster, 1e3)))
+    assert error.constraint.startswith("memory of h100-sxm: the smallest strategy")
+    assert 0 < error.excess_gib < 1
+
+
 def test_a_model_far_too_large_is_told_how_many_devices_its_state_fills_and_how_many_would_do() -> None:
     error = infeasible(problem_of(state_of_model_bytes(problem_of(1e12)) / 9.5))
     assert "alone fill 10 such devices" in error.constraint
@@ -71,12 +103,7 @@ def test_a_model_far_too_large_is_told_how_many_devices_its_state_fills_and_how_
 
 
 def test_without_time_the_advice_is_left_out_and_the_reason_is_not() -> None:
-    def stopped() -> None:
-        raise Stopped
-
-    outer = outer_of(problem_of(smallest().peak_bytes * 0.5))
-    assert outer is not None
-    error = explain_infeasible(outer, stopped)
+    error = reason(problem_of(smallest().peak_bytes * 0.5))
     assert error.relaxations == ()
     assert "GiB too few" in str(error)
 
