@@ -18,7 +18,7 @@ from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.points import point_at, whole_cost, worth_keeping
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
-from autoparallel.planner.strategy.types import Execution, Strategy, TensorRule
+from autoparallel.planner.strategy.types import Execution, Offload, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
 
 
@@ -112,10 +112,12 @@ class LocalWorks:
         ep = mesh.ep if plan.has_experts else 1  # elsewhere its size changes nothing
         key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)
         if key not in self._works:
-            made = localize(
-                self._passes_of(strategy, block, replace(key, recompute="", offloaded=0.0)), recompute
-            )
-            self._works[key] = with_offloaded(made, offloaded)
+            if offloaded:
+                here = self.work(replace(strategy, offload=Offload()), block, recompute)
+                self._works[key] = with_offloaded(here, offloaded)
+            else:
+                passes = self._passes_of(strategy, block, replace(key, recompute=""))
+                self._works[key] = localize(passes, recompute)
         return self._works[key]
 
     def _passes_of(self, strategy: Strategy, block: int, key: _WorkKey) -> Passes:
