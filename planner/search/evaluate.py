@@ -7,36 +7,49 @@ from dataclasses import dataclass
 from autoparallel.costmodel.host_memory import fullest_host_bytes, host_bytes_by_rank, host_capacity_bytes
 from autoparallel.costmodel.memory import memory_by_rank
 from autoparallel.costmodel.price import price_program
+from autoparallel.costmodel.program import Program
 from autoparallel.costmodel.simulate import Prepared, capacities_bytes
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import PipelineTimes, pipeline_times
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.search.stages.paths import Path, critical_path
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What `score` says of a strategy, without the breakdown."""
+class Held:
+    """What a strategy needs of the devices' memory, and of their hosts'."""
 
-    strategy: Strategy
-    step_time_s: float
     peak_bytes: int
     excess_bytes: float  # too many on the pipeline rank with the least room
     host_bytes: int  # in the fullest host's memory
     host_capacity_bytes: float  # 0: not stated
-    prepared: Prepared
-    costs: tuple[StageCost, ...]
-    times: PipelineTimes
 
     @property
     def host_excess_bytes(self) -> float:
         """Bytes too many in the fullest host's memory; 0 where nobody knows its size."""
         return self.host_bytes - self.host_capacity_bytes if self.host_capacity_bytes else 0.0
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Held):
+    """What `score` says of a strategy, without the breakdown."""
+
+    strategy: Strategy
+    step_time_s: float
+    prepared: Prepared
+    costs: tuple[StageCost, ...]
+    times: PipelineTimes
+
     def path(self) -> Path:
         """The critical path of the step."""
         return critical_path(self.prepared.timetable, self.costs, self.times)
+
+
+def held(expander: Expander, strategy: Strategy) -> Held:
+    """The memory of a complete, legal strategy, in a fraction of the time that simulating it takes."""
+    return _held(expander.program(strategy), expander.prepared(strategy), expander.cluster)
 
 
 def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
@@ -45,15 +58,21 @@ def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
     program = expander.program(strategy)
     costs = price_program(program, expander.cluster, expander.pricer)
     times = pipeline_times(prepared.timetable, costs)
-    memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
-    capacities = capacities_bytes(program, expander.cluster)
-    on_hosts = fullest_host_bytes(
-        program, host_bytes_by_rank(prepared.states, program.stages), expander.cluster
-    )
+    memory = _held(program, prepared, expander.cluster)
     return Evaluation(
-        strategy=strategy, step_time_s=times.step_time_s, peak_bytes=max(m.peak for m in memory),
-        excess_bytes=max(m.peak - c for m, c in zip(memory, capacities, strict=True)),
-        host_bytes=on_hosts,
-        host_capacity_bytes=host_capacity_bytes(expander.cluster),
-        prepared=prepared, costs=costs, times=times,
+        strategy=strategy, step_time_s=times.step_time_s, prepared=prepared, costs=costs, times=times,
+        peak_bytes=memory.peak_bytes, excess_bytes=memory.excess_bytes, host_bytes=memory.host_bytes,
+        host_capacity_bytes=memory.host_capacity_bytes,
     )  # fmt: skip
+
+
+def _held(program: Program, prepared: Prepared, cluster: Cluster) -> Held:
+    stages = program.stages
+    memory = memory_by_rank(prepared.states, stages, reduce_every_micro=program.reduce_every_micro)
+    capacities = capacities_bytes(program, cluster)
+    return Held(
+        peak_bytes=max(m.peak for m in memory),
+        excess_bytes=max(m.peak - c for m, c in zip(memory, capacities, strict=True)),
+        host_bytes=fullest_host_bytes(program, host_bytes_by_rank(prepared.states, stages), cluster),
+        host_capacity_bytes=host_capacity_bytes(cluster),
+    )

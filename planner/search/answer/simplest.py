@@ -12,7 +12,7 @@ from dataclasses import replace
 from autoparallel.planner.search.answer.check import constraint_problems
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.bounds.runs import Value
-from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.evaluate import Evaluation, evaluate, held
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Offload, Recompute, Strategy
@@ -36,9 +36,10 @@ def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value)
     for other in _simpler(outer, strategy):
         if strategy_problems(problem.graph, problem.cluster, other) or constraint_problems(problem, other):
             continue
+        if not outer.fits(held(outer.book.expander, other)):
+            continue
         one = evaluate(outer.book.expander, other)
-        near = all(a <= b * (1 + TOLERANCE) for a, b in zip(_value(frontier, one), value, strict=True))
-        if near and outer.fits(one):
+        if all(a <= b * (1 + TOLERANCE) for a, b in zip(_value(frontier, one), value, strict=True)):
             yield one
 
 

@@ -22,7 +22,7 @@ from autoparallel.planner.search.bounds.tables import (
 )
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.bounds.wires import WireBook
-from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.evaluate import Held
 from autoparallel.planner.search.space.build import (
     UNEVEN_CHUNKS_BLOCKS,
     Space,
@@ -59,13 +59,13 @@ class Outer:
         """Units of the kinds that bounds look at."""
         return _counted(self.chain)
 
-    def excess_bytes(self, found: Evaluation) -> int:
+    def excess_bytes(self, found: Held) -> int:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
         if self.capacity_bytes > max(capacities(self.problem)):  # a search without limits
             return ceil(found.peak_bytes - self.capacity_bytes)
         return ceil(max(found.excess_bytes, found.peak_bytes - self.capacity_bytes))
 
-    def fits(self, found: Evaluation) -> bool:
+    def fits(self, found: Held) -> bool:
         """Whether a simulated strategy fits in the memory of the devices and of their hosts."""
         return self.excess_bytes(found) <= 0 and found.host_excess_bytes <= 0
 
