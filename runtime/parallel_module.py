@@ -133,14 +133,15 @@ class ParallelModule(nn.Module):
         """Load this rank's state (what `state_dict` gave), or the whole model's, of which it takes its share."""
         held = self.state_dict()
         return super().load_state_dict(
-            {name: _fitting(value, held.get(name)) for name, value in state_dict.items()}, strict, assign
+            {name: fitting(value, held.get(name)) for name, value in state_dict.items()}, strict, assign
         )
 
     def __deepcopy__(self, memo: Any) -> Self:
         raise UserError("a parallel module cannot be copied; copy the original before auto_parallelize")
 
 
-def _fitting(value: Any, held: Any) -> Any:
+def fitting(value: Any, held: Any) -> Any:
+    """A whole tensor as the share that this rank holds of it; what is such a share already as it is."""
     whole = isinstance(held, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
     return share_of(value.to(held.device, held.dtype), held) if whole and value.shape == held.shape else value
 

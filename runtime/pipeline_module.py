@@ -26,6 +26,7 @@ from autoparallel.runtime.micro_batches import loss_of, scalar, split, to_device
 from autoparallel.runtime.parallel_module import (
     LossFn,
     clip_gradients,
+    fitting,
     gather_full,
     mean_over_replicas,
     numerics,
@@ -272,6 +273,32 @@ class PipelineModule(nn.Module):
         for stage in self._by_index.values():
             merged |= stage.state_dict(*args, **kwargs)
         return merged
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's state (what `state_dict` gave), or the whole model's, of which it takes its stages' share.
+
+        A tied tensor may stand under any of its names. Raises UserError for names that are missing or that the model
+        does not have, unless `strict` is false.
+        """
+        first = {self._names.get(name, name): value for name, value in state_dict.items()}
+        missing: list[str] = []
+        unexpected = [name for name in state_dict if name not in self._names]
+        found: list[tuple[StageModule, dict[str, Any]]] = []
+        for stage in self._by_index.values():
+            held = stage.state_dict()
+            given = {name: state_dict.get(name, first.get(self._names.get(name, name))) for name in held}
+            missing += [name for name, value in given.items() if value is None]
+            kept = {name: fitting(value, held[name]) for name, value in given.items() if value is not None}
+            found.append((stage, kept))
+        if strict and (missing or unexpected):
+            raise UserError(
+                f"load_state_dict: missing {', '.join(missing) or 'nothing'}; unexpected "
+                f"{', '.join(unexpected) or 'nothing'}; give the state of this model, or strict=False"
+            )
+        loaded = [stage.load_state_dict(kept, strict=False, assign=assign) for stage, kept in found]
+        return loaded[0]._replace(missing_keys=missing, unexpected_keys=unexpected)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

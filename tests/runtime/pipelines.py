@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -114,6 +115,7 @@ def run_pipeline(
         for optimizer in optimizers:
             optimizer.step()
     state, wanted = model.full_state_dict(), reference.state_dict()
+    _loads_back(model, wanted)
     if rank:
         assert loss_difference < 1e-3, "the mean loss is the same on every rank"
         return None
@@ -127,6 +129,17 @@ def run_pipeline(
         missing=tuple(set(state) ^ set(wanted)),
         norm=float((norm - expected_norm).abs() / expected_norm),
     )
+
+
+def _loads_back(model: nn.Module, whole: dict[str, Tensor]) -> None:
+    """A pipeline loads its own state, and its share of a whole model's."""
+    model.load_state_dict(model.state_dict())
+    doubled = {name: 2 * tensor for name, tensor in whole.items()}
+    model.load_state_dict(doubled)
+    for name, tensor in model.full_state_dict().items():
+        assert torch.equal(tensor, doubled[name]), name
+    with pytest.raises(UserError, match=r"missing .*; unexpected nobodys\.weight"):
+        model.load_state_dict({"nobodys.weight": torch.zeros(1)})
 
 
 def initial_state(
