@@ -28,6 +28,7 @@ from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
+from autoparallel.runtime.limits import refused
 
 if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
@@ -190,6 +191,8 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
     expander, strategy = at_home(expander, strategy)
     table["confidence"] = confidence_table(expander, strategy)
+    if why := refused(graph, strategy):
+        table["not_run"] = why
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
     table["timeline"] = _timeline(expander, strategy)

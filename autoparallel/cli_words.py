@@ -84,6 +84,11 @@ def _print_numbers(
         *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
         *([("placement", placed)] if (placed := placement_words(strategy, cluster)) else []),
         *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),
+        *(
+            [("not run yet", f"{predicted['not_run']}; plan --runnable leaves it out")]
+            if "not_run" in predicted
+            else []
+        ),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
 

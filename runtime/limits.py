@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
-from autoparallel.planner.strategy.types import EmbeddingRule
+from autoparallel.planner.strategy.file import strategy_to_constraints
+from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
 from autoparallel.runtime.expert_modules import expert_modules
 
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
@@ -29,13 +30,26 @@ def graph_limits(graph: ModelGraph) -> dict[str, object]:
     return {} if expert_modules(graph) is not None else {"mesh.ep": 1, "mesh.cp": 1}
 
 
+def refused(graph: ModelGraph, strategy: Strategy) -> str | None:
+    """What of a complete strategy the runtime does not run, in words; None where it runs all of it."""
+    decisions = strategy_to_constraints(strategy)
+    try:
+        needed = {**graph_limits(graph), **limits(decisions)}
+    except UserError as error:
+        return str(error)
+    for key, value in needed.items():
+        if key != "embedding" and decisions.get(key) != value:
+            return f"{key} = {decisions.get(key)}: the runtime runs this strategy with {value} only"
+    return None
+
+
 def limits(constraints: Mapping[str, object]) -> dict[str, object]:
     """The constraints, by dotted key, that leave a search with strategies that the runtime runs.
 
     `constraints` are those that there are already: some of them can be run with some meshes only.
     """
     found: dict[str, object] = {"embedding": ON_DEVICES}
-    rules = constraints.get("embedding", ON_DEVICES)
+    rules = constraints.get("embedding") or ON_DEVICES
     assert isinstance(rules, tuple)
     check_tables(rules)
     if all(rule.tier == "device" for rule in rules):

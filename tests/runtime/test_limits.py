@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy.types import EmbeddingRule
-from autoparallel.runtime.limits import ON_DEVICES, limits
+from autoparallel.planner.strategy.types import Batch, EmbeddingRule, Mesh, Offload, Pipeline, Shard, Strategy
+from autoparallel.runtime.limits import ON_DEVICES, limits, refused
+from tests.toy_graphs import toy_transformer
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ from autoparallel.runtime.limits import ON_DEVICES, limits
 def test_what_is_asked_for_limits_the_meshes_that_run_it(
     asked: dict[str, Any], fixed: dict[str, Any]
 ) -> None:
-    assert limits(asked) == {"embedding": ON_DEVICES, **fixed}
+    assert limits(asked) == {"embedding": ON_DEVICES, "offload.optimizer": 0.0, **fixed}
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,21 @@ def test_what_is_asked_for_limits_the_meshes_that_run_it(
 def test_what_no_mesh_runs_is_refused(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         limits(asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"offload": Offload(activations=1.0)}, None),
+        ({"offload": Offload(optimizer=1.0)}, "offload.optimizer"),
+        (
+            {"mesh": Mesh(pp=2, dp_shard=2), "shard": Shard(zero=2), "pipeline": Pipeline(schedule="zb1p")},
+            "mesh.dp_shard = 2",
+        ),
+    ],
+)
+def test_what_of_a_strategy_is_not_run_is_told(changes: dict[str, Any], words: str | None) -> None:
+    strategy = replace(Strategy(batch=Batch(global_=4, micro=1), mesh=Mesh(dp_replicate=4)), **changes)
+    why = refused(toy_transformer(layers=2), strategy)
+    assert (why is None) if words is None else words in (why or "")
