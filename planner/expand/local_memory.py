@@ -40,7 +40,7 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
                 continue
             key = local.index.storage.get(saved.value, saved.value) or f"{operator.name}#{len(kept)}"
             if key not in kept:
-                kept[key] = _saved_bytes(local, op, saved) + _copies_bytes(local, op, saved)
+                kept[key] = saved_bytes(local, op, saved) + _copies_bytes(local, op, saved)
         if core and not local.setting.flash:
             for op in unit.ops:
                 if local.index.block.operators[op].kind is OpKind.ATTENTION:
@@ -87,10 +87,11 @@ def _copies_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
         :1
     ]  # views number dims differently: shares are taken to be the same
     readers = local.layout.operand_readers(local.index.storage.get(saved.value, saved.value))
-    return sum(_saved_bytes(local, r, saved) for r in readers if local.placement(r, saved.value)[:1] != own)
+    return sum(saved_bytes(local, r, saved) for r in readers if local.placement(r, saved.value)[:1] != own)
 
 
-def _saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
+def saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
+    """Local bytes of what an operator keeps."""
     placement = local.placement(op, saved.value)
     sharding, operator = local.plan.shardings[op], local.index.block.operators[op]
     if operator.kind is OpKind.CROSS_ENTROPY and saved.value == "" and saved.spec.shape and sharding:
@@ -262,7 +263,7 @@ def _loss_temp(local: LocalBlock, op: int) -> int:
     softmax = _own_softmax(local, op)
     if softmax is None or local.setting.execution.kernels != "eager":
         return 0
-    return _saved_bytes(local, op, softmax)
+    return saved_bytes(local, op, softmax)
 
 
 def _reader(local: LocalBlock, unit: Unit, value: str) -> int:

@@ -16,7 +16,7 @@ from autoparallel.planner.expand.localize import Passes, fused_units, localize, 
 from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.plan import TensorPlan
-from autoparallel.planner.sharding.points import point_at, whole_cost, worth_keeping
+from autoparallel.planner.sharding.points import point_at
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy.types import Execution, Offload, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
@@ -82,17 +82,11 @@ class LocalWorks:
 
             def solve(rules: tuple[TensorRule, ...], price: float | None) -> TensorPlan:
                 asked = replace(strategy, tensor=rules)
-                return (
-                    self.tensor_plan(asked)
-                    if price is None
-                    else self._solve(replace(self._request(asked), memory_price=price))
-                )
+                if price is None:
+                    return self.tensor_plan(asked)
+                return self._solve(replace(self._request(asked), memory_price=price))
 
-            own, found = self.tensor_plan(strategy), point_at(solve, strategy.tensor, memory_price)
-            cost = whole_cost(self.graph, own)
-            self._points[key] = (
-                found if found and worth_keeping(whole_cost(self.graph, found), [cost]) else None
-            )
+            self._points[key] = point_at(self.graph, solve, strategy.tensor, memory_price)
         return self._points[key]
 
     def _layout(self, strategy: Strategy, block: int) -> Layout:

@@ -69,6 +69,9 @@ class Frontier:
     value: Value = NOTHING
     work: float = 0.0  # done so far, about milliseconds; the same on every machine
     seen: list[Evaluation] = field(default_factory=list)
+    taken: list[Frontier] = field(
+        default_factory=list
+    )  # searches of more of the space that belong to this one
     _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
     _pushed: int = 0
     _order: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -109,12 +112,18 @@ class Frontier:
     def bound(self) -> Value:
         """What nothing that is still open, or was given up, goes below."""
         head = self._heap[0][0] if self._heap else NOTHING
-        return min(head, self._upcoming(), self._current, self._given_up)
+        taken = min((other.bound() for other in self.taken), default=NOTHING)
+        return min(head, self._upcoming(), self._current, self._given_up, taken)
 
     @property
     def solved(self) -> int:
         """Candidates that were looked at one by one; bounds ruled out the others."""
-        return len(self._solved)
+        return len(self._solved) + sum(other.solved for other in self.taken)
+
+    @property
+    def candidates(self) -> int:
+        """Variants of the space."""
+        return int(self.outer.counts.sum()) + sum(other.candidates for other in self.taken)
 
     @property
     def errors(self) -> tuple[UserError, ...]:

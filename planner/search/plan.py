@@ -35,6 +35,7 @@ from autoparallel.planner.search.answer.result import result_of
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.plan_parts import plan_parts
+from autoparallel.planner.search.points import search_points
 from autoparallel.planner.search.space.irregular import has_parts
 from autoparallel.planner.search.tiers.options import tiers_matter, without_tables
 
@@ -111,6 +112,7 @@ def _plan(
     stopped = False
     try:
         frontier.run()
+        search_points(frontier, watch.check)
     except (Stopped, KeyboardInterrupt):
         stopped = True
     if frontier.incumbent is None:
@@ -170,7 +172,7 @@ class _Watch:
 
 
 def _progress(frontier: Frontier, elapsed_s: float) -> Progress:
-    candidates, bound = int(frontier.outer.counts.sum()), frontier.bound()[0]
+    candidates, bound = frontier.candidates, frontier.bound()[0]
     return Progress(
         phase="solve",
         candidates=candidates,

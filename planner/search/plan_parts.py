@@ -213,8 +213,8 @@ def _whole(
     return replace(
         found, strategy=strategy, prediction=prediction, status=proof.status, gap=proof.gap,
         lower_bound_s=proof.lower_bound_s,
-        candidates=sum(int(one.outer.counts.sum()) for one in done),
-        pruned=sum(max(int(one.outer.counts.sum()) - one.frontier.solved, 0) for one in done),
+        candidates=sum(one.frontier.candidates for one in done),
+        pruned=sum(max(one.frontier.candidates - one.frontier.solved, 0) for one in done),
         alternatives=tuple(kept.values()), explored=tuple(points),
         constraints=tuple(c for c in found.constraints if c.key in {*problem.constraints, ALL}),
     )  # fmt: skip

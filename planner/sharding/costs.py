@@ -13,11 +13,12 @@ from functools import partial
 
 from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.fusion import fuse
-from autoparallel.costmodel.graph import OpKind, Parameter
+from autoparallel.costmodel.graph import OpKind, Parameter, Saved
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting, inner_collectives
+from autoparallel.planner.expand.local_memory import saved_bytes
 from autoparallel.planner.expand.state import UPDATE_FLOPS, dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.sharding.plan import BlockPlan, conjugates, replicated_plan
 from autoparallel.planner.sharding.problem import PARTIAL_GRADIENT, BlockProblem, Variant, layout
@@ -27,6 +28,7 @@ from autoparallel.profiles.hardware import Cluster
 SAMPLES = 1  # the micro-batch the plan is made for: all its costs grow alike with the samples
 NS_PER_S = 1e9
 KIB = 1024
+Kept = tuple[str, int]  # a storage and its kibibytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +43,15 @@ class Cost:
 class BlockCosts:
     """Cost of `variants[op][k]`, of `changes[edge][before, after]` and of `params[name][placement]`.
 
-    `partial_params[name]` is the sum over tp of a replicated parameter's partial gradient.
+    `partial_params[name]` is the sum over tp of a replicated parameter's partial gradient. `keeps[op][k]` are the
+    storages that a variant keeps, and their kibibytes: whole, or of a share.
     """
 
     variants: tuple[tuple[Cost, ...], ...]
     changes: tuple[Mapping[tuple[str, str], Cost], ...]
     params: Mapping[str, Mapping[str, Cost]]
     partial_params: Mapping[str, Cost]
+    keeps: tuple[tuple[tuple[Kept, ...], ...], ...]
 
 
 def price_problem(
@@ -61,7 +65,12 @@ def price_problem(
         layout=Layout(index=problem.index, plan=replicated_plan(problem.index.block)), setting=setting
     )
     shares = _fused_shares(whole)
+    keeps = tuple(
+        tuple(_keeps(whole, op, variant, gathered=_regathered(problem, setting)) for variant in row)
+        for op, row in enumerate(problem.variants)
+    )
     return BlockCosts(
+        keeps=keeps,
         variants=tuple(
             tuple(_variant_cost(whole, op, variant, shares.get(op), seconds) for variant in row)
             for op, row in enumerate(problem.variants)
@@ -141,6 +150,30 @@ def _variant_cost(
     if op not in whole.index.aliases:
         kept = sum(local.spec_bytes(s.spec, local.placement(op, s.value)) for s in operator.saved)
     return Cost(time_ns=round(time_s * NS_PER_S), memory_kib=kept // KIB)
+
+
+def _regathered(problem: BlockProblem, setting: Setting) -> bool:
+    """Whether what is gathered is kept as the share that it was: under sequence parallelism, where kernels are fused."""
+    return setting.regathers and any(states == ("S1",) for states in problem.fixed.values())
+
+
+def _keeps(whole: LocalBlock, op: int, variant: Variant, *, gathered: bool) -> tuple[Kept, ...]:
+    """Storages that an operator keeps: what autograd has it save, and what a product with a weight gradient reads."""
+    index, operator = whole.index, whole.index.block.operators[op]
+    if op in index.aliases:
+        return ()
+    kept = {
+        index.storage.get(s.value, s.value) or f"{operator.name}#{n}": s for n, s in enumerate(operator.saved)
+    }
+    if any(kernel.gradient_of == "weight" for kernel in operator.backward):
+        read = (v for v in operator.inputs if index.is_activation(v))
+        kept |= {index.storage[v]: Saved(value=v, spec=index.specs[v]) for v in read}
+    local, found = _with_sharding(whole, op, variant), dict[Kept, None]()
+    for storage, saved in kept.items():
+        share = gathered and saved.value and local.placement(op, saved.value) == "R"
+        size = local.spec_bytes(saved.spec, "S") if share else saved_bytes(local, op, saved)
+        found[storage, size // KIB] = None
+    return tuple(found)
 
 
 def _pass(moved: int) -> Kernel:

@@ -11,7 +11,7 @@ p nanoseconds per KiB, the best plan minimises
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 
 from autoparallel.costmodel.graph import ModelGraph
@@ -26,18 +26,22 @@ TRIES = 3  # until entries give the plan back that they were written from
 
 
 def point_at(
+    graph: ModelGraph,
     solve: Callable[[tuple[TensorRule, ...], float | None], TensorPlan],
     given: tuple[TensorRule, ...],
     memory_price: float,
 ) -> TensorPlan | None:
     """The plan of `solve(entries, memory price)` at a price of memory, under the entries `given`; None where no entries
-    say it."""
+    say it, or it is better than the first point in nothing."""
+    first = whole_cost(graph, solve(given, None))
     try:
         plan = solve(given, memory_price)
         for _ in range(TRIES):
+            if not worth_keeping(whole_cost(graph, plan), first):
+                return None
             again = solve(plan.rules, None)
             if again.rules == plan.rules:
-                return again
+                return again if worth_keeping(whole_cost(graph, again), first) else None
             plan = again
     except UserError:
         return None
@@ -53,11 +57,10 @@ def whole_cost(graph: ModelGraph, plan: TensorPlan) -> PlanCost:
     )  # fmt: skip
 
 
-def worth_keeping(cost: PlanCost, others: Iterable[PlanCost]) -> bool:
-    """Whether a point is better than each of the others in time, bytes held or bytes kept."""
-    return all(
+def worth_keeping(cost: PlanCost, other: PlanCost) -> bool:
+    """Whether a point is better than another in time, bytes held or bytes kept."""
+    return (
         cost.time_ns < other.time_ns * (1 - WORTH)
         or cost.held_kib < other.held_kib * (1 - WORTH)
         or cost.kept_kib < other.kept_kib * (1 - WORTH)
-        for other in others
     )

@@ -85,8 +85,7 @@ def solve_tensor_plan(
 
 
 def _cost_of(answer: BlockAnswer) -> PlanCost:
-    cost, held_kib = answer.cost, answer.held_kib
-    return PlanCost(time_ns=cost.time_ns, held_kib=held_kib, kept_kib=cost.memory_kib - held_kib)
+    return PlanCost(time_ns=answer.cost.time_ns, held_kib=answer.held_kib, kept_kib=answer.kept_kib)
 
 
 def _replicas_to_say(

@@ -14,7 +14,7 @@ likewise at the target; what is fixed from outside stays so. For the objective s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -33,14 +33,15 @@ PRICE_UNITS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAnswer:
-    """The variant of each operator, the state of each node, the placement of each parameter, and the cost, of which
-    `held_kib` are parameters'."""
+    """The variant of each operator, the state of each node, the placement of each parameter, and the cost. Kibibytes held
+    are those of parameters; `kept_kib` counts what several operators keep once."""
 
     picks: tuple[int, ...]
     states: tuple[str, ...]
     params: Mapping[str, str]
     cost: Cost
     held_kib: int
+    kept_kib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +96,19 @@ def solve_blocks(
         model.minimize(sum(wishes))
         solver = _solved(model)
         model.add(sum(wishes) <= round(solver.objective_value))
-    weights = _weights(blocks, memory_price or 0.0)
-    model.minimize(sum(term for block, unknown in pairs for term in _objective(block, unknown, *weights)))
+    if memory_price:
+        per_ns, per_kib = _weights(blocks, memory_price)
+        terms = [t for b, u in pairs for t in _priced(model, b, u, per_ns, per_kib)]
+    else:
+        weight = 1 + sum(_most(block.costs, "memory_kib") for block in blocks)
+        terms = [t for b, u in pairs for t in _objective(b, u, weight)]
+    model.minimize(sum(terms))
     solver = _solved(model)
     return [_extract(solver, block, unknown) for block, unknown in pairs]
 
 
 def _weights(blocks: Sequence[PricedBlock], memory_price: float) -> tuple[int, int]:
     """What a nanosecond and a kibibyte count."""
-    if memory_price == 0.0:
-        return 1 + sum(_most(block.costs, "memory_kib") for block in blocks), 1
     if memory_price == inf:
         return 1, 1 + sum(_most(block.costs, "time_ns") for block in blocks)
     return PRICE_UNITS, max(1, round(memory_price * PRICE_UNITS))
@@ -211,21 +215,43 @@ def _tied_parameters_agree(
                 model.add(first.get(placement, 0) == second.get(placement, 0))
 
 
-def _objective(
-    block: PricedBlock, unknown: _Unknowns, per_ns: int, per_kib: int
+def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
+    return [var * (cost.time_ns * weight + cost.memory_kib) for var, cost in _terms(block, unknown)]
+
+
+def _priced(
+    model: cp_model.CpModel, block: PricedBlock, unknown: _Unknowns, per_ns: int, per_kib: int
 ) -> list[cp_model.LinearExpr]:
+    """Time and memory where memory has a price: what is kept is kept once by all operators that keep it."""
     costs = block.costs
-
-    def term(var: cp_model.IntVar, cost: Cost) -> cp_model.LinearExpr:
-        return var * (cost.time_ns * per_ns + cost.memory_kib * per_kib)
-
+    every = dict.fromkeys(key for row in costs.keeps for keys in row for key in keys)
+    kept = {key: model.new_bool_var(f"kept {key}") for key in every}
+    for picks, row in zip(unknown.pick, costs.keeps, strict=True):
+        for key in dict.fromkeys(key for keys in row for key in keys):
+            model.add(sum(x for x, keys in zip(picks, row, strict=True) if key in keys) <= kept[key])
+    held = [x * costs.params[name][a].memory_kib for name, xs in unknown.place.items() for a, x in xs.items()]
     return [
-        *(term(x, c) for xs, cs in zip(unknown.pick, costs.variants, strict=True)
-          for x, c in zip(xs, cs, strict=True)),
-        *(term(x, change_cost(block, e, c)) for e, xs in enumerate(unknown.change) for c, x in xs.items()),
-        *(term(x, costs.params[name][a]) for name, xs in unknown.place.items() for a, x in xs.items()),
-        *(term(x, costs.partial_params[name]) for name, x in unknown.summed.items()),
-    ]  # fmt: skip
+        *(var * (cost.time_ns * per_ns) for var, cost in _terms(block, unknown)),
+        *(
+            x * change_cost(block, e, c).memory_kib
+            for e, xs in enumerate(unknown.change)
+            for c, x in xs.items()
+        ),
+        *(term * per_kib for term in held),
+        *(var * (kib * per_kib) for (_, kib), var in kept.items()),
+    ]
+
+
+def _terms(block: PricedBlock, unknown: _Unknowns) -> Iterator[tuple[cp_model.IntVar, Cost]]:
+    """Every unknown that costs something."""
+    costs = block.costs
+    for picks, row in zip(unknown.pick, costs.variants, strict=True):
+        yield from zip(picks, row, strict=True)
+    for edge, changes in enumerate(unknown.change):
+        yield from ((x, change_cost(block, edge, change)) for change, x in changes.items())
+    for name, placements in unknown.place.items():
+        yield from ((x, costs.params[name][a]) for a, x in placements.items())
+    yield from ((x, costs.partial_params[name]) for name, x in unknown.summed.items())
 
 
 def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
@@ -260,7 +286,21 @@ def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) 
     params = {name: chosen(row) for name, row in unknown.place.items()}
     cost = answer_cost(block, picks, states, params)
     held_kib = sum(block.costs.params[name][placement].memory_kib for name, placement in params.items())
-    return BlockAnswer(picks=picks, states=states, params=params, cost=cost, held_kib=held_kib)
+    return BlockAnswer(
+        picks=picks,
+        states=states,
+        params=params,
+        cost=cost,
+        held_kib=held_kib,
+        kept_kib=kept_kib(block, picks),
+    )
+
+
+def kept_kib(block: PricedBlock, picks: Sequence[int]) -> int:
+    """Kibibytes kept for the backward pass: a storage once, and once more where shares of it are kept beside the whole."""
+    return sum(
+        kib for _, kib in {key for row, k in zip(block.costs.keeps, picks, strict=True) for key in row[k]}
+    )
 
 
 def answer_cost(

@@ -34,7 +34,7 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     check_plan(problem, strategy, prediction, expander)
     bound = frontier.bound()
     proof = proof_of(problem, prediction, frontier.value[0], bound[0], optimal=not frontier.may_win(bound))
-    candidates = int(outer.counts.sum())
+    candidates = frontier.candidates
     return PlanResult(
         strategy=strategy,
         prediction=prediction,

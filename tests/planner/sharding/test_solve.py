@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -13,13 +15,15 @@ from autoparallel.costmodel.graph import Block, ModelGraph, Parameter
 from autoparallel.costmodel.program import Axis, BlockWork, Collective
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.sharding.costs import price_problem
+from autoparallel.planner.sharding.costs import Cost, price_problem
 from autoparallel.planner.sharding.problem import OUTSIDE, Boundary, build_problem
-from autoparallel.planner.sharding.solver import PricedBlock, answer_cost, solve_blocks
+from autoparallel.planner.sharding.solver import PricedBlock, answer_cost, kept_kib, solve_blocks
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import DTYPE, linear, memory_op, spec, toy_mlp, toy_transformer
+
+Worth = tuple[float, float]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,11 @@ def priced(block: Block, cluster: Cluster, tp: int, at: str, *, prefer: bool) ->
     )
 
 
-def brute_force(block: PricedBlock) -> tuple[int, int]:
+def time_then_memory(block: PricedBlock, cost: Cost, picks: Sequence[int], params: dict[str, str]) -> Worth:
+    return (cost.time_ns, cost.memory_kib)
+
+
+def brute_force(block: PricedBlock, worth: Callable[..., Worth] = time_then_memory) -> Worth:
     """Cheapest (nanoseconds, kibibytes) over every pick of variants and every state they leave open."""
     problem, best = block.problem, None
     for picks in product(*(range(len(row)) for row in problem.variants)):
@@ -86,7 +94,7 @@ def brute_force(block: PricedBlock) -> tuple[int, int]:
                 cost = answer_cost(block, picks, states, params)
             except AssertionError:
                 continue
-            found = (cost.time_ns, cost.memory_kib)
+            found = worth(block, cost, picks, params)
             best = found if best is None else min(best, found)
     assert best is not None
     return best
@@ -98,6 +106,29 @@ def test_the_solve_equals_brute_force(cluster: Cluster, sizes: tuple[int, int, i
     block = priced(small_block(*sizes), cluster, 4, at, prefer=False)
     (answer,) = solve_blocks([block], [])
     assert (answer.cost.time_ns, answer.cost.memory_kib) == brute_force(block), answer
+
+
+@pytest.mark.parametrize("at", ["R", "S1"])
+@pytest.mark.parametrize("price", [0.5, 20.0, 1e4])
+def test_the_solve_at_a_price_of_memory_equals_brute_force(cluster: Cluster, price: float, at: str) -> None:
+    def worth(block: PricedBlock, cost: Cost, picks: Sequence[int], params: dict[str, str]) -> Worth:
+        held = sum(block.costs.params[name][placement].memory_kib for name, placement in params.items())
+        return (cost.time_ns + price * (held + kept_kib(block, picks)), 0.0)
+
+    block = priced(small_block(512, 1024, 4096), cluster, 4, at, prefer=False)
+    (answer,) = solve_blocks([block], [], price)
+    found = answer.cost.time_ns + price * (answer.held_kib + answer.kept_kib)
+    assert found <= brute_force(block, worth)[0] + 1, answer  # pins of no cost break ties
+
+
+def test_the_leanest_plan_is_the_fastest_of_those_that_need_least(cluster: Cluster) -> None:
+    def worth(block: PricedBlock, cost: Cost, picks: Sequence[int], params: dict[str, str]) -> Worth:
+        held = sum(block.costs.params[name][placement].memory_kib for name, placement in params.items())
+        return (held + kept_kib(block, picks), cost.time_ns)
+
+    block = priced(small_block(512, 1024, 4096), cluster, 4, "R", prefer=False)
+    (answer,) = solve_blocks([block], [], inf)
+    assert (answer.held_kib + answer.kept_kib, answer.cost.time_ns) == brute_force(block, worth), answer
 
 
 def test_matrices_are_sharded_before_time_is_saved(cluster: Cluster) -> None:

@@ -1,0 +1,207 @@
+"""Further points of the tensor plans (`planner.sharding.points`), searched where they may be worth it.
+
+The search proper runs every setting (tp, sequence parallelism, ep) with the first point of its tensor plans. Others are
+asked for where, were memory without limit, some variant of the setting could be better than the best strategy:
+
+    FASTEST   in any such setting
+    a price   where memory raises the bound of such a variant: what recomputation takes for a KiB that it frees. A plan
+              that frees memory for less is the best at that price; where the first point is, recomputing blocks is the
+              cheaper way
+    LEANEST   where no price says what memory is worth: memory is the objective or nothing fits (then of one setting), or
+              there is no more to recompute than the best strategy does
+
+Each point is a search of its own over its setting, with its `[[tensor]]` entries as constraints and the best value before it
+to begin with: bounds and simulations are those of the point itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import Objective
+from autoparallel.planner.search import spending
+from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
+from autoparallel.planner.search.bounds.runs import values_of
+from autoparallel.planner.search.bounds.tables import Floats, representative, settings_of
+from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.sharding.plan import TensorPlan
+from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_cost
+from autoparallel.planner.strategy.types import Strategy, TensorRule
+
+SHAPES_ASKED = 16  # of a setting, those with the least bounds, that say whether it is asked for
+VARIANTS_ASKED = 256  # of these shapes likewise
+BINDS = 1.001  # times its bound without limit that a variant takes where memory binds. Kind: formula
+NS_PER_S = 1e9
+KIB = 1024
+NO_LIMIT_BYTES = 1e18  # more than any device has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A setting of which further points are asked for: a strategy of it, its shapes that could be better than the best
+    strategy were memory without limit, and the prices of memory."""
+
+    strategy: Strategy
+    rows: Ints
+    prices: tuple[float, ...]
+
+
+def asked_points(frontier: Frontier) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]]:
+    """Shapes and the entries of a further point to search them with, for the best strategy that is known."""
+    outer = frontier.outer
+    for asked in _asked(frontier):
+        for price in asked.prices:
+            frontier.work += spending.PER_TENSOR_PLACEMENT
+            plan = outer.book.expander.works.tensor_point(asked.strategy, price)
+            if plan is not None and _pays(outer, asked.strategy, plan, price):
+                yield asked.rows, plan.rules
+
+
+def search_points(frontier: Frontier, check: Callable[[Frontier], None]) -> None:
+    """Search further points of the settings that ask for them; `frontier`, whose search has ended, takes over what is
+    found. Raises Stopped where they take as much work as `check` allows the search itself."""
+    work = 0.0
+    for rows, rules in asked_points(frontier):
+        point = _of_point(frontier.outer, rows, rules)
+        if point is not None:
+            work = _search(frontier, point, check, work)
+    frontier.work += work
+
+
+def _search(frontier: Frontier, point: Outer, check: Callable[[Frontier], None], work: float) -> float:
+    """Search a point below the best value, and take over what it finds. Returns the work, what was done before
+    included."""
+    own = Frontier(outer=point, check=check, value=frontier.value, work=work)
+    frontier.taken.append(own)
+    try:
+        own.run()
+    finally:
+        frontier.seen += own.seen
+        if own.incumbent is not None:
+            frontier.consider(own.incumbent)
+    return own.work
+
+
+def _pays(outer: Outer, strategy: Strategy, plan: TensorPlan, price: float) -> bool:
+    """Whether a point is the better one at its price of memory also by what the program will take: fused kernels, and
+    what they keep, are the solver's to guess only."""
+    (own_s, own_kib), (time_s, kib) = (
+        _real(outer, one, held) for one, held in (
+            (strategy, outer.book.expander.tensor_plan(strategy)), (replace(strategy, tensor=plan.rules), plan),
+        )
+    )  # fmt: skip
+    if price == LEANEST:
+        return kib < own_kib * (1 - WORTH)
+    return time_s + price * kib / NS_PER_S < (own_s + price * own_kib / NS_PER_S) * (1 - WORTH)
+
+
+def _real(outer: Outer, strategy: Strategy, plan: TensorPlan) -> tuple[float, float]:
+    """Seconds of a micro-batch through all blocks, and kibibytes held and kept."""
+    links = [outer.book.link(strategy, link.block, "none") for link in outer.problem.graph.chain]
+    kept = sum(link.saved for link in links) / KIB
+    return sum(link.forward_s + link.backward_s for link in links), kept + whole_cost(
+        outer.problem.graph, plan
+    ).held_kib
+
+
+def _of_point(outer: Outer, rows: Ints, rules: tuple[TensorRule, ...]) -> Outer | None:
+    """The space of some shapes with a point's entries; None where these do not suit them."""
+    problem = replace(outer.problem, constraints={**outer.problem.constraints, "tensor": rules})
+    space = replace(outer.space, shapes=outer.space.shapes.take(rows))
+    with suppress(UserError):
+        return build_outer(problem, space, outer.chain, outer.book, outer.capacity_bytes)
+    return None
+
+
+def _asked(frontier: Frontier) -> Iterator[Asked]:
+    """The settings that ask for further points."""
+    outer, best = frontier.outer, frontier.incumbent
+    shapes = outer.space.shapes
+    sharded = shapes.tp > 1
+    if not sharded.any():
+        return
+    keys = np.stack([shapes.tp, shapes.sequence_parallel, shapes.ep], axis=1)
+    if best is None or outer.problem.objective == Objective.MEMORY:
+        yield from _leanest(frontier, keys)
+        return
+    could = sharded & _below(frontier, outer.bounds.time_s, np.arange(len(shapes)))
+    for key in np.unique(keys[could], axis=0):
+        rows = np.flatnonzero(could & (keys == key).all(axis=1))
+        yield from _of_setting(frontier, rows[np.argsort(outer.bounds.time_s[rows], kind="stable")])
+
+
+def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
+    """What is asked for where only memory counts: the setting of the best strategy, or where nothing fits of the shape that
+    needs least."""
+    outer, best = frontier.outer, frontier.incumbent
+    open_ = (keys[:, 0] > 1) & np.isfinite(outer.bounds.time_s)
+    if best is not None:
+        mesh = best.strategy.mesh
+        open_ &= (keys == (mesh.tp, best.strategy.shard.sequence_parallel, mesh.ep)).all(axis=1)
+    if not open_.any():
+        return
+    rows = np.flatnonzero(open_)
+    least = int(rows[np.argmin(outer.bounds.memory_bytes[rows])])
+    rows = np.flatnonzero(open_ & (keys == keys[least]).all(axis=1))
+    yield Asked(strategy=_example(outer, least), rows=rows, prices=(LEANEST,))
+
+
+def _of_setting(frontier: Frontier, rows: Ints) -> Iterator[Asked]:
+    """What a setting asks for, by the bounds of its best shapes with and without a limit of memory."""
+    outer = frontier.outer
+    found, bounds = expand_quickly(_without_limit(outer), rows[:SHAPES_ASKED])
+    kept = np.flatnonzero(_below(frontier, bounds.time_s, found.shape))
+    found = found.take(kept[np.argsort(bounds.time_s[kept], kind="stable")][:VARIANTS_ASKED])
+    free_s = bound_variants(_without_limit(outer), found, inf).time_s
+    open_ = _below(frontier, free_s, found.shape)
+    found, free_s = found.take(open_), free_s[open_]
+    if not len(found):
+        return
+    strategy = _example(outer, int(found.shape[np.argmin(free_s)]))
+    binds = bool((bound_variants(outer, found, inf).time_s > free_s * BINDS).any())
+    yield Asked(
+        strategy=strategy, rows=rows, prices=(FASTEST, *(_prices(frontier, strategy) if binds else ()))
+    )
+
+
+def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
+    """Nanoseconds per KiB that recomputation in full takes for what it frees, of the kind of block where that is least;
+    and any price, where there is no more to recompute than the best strategy does."""
+    outer, best = frontier.outer, frontier.incumbent
+    rates = []
+    for unit in outer.chain.units:
+        none, full = (outer.book.link(strategy, unit[0], mode) for mode in ("none", "full"))
+        if none.saved > full.saved:
+            rates.append((full.backward_s - none.backward_s) / (none.saved - full.saved))
+    if not rates or "recompute.per_stage" in outer.problem.constraints:
+        return (LEANEST,)
+    assert best is not None
+    recompute = best.strategy.recompute
+    spent = recompute.mode == "full" or sum(recompute.per_stage) == len(outer.chain.kinds)
+    return (max(min(rates), 0.0) * NS_PER_S * KIB, *((LEANEST,) if spent else ()))
+
+
+def _example(outer: Outer, shape: int) -> Strategy:
+    """A strategy of a shape as its prices were made for: without a pipeline, tensor parallelism between neighbours."""
+    distinct, _ = settings_of(outer.problem, outer.space.shapes.take(np.array([shape])))
+    return representative(outer.problem, outer.chain, distinct[0].tolist())
+
+
+def _below(frontier: Frontier, time_s: Floats, shape: Ints) -> Bools:
+    """Which bounds of variants of these shapes could be better than the best strategy."""
+    outer = frontier.outer
+    bounds = Bounds(time_s=time_s, memory_bytes=np.zeros(len(time_s)))
+    values = values_of(outer.problem, bounds, outer.space.shapes.devices[shape])
+    return np.asarray(values.first < frontier.value[0] * (1 - TOLERANCE))
+
+
+def _without_limit(outer: Outer) -> Outer:
+    return replace(outer, capacity_bytes=NO_LIMIT_BYTES)

@@ -1,0 +1,93 @@
+"""Further points of the tensor plans in the search: asked for where memory binds, searched to the end, and said in the
+strategy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.score import score
+from autoparallel.planner.search.answer.check import plan_problems
+from autoparallel.planner.search.answer.outcome import InfeasiblePlan
+from autoparallel.planner.search.bounds.outer import outer_of
+from autoparallel.planner.search.frontier import Frontier
+from autoparallel.planner.search.plan import plan
+from autoparallel.planner.search.points import asked_points, search_points
+from autoparallel.profiles import load_cluster
+from tests.planner.search.force import best_by_force, with_memory
+from tests.toy_graphs import toy_transformer
+
+MIB = 1 << 20
+WIDE = Problem(
+    graph=toy_transformer(layers=2, hidden=1024, heads=2, seq=512, vocab=4096),
+    cluster=load_cluster("h100-sxm:1x2"), global_batch=4,
+    constraints={"mesh.tp": 2, "shard.sequence_parallel": False},
+)  # fmt: skip
+
+
+def tight(problem: Problem, capacity_bytes: float) -> Problem:
+    return replace(problem, cluster=with_memory(problem.cluster, capacity_bytes))
+
+
+def searched(problem: Problem) -> Frontier:
+    """A search without further points."""
+    outer = outer_of(problem)
+    assert outer is not None
+    frontier = Frontier(outer=outer, check=lambda _: None)
+    frontier.run()
+    return frontier
+
+
+@pytest.mark.parametrize("capacity_mib", [310, 350, 400])
+def test_where_memory_binds_another_point_wins(capacity_mib: int) -> None:
+    problem = tight(WIDE, capacity_mib * MIB)
+    before = searched(problem)
+    found = plan(problem)
+    assert found.status == "optimal"
+    assert found.prediction.step_time_s < 0.95 * before.value[0]
+    first = Expander(problem.graph, problem.cluster).tensor_plan(replace(found.strategy, tensor=()))
+    assert found.strategy.tensor != first.rules
+    fresh = score(problem.graph, problem.cluster, found.strategy)
+    assert (fresh.step_time_s, fresh.peak_bytes) == (
+        found.prediction.step_time_s,
+        found.prediction.peak_bytes,
+    )
+    assert not plan_problems(problem, found.strategy, found.prediction)
+
+
+@pytest.mark.parametrize("capacity_mib", [350, 400, 1000])
+def test_brute_force_over_the_points_asked_for_never_beats_the_plan(capacity_mib: int) -> None:
+    few = {"batch.micro": 2, "recompute.mode": "none"}
+    problem = tight(replace(WIDE, constraints={**WIDE.constraints, **few}), capacity_mib * MIB)
+    frontier = searched(problem)
+    expander = frontier.outer.book.expander
+    entries = [(), *(rules for _, rules in asked_points(frontier))]
+    assert len(entries) > 1
+    each = [
+        best_by_force(replace(problem, constraints={**problem.constraints, "tensor": rules}), expander)[0]
+        for rules in entries
+    ]
+    found = plan(problem, expander=expander)
+    assert found.status == "optimal"
+    assert found.prediction.step_time_s == pytest.approx(min(each)[0], rel=2e-6), each
+    assert found.lower_bound_s <= min(each)[0]
+
+
+def test_a_model_fits_that_would_not_with_the_first_point() -> None:
+    least = plan(replace(WIDE, objective=Objective.MEMORY)).prediction.peak_bytes
+    problem = tight(WIDE, least)
+    assert searched(problem).incumbent is None
+    assert plan(problem).prediction.peak_bytes <= least
+    with pytest.raises(InfeasiblePlan):
+        plan(tight(WIDE, 0.9 * least))
+
+
+def test_nothing_is_asked_for_where_tensor_parallelism_could_not_win() -> None:
+    frontier = searched(replace(WIDE, constraints={}, global_batch=16))
+    assert frontier.incumbent is not None
+    assert frontier.incumbent.strategy.mesh.tp == 1
+    search_points(frontier, lambda _: None)
+    assert not frontier.taken
