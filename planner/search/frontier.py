@@ -69,6 +69,7 @@ class Frontier:
     value: Value = NOTHING
     work: float = 0.0  # done so far, about milliseconds; the same on every machine
     seen: list[Evaluation] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
     taken: list[Frontier] = field(
         default_factory=list
     )  # searches of more of the space that belong to this one
@@ -81,7 +82,6 @@ class Frontier:
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
     _paths: dict[object, list[Row]] = field(default_factory=dict)
     _twins: Twins = field(init=False)
-    _errors: list[UserError] = field(default_factory=list)
     _solved: set[Candidate] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -124,11 +124,6 @@ class Frontier:
     def candidates(self) -> int:
         """Variants of the space."""
         return int(self.outer.counts.sum()) + sum(other.candidates for other in self.taken)
-
-    @property
-    def errors(self) -> tuple[UserError, ...]:
-        """Why candidates turned out not to be strategies at all."""
-        return tuple(self._errors)
 
     def may_win(self, bound: Value) -> bool:
         """Whether something with this bound could be better than the incumbent."""
@@ -237,7 +232,7 @@ class Frontier:
         try:
             bounds = refined_bounds(self.outer, found, self._below_all_s(found), memory=self._by_memory)
         except UserError as error:
-            self._errors.append(error)
+            self.errors.append(error)
             return
         open_ = np.isfinite(bounds.time_s)
         self._queue(found.take(open_), bounds.take(open_), Known.PLACED)
@@ -278,7 +273,7 @@ class Frontier:
         try:
             priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
         except UserError as error:
-            self._errors.append(error)
+            self.errors.append(error)
             return None
         self.work += spending.PER_STAGE_PROBLEM
         key = chosen.schedule_key

@@ -28,13 +28,13 @@ from autoparallel.planner.problem import Objective
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
 from autoparallel.planner.search.bounds.runs import values_of
-from autoparallel.planner.search.bounds.tables import Floats, representative, settings_of
+from autoparallel.planner.search.bounds.tables import representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
-from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_cost
-from autoparallel.planner.strategy.types import Strategy, TensorRule
+from autoparallel.planner.strategy.types import Offload, Strategy, TensorRule
 
 SHAPES_ASKED = 16  # of a setting, those with the least bounds, that say whether it is asked for
 VARIANTS_ASKED = 256  # of these shapes likewise
@@ -57,7 +57,7 @@ class Asked:
 def asked_points(frontier: Frontier) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]]:
     """Shapes and the entries of a further point to search them with, for the best strategy that is known."""
     outer = frontier.outer
-    for asked in _asked(frontier):
+    for asked in list(_asked(frontier)):
         for price in asked.prices:
             frontier.work += spending.PER_TENSOR_PLACEMENT
             plan = outer.book.expander.works.tensor_point(asked.strategy, price)
@@ -190,9 +190,10 @@ def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
 
 
 def _example(outer: Outer, shape: int) -> Strategy:
-    """A strategy of a shape as its prices were made for: without a pipeline, tensor parallelism between neighbours."""
+    """A strategy of a shape as its prices were made for: without a pipeline, tensor parallelism between neighbours; and
+    nothing on the host."""
     distinct, _ = settings_of(outer.problem, outer.space.shapes.take(np.array([shape])))
-    return representative(outer.problem, outer.chain, distinct[0].tolist())
+    return replace(representative(outer.problem, outer.chain, distinct[0].tolist()), offload=Offload())
 
 
 def _below(frontier: Frontier, time_s: Floats, shape: Ints) -> Bools:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autoparallel.errors import UserError
 from autoparallel.planner.search.answer.check import constraint_problems
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import Evaluation, evaluate, held
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.search.space.candidates import rules_of
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Offload, Recompute, Strategy
 
@@ -36,18 +38,23 @@ def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value)
     for other in _simpler(outer, strategy):
         if strategy_problems(problem.graph, problem.cluster, other) or constraint_problems(problem, other):
             continue
-        if not outer.fits(held(outer.book.expander, other)):
+        try:
+            if not outer.fits(held(outer.book.expander, other)):
+                continue
+            one = evaluate(outer.book.expander, other)
+        except UserError:  # tensor entries that mean nothing there
             continue
-        one = evaluate(outer.book.expander, other)
         if all(a <= b * (1 + TOLERANCE) for a, b in zip(_value(frontier, one), value, strict=True)):
             yield one
 
 
 def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
     """The strategy with one thing less, each in turn."""
-    mesh, shard = strategy.mesh, strategy.shard
+    mesh, shard, given = strategy.mesh, strategy.shard, rules_of(outer.problem)
     if strategy.offload != Offload():
         yield replace(strategy, offload=Offload())
+    if strategy.tensor != given:  # the first point of the tensor plans
+        yield replace(strategy, tensor=given)
     if mesh.tp > 1 and not outer.book.expander.tensor_plan(strategy).rules:  # its ranks do the same work
         alone = replace(shard, sequence_parallel=False)
         yield replace(strategy, mesh=replace(mesh, tp=1), shard=alone)

@@ -99,7 +99,7 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
         offload=chosen.offload,
         execution=problem.execution,
         grad_sync=GradSync(**sync, compression=chosen.compression),
-        tensor=_rules(problem),
+        tensor=rules_of(problem),
         embedding_access=access_of(problem),
     )
     if "bucket_mib" in sync or not bucketed:
@@ -124,7 +124,8 @@ def _with_groups(mesh: Mesh, groups: tuple[int, ...]) -> Mesh:
     )  # fmt: skip
 
 
-def _rules(problem: Problem) -> tuple[TensorRule, ...]:
+def rules_of(problem: Problem) -> tuple[TensorRule, ...]:
+    """The user's tensor entries."""
     rules = problem.constraints.get("tensor", ())
     if not isinstance(rules, tuple) or not all(isinstance(rule, TensorRule) for rule in rules):
         raise UserError("tensor: a list of placements by module is needed")

@@ -11,8 +11,12 @@ import numpy as np
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.score import score
+from autoparallel.planner.search.bounds.outer import outer_of
+from autoparallel.planner.search.frontier import Frontier
+from autoparallel.planner.search.points import asked_points
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Ints
 from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
@@ -50,10 +54,11 @@ def deals(problem: Problem, chunks: int, mode: str) -> Iterator[Deal]:
             yield Deal(blocks=blocks, recomputed=recomputed)
 
 
-def every_strategy(problem: Problem) -> Iterator[Strategy]:
-    """Brute force: each variant of the space with each deal, as far as `strategy_problems` admits it."""
+def every_strategy(problem: Problem, rows: Ints | None = None) -> Iterator[Strategy]:
+    """Brute force: each variant of the space (or of some of its shapes) with each deal, as far as `strategy_problems` admits
+    it."""
     space = build_space(problem)
-    every = variants(space, np.arange(len(space.shapes)))
+    every = variants(space, np.arange(len(space.shapes)) if rows is None else rows)
     for row in range(len(every)):
         chosen = candidate(space, every, row)
         for deal in deals(problem, chosen.chunks, chosen.mode):
@@ -62,12 +67,31 @@ def every_strategy(problem: Problem) -> Iterator[Strategy]:
                 yield strategy
 
 
-def best_by_force(problem: Problem, expander: Expander) -> tuple[tuple[float, float], int]:
-    """The best objective of any strategy, and how many there are."""
+def points_asked(problem: Problem) -> list[tuple[Problem, Ints]]:
+    """The further points of the tensor plans that belong to the space: the problem with the entries of each, and the
+    shapes that ask for it."""
+    outer = outer_of(problem)
+    if outer is None:
+        return []
+    frontier = Frontier(outer=outer, check=lambda _: None)
+    frontier.run()
+    return [
+        (replace(problem, constraints={**problem.constraints, "tensor": rules}), rows)
+        for rows, rules in asked_points(frontier)
+    ]
+
+
+def best_by_force(
+    problem: Problem, expander: Expander, *, points: bool = False
+) -> tuple[tuple[float, float], int]:
+    """The best objective of any strategy, with further `points` of the tensor plans if asked for, and how many there
+    are."""
     best, count = (float("inf"), float("inf")), 0
-    for strategy in every_strategy(problem):
-        prediction = score(problem.graph, problem.cluster, strategy, expander)
-        count += 1
-        if prediction.feasible:
-            best = min(best, objective_value(problem, prediction))
+    spaces: list[tuple[Problem, Ints | None]] = [(problem, None)]
+    for one, rows in [*spaces, *(points_asked(problem) if points else [])]:
+        for strategy in every_strategy(one, rows):
+            prediction = score(problem.graph, problem.cluster, strategy, expander)
+            count += 1
+            if prediction.feasible:
+                best = min(best, objective_value(problem, prediction))
     return best, count

@@ -16,7 +16,7 @@ from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.answer.check import plan_problems
 from autoparallel.planner.search.answer.outcome import PlanResult
 from autoparallel.planner.search.plan import plan
-from autoparallel.planner.search.space.irregular import every_part
+from autoparallel.planner.search.space.irregular import every_part, has_parts
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.parts import placed
@@ -70,7 +70,8 @@ def check(problem: Problem, room: float) -> None:
     found = plan(tight)
     assert not plan_problems(tight, found.strategy, found.prediction)
     each = [
-        best_by_force(one, Expander(graph=one.graph, cluster=one.cluster)) for one in every_cluster(tight)
+        best_by_force(one, Expander(graph=one.graph, cluster=one.cluster), points=not has_parts(tight))
+        for one in every_cluster(tight)
     ]
     best, count = min(value for (value, _), _ in each), sum(number for _, number in each)
     value, shown = value_of(tight, found), f"{found.strategy} of {count}, best {best}"

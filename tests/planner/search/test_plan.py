@@ -80,7 +80,7 @@ def test_brute_force_never_beats_an_optimal_plan(
     tight = replace(problem, cluster=with_memory(problem.cluster, least * room), objective=objective)
     result = plan(tight)
     expander = Expander(graph=tight.graph, cluster=tight.cluster)
-    best, count = best_by_force(tight, expander)
+    best, count = best_by_force(tight, expander, points=True)
     found = objective_value(tight, result.prediction)
     shown = f"{result.strategy}\nfound {found}, best of {count} is {best}, bound {result.lower_bound_s}"
     assert not plan_problems(tight, result.strategy, result.prediction)

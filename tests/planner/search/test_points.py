@@ -15,9 +15,9 @@ from autoparallel.planner.search.answer.outcome import InfeasiblePlan
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Frontier
 from autoparallel.planner.search.plan import plan
-from autoparallel.planner.search.points import asked_points, search_points
+from autoparallel.planner.search.points import search_points
 from autoparallel.profiles import load_cluster
-from tests.planner.search.force import best_by_force, with_memory
+from tests.planner.search.force import best_by_force, points_asked, with_memory
 from tests.toy_graphs import toy_transformer
 
 MIB = 1 << 20
@@ -62,18 +62,12 @@ def test_where_memory_binds_another_point_wins(capacity_mib: int) -> None:
 def test_brute_force_over_the_points_asked_for_never_beats_the_plan(capacity_mib: int) -> None:
     few = {"batch.micro": 2, "recompute.mode": "none"}
     problem = tight(replace(WIDE, constraints={**WIDE.constraints, **few}), capacity_mib * MIB)
-    frontier = searched(problem)
-    expander = frontier.outer.book.expander
-    entries = [(), *(rules for _, rules in asked_points(frontier))]
-    assert len(entries) > 1
-    each = [
-        best_by_force(replace(problem, constraints={**problem.constraints, "tensor": rules}), expander)[0]
-        for rules in entries
-    ]
-    found = plan(problem, expander=expander)
+    assert points_asked(problem)
+    found, expander = plan(problem), Expander(graph=problem.graph, cluster=problem.cluster)
+    best, _ = best_by_force(problem, expander, points=True)
     assert found.status == "optimal"
-    assert found.prediction.step_time_s == pytest.approx(min(each)[0], rel=2e-6), each
-    assert found.lower_bound_s <= min(each)[0]
+    assert found.prediction.step_time_s == pytest.approx(best[0], rel=2e-6)
+    assert found.lower_bound_s <= best[0]
 
 
 def test_a_model_fits_that_would_not_with_the_first_point() -> None:
