@@ -7,8 +7,8 @@ asked for where, were memory without limit, some variant of the setting could be
     a price   where memory raises the bound of such a variant: what recomputation takes for a KiB that it frees. A plan
               that frees memory for less is the best at that price; where the first point is, recomputing blocks is the
               cheaper way
-    LEANEST   where no price says what memory is worth: memory is the objective or nothing fits (then of one setting), or
-              there is no more to recompute than the best strategy does
+    LEANEST   where no price says what memory is worth: memory is the objective or nothing fits (then in any setting that
+              comes near), or there is no more to recompute than the best strategy does
 
 Each point is a search of its own over its setting, with its `[[tensor]]` entries as constraints and the best value before it
 to begin with: bounds and simulations are those of the point itself.
@@ -39,6 +39,8 @@ from autoparallel.planner.strategy.types import Offload, Strategy, TensorRule
 SHAPES_ASKED = 16  # of a setting, those with the least bounds, that say whether it is asked for
 VARIANTS_ASKED = 256  # of these shapes likewise
 BINDS = 1.001  # times its bound without limit that a variant takes where memory binds. Kind: formula
+# Share of what a device needs that a point frees at most. Kind: formula: kept activations are rarely half of it.
+MOST_FREED = 0.5
 NS_PER_S = 1e9
 KIB = 1024
 NO_LIMIT_BYTES = 1e18  # more than any device has
@@ -139,19 +141,15 @@ def _asked(frontier: Frontier) -> Iterator[Asked]:
 
 
 def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
-    """What is asked for where only memory counts: the setting of the best strategy, or where nothing fits of the shape that
-    needs least."""
+    """What is asked for where only memory counts: every setting that comes near the best strategy, or near fitting."""
     outer, best = frontier.outer, frontier.incumbent
-    open_ = (keys[:, 0] > 1) & np.isfinite(outer.bounds.time_s)
-    if best is not None:
-        mesh = best.strategy.mesh
-        open_ &= (keys == (mesh.tp, best.strategy.shard.sequence_parallel, mesh.ep)).all(axis=1)
-    if not open_.any():
-        return
-    rows = np.flatnonzero(open_)
-    least = int(rows[np.argmin(outer.bounds.memory_bytes[rows])])
-    rows = np.flatnonzero(open_ & (keys == keys[least]).all(axis=1))
-    yield Asked(strategy=_example(outer, least), rows=rows, prices=(LEANEST,))
+    most_bytes = outer.capacity_bytes if best is None else frontier.value[0]
+    least_bytes = np.where(np.isfinite(outer.bounds.time_s), outer.bounds.memory_bytes, inf)
+    open_ = (keys[:, 0] > 1) & (least_bytes * (1 - MOST_FREED) <= most_bytes)
+    for key in np.unique(keys[open_], axis=0):
+        rows = np.flatnonzero(open_ & (keys == key).all(axis=1))
+        example = _example(outer, int(rows[np.argmin(least_bytes[rows])]))
+        yield Asked(strategy=example, rows=rows, prices=(LEANEST,))
 
 
 def _of_setting(frontier: Frontier, rows: Ints) -> Iterator[Asked]:

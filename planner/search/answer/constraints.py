@@ -11,6 +11,7 @@ from autoparallel.planner.search.answer.outcome import ConstraintCost
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.points import search_points
 from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Frontier.work`) that is spent on the plan without a constraint. Kind: formula: about half a second.
@@ -73,6 +74,7 @@ def _best(problem: Problem, outer: Outer, known: Sequence[Evaluation], work: flo
         frontier.consider(one)
     with suppress(Stopped):
         frontier.run()
+        search_points(frontier, check)
     if frontier.incumbent is None:
         return None
     bound = min(frontier.bound()[0], frontier.value[0])
