@@ -144,6 +144,8 @@ def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
     """What is asked for where only memory counts: every setting that comes near the best strategy, or near fitting."""
     outer, best = frontier.outer, frontier.incumbent
     most_bytes = outer.capacity_bytes if best is None else frontier.value[0]
+    if best is None:  # of what does not fit nothing is known yet
+        outer = build_outer(outer.problem, outer.space, outer.chain, outer.book, NO_LIMIT_BYTES)
     least_bytes = np.where(np.isfinite(outer.bounds.time_s), outer.bounds.memory_bytes, inf)
     open_ = (keys[:, 0] > 1) & (least_bytes * (1 - MOST_FREED) <= most_bytes)
     for key in np.unique(keys[open_], axis=0):
