@@ -31,8 +31,14 @@ _FACTORS = {
 
 
 def collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
-    """Seconds of one collective in a training step, where its ranks do not arrive together."""
-    return cluster.device.constants["collective.in_step"] * alone_collective_s(collective, axes, cluster)
+    """Seconds of one collective in a training step, where its ranks do not arrive together: longer by one factor
+    where the group stays inside the innermost level, by another where it leaves it."""
+    path = _path(collective, axes, cluster)
+    if not path:
+        return 0.0
+    constants = cluster.device.constants
+    factor = constants["collective.in_step_outside" if path[-1].index else "collective.in_step"]
+    return factor * _alone_s(collective, axes, path, cluster)
 
 
 def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
@@ -42,13 +48,23 @@ def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cl
     stride of the axes that it spans. One rank, or no bytes, costs nothing. `auto` takes the cheapest
     algorithm that a library has: `hierarchical` runs only where it is asked for. Raises UserError for an unknown algorithm or compression, and where the group does not fit.
     """
+    path = _path(collective, axes, cluster)
+    return _alone_s(collective, axes, path, cluster) if path else 0.0
+
+
+def _path(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> tuple[Crossing, ...]:
+    """The levels that the group crosses; none where it has one rank or nothing to send."""
     if collective.algorithm not in ALGORITHMS:
         raise UserError(
             f"unknown algorithm `{collective.algorithm}` of {collective.op}; one of {', '.join(ALGORITHMS)}"
         )
     path = crossings(collective.axes, axes, cluster, pattern_of(collective))
-    if not path or not collective.size_bytes:
-        return 0.0
+    return path if collective.size_bytes else ()
+
+
+def _alone_s(
+    collective: Collective, axes: Sequence[Axis], path: tuple[Crossing, ...], cluster: Cluster
+) -> float:
     if collective.op == CollectiveOp.SEND:
         rate = message_bytes_per_s(path[-1], collective.axes, axes, cluster)
         path = (*path[:-1], replace(path[-1], device_bytes_per_s=rate))

@@ -36,10 +36,10 @@ def shares(one: Collective, axes: tuple[Axis, ...]) -> Shares:
 def test_a_collective_keeps_only_the_levels_busy_that_it_crosses() -> None:
     inside = shares(collective(CollectiveOp.ALL_REDUCE, "tp"), WITHIN)
     outside = shares(collective(CollectiveOp.ALL_GATHER, "dp_shard"), ACROSS)
-    assert inside[0] > 0.7
+    assert inside[0] > 0.5
     assert inside[1] == 0.0
     assert outside[0] == 0.0
-    assert outside[1] > 0.7
+    assert outside[1] > 0.5
 
 
 def test_a_ring_through_the_nodes_leaves_most_of_the_wider_links_inside_them_free() -> None:
