@@ -21,6 +21,8 @@ def strategy_label(strategy: Strategy) -> str:
         words.append(f"zero {strategy.shard.zero}")
     if strategy.shard.sequence_parallel:
         words.append("sequence parallel")
+    if mesh.tp > 1 and whole_matrices(strategy):
+        words.append("some matrices whole")
     if mesh.pp > 1:
         chunks = strategy.pipeline.virtual_stages
         words.append(strategy.pipeline.schedule + (f" × {chunks}" if chunks > 1 else ""))
@@ -35,6 +37,13 @@ def strategy_label(strategy: Strategy) -> str:
     if lossy:
         words.append("gradients " + "/".join(strategy.grad_sync.compression))
     return ", ".join(words)
+
+
+def whole_matrices(strategy: Strategy) -> tuple[str, ...]:
+    """Modules with a parameter that tensor entries keep whole on every tensor-parallel rank."""
+    return tuple(
+        rule.module for rule in strategy.tensor if any(placed == "replicate" for _, placed in rule.params)
+    )
 
 
 def recompute_label(strategy: Strategy) -> str:

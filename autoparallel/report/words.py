@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoparallel.labels import offload_label
+from autoparallel.labels import offload_label, whole_matrices
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
@@ -183,7 +183,9 @@ def _zero_words(strategy: Strategy) -> str:
 
 
 def _tensor(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) -> Choice:
-    text = f"The matrices of every block are split over {place.size} devices, which talk {_over(place)}."
+    whole = whole_matrices(strategy)
+    but = f" but those of {', '.join(whole)}, which are whole on each," if whole else ""
+    text = f"The matrices of every block{but} are split over {place.size} devices, which talk {_over(place)}."
     if strategy.shard.sequence_parallel:
         text += (
             " Between them, activations are split along the sequence, which saves memory at no extra traffic."

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autoparallel.labels import recompute_label, strategy_label
-from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard, Strategy
+from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard, Strategy, TensorRule
 
 PLAIN = Strategy(
     batch=Batch(global_=8, micro=1), mesh=Mesh(pp=2, dp_shard=4), shard=Shard(zero=1),
@@ -32,3 +32,10 @@ def test_what_is_recomputed_is_said_in_words(recompute: Recompute, said: str) ->
     assert strategy_label(strategy) == "pp 2 × dp_shard 4, zero 1, 1f1b, micro 1" + (
         f", recompute {said}" if said else ""
     )
+
+
+def test_a_label_says_that_some_matrices_are_whole() -> None:
+    rules = (TensorRule(module="layers.*.attn.q", params=(("weight", "replicate"),)),)
+    strategy = Strategy(batch=Batch(global_=8, micro=1), mesh=Mesh(tp=8), tensor=rules)
+    assert strategy_label(strategy) == "tp 8, some matrices whole, micro 1"
+    assert strategy_label(replace(strategy, tensor=())) == "tp 8, micro 1"
