@@ -105,6 +105,7 @@ def find_strategy(
         constraints=constraints,
         execution=_told(execution, constraints),
         allow_lossy=allow_lossy,
+        all_devices=True,
     )
     if cache is None:
         return _plan(problem, None, time_limit_s)
@@ -145,6 +146,7 @@ def plan_key(problem: Problem) -> str:
         "constraints": sorted((key, repr(value)) for key, value in problem.constraints.items()),
         "execution": asdict(problem.execution),
         "allow_lossy": problem.allow_lossy,
+        "all_devices": problem.all_devices,
         "version": __version__,
     }
     text = json.dumps(inputs, sort_keys=True, default=repr)

@@ -33,6 +33,7 @@ class Problem:
     constraints: Mapping[str, object] = field(default_factory=dict)
     execution: Execution = field(default_factory=Execution)
     allow_lossy: bool = False
+    all_devices: bool = False  # every one must work: processes that run already wait for a part in the plan
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:

@@ -29,6 +29,8 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     problem, expander = outer.problem, outer.book.expander
     frontier.incumbent = simplest(outer, frontier, frontier.incumbent)
     rivals = _rivals(outer, frontier, work)
+    frontier.incumbent = simplest(outer, frontier, frontier.incumbent)  # a rival may have taken its place
+    rivals = tuple(one for one in rivals if one.strategy != frontier.incumbent.strategy)
     strategy = with_rules(expander, frontier.incumbent.strategy)
     prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction, expander)

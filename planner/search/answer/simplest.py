@@ -55,7 +55,8 @@ def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
         yield replace(strategy, offload=Offload())
     if strategy.tensor != given:  # the first point of the tensor plans
         yield replace(strategy, tensor=given)
-    if mesh.tp > 1 and not outer.book.expander.tensor_plan(strategy).rules:  # its ranks do the same work
+    idle = mesh.tp > 1 and not outer.book.expander.tensor_plan(strategy).rules  # its ranks do the same work
+    if idle and not outer.problem.all_devices:
         alone = replace(shard, sequence_parallel=False)
         yield replace(strategy, mesh=replace(mesh, tp=1), shard=alone)
     ranks = mesh.data_parallel

@@ -29,6 +29,9 @@ MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LEAST_TOKENS = (
     1024  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
 )
+# A step whose arithmetic takes less on half of the devices may be mostly launches and latencies, which more devices
+# do not shorten: some tens of layers of some tens of kernels each. Kind: formula.
+SHORT_STEP_S = 0.02
 INNER_SIZES = (1, 2, 3, 4, 6, 8)  # of pp x tp x cp that `_where_more_do_not_help` tries
 
 
@@ -127,18 +130,27 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
         used = int(np.prod(known))
         return (used,) if used <= total else ()
-    if problem.objective == Objective.COST:
+    if problem.objective == Objective.COST and not problem.all_devices:
         return divisors(total)
-    return (total, *_where_more_do_not_help(problem.global_batch, total))
+    return (total, *_where_more_do_not_help(problem, total))
 
 
-def _where_more_do_not_help(batch: int, total: int) -> tuple[int, ...]:
+def _where_more_do_not_help(problem: Problem, total: int) -> tuple[int, ...]:
     """Fewer devices than all, where the batch does not divide among all of them: for a few products of pp, tp and
-    cp, the most devices whose data-parallel ranks get equal shares of the batch."""
-    if batch % total == 0:
+    cp, the most devices whose data-parallel ranks get equal shares of the batch. More than half of all, but where
+    the batch has fewer sequences than there are devices, and a step little work for each."""
+    batch = problem.global_batch
+    if batch % total == 0 or problem.all_devices:
         return ()
     counts = {k * max(d for d in divisors(batch) if d * k <= total) for k in INNER_SIZES if k <= total}
-    return tuple(sorted((n for n in counts if total / 2 < n < total), reverse=True))
+    little = batch < total and _work_s(problem, total / 2) < SHORT_STEP_S
+    return tuple(sorted((n for n in counts if n < total and (little or n > total / 2)), reverse=True))
+
+
+def _work_s(problem: Problem, devices: float) -> float:
+    """Seconds of a step's arithmetic at the peak of so many devices."""
+    peak = max(problem.cluster.device.peak_flops.values())
+    return problem.graph.model_flops(problem.global_batch) / (devices * peak)
 
 
 def _usable(problem: Problem) -> int:

@@ -173,6 +173,16 @@ def test_fewer_devices_only_for_cost_or_when_every_size_is_fixed() -> None:
     assert used(problem_of(constraints=fixed)) == {2}
 
 
+def test_far_fewer_devices_are_tried_where_a_step_is_little_work_and_all_where_all_must_work() -> None:
+    def used(**changes: object) -> set[int]:
+        problem = problem_of("h100-sxm:2x8", **changes)
+        return {s.mesh.devices for s in strategies(problem)}
+
+    assert min(used(batch=2)) == 2
+    assert used(batch=2, all_devices=True) == {16}
+    assert used(batch=16) == {16}
+
+
 def test_compression_is_in_the_space_only_where_lossy_methods_are_allowed() -> None:
     def kinds(problem: Problem) -> set[tuple[str, ...]]:
         return {s.grad_sync.compression for s in strategies(problem)}
