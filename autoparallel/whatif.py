@@ -91,7 +91,7 @@ def run_cases(
 ) -> tuple[Outcome, ...]:
     """Plan every case. All requests are checked before the first is planned; a model is captured once per
     sequence length. A case without a plan says why instead of ending the others."""
-    checked = [check_request(case.request) for case in found]
+    checked = [_checked(case) for case in found]
     graphs: dict[int | None, ModelGraph] = {}
     outcomes = []
     for i, (case, request) in enumerate(zip(found, checked, strict=True)):
@@ -100,6 +100,17 @@ def run_cases(
             graphs[request.seq_len] = load_graph(request)
         outcomes.append(_outcome(case, request, graphs[request.seq_len], time_limit_s))
     return tuple(outcomes)
+
+
+def _checked(case: Case) -> Checked:
+    """The case's request, read; what is wrong with a varied key is told of `--vary`."""
+    try:
+        return check_request(case.request)
+    except UserError as error:
+        varied = tuple(f"--set {key}" for key, _ in case.settings)
+        if str(error).startswith(varied):
+            raise UserError(str(error).replace("--set", "--vary", 1)) from None
+        raise
 
 
 def _outcome(case: Case, checked: Checked, graph: ModelGraph, time_limit_s: float | None) -> Outcome:

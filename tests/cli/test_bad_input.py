@@ -224,6 +224,10 @@ def test_a_dtype_by_its_name_in_torch_is_told_ours(graph: Path) -> None:
     refused(*command, words=['did you mean "bf16"'])
 
 
+def test_a_varied_key_that_is_none_is_told_of_vary(graph: Path) -> None:
+    refused("whatif", graph, "--cluster", CLUSTER, "--vary", "tp=1,2", words=["--vary tp", '"mesh.tp"'])
+
+
 def test_a_cost_needs_prices(tmp_path: Path, graph: Path) -> None:
     words = ["--objective cost", "no price for h100-sxm", "price_per_device_hour"]
     refused("plan", graph, "--cluster", CLUSTER, "--objective", "cost", words=[*words, "cluster file"])
