@@ -239,7 +239,7 @@ class Expander:
         if strategy.mesh.tp == 1 or strategy.execution.kernels != "fused":
             return 0
         found = 0
-        for block in {self.graph.chain[p].block for p in positions}:
+        for block in dict.fromkeys(self.graph.chain[p].block for p in positions):
             local = self.works.local(strategy, block)
             gathers = [
                 r

@@ -298,9 +298,8 @@ def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) 
 
 def kept_kib(block: PricedBlock, picks: Sequence[int]) -> int:
     """Kibibytes kept for the backward pass: a storage once, and once more where shares of it are kept beside the whole."""
-    return sum(
-        kib for _, kib in {key for row, k in zip(block.costs.keeps, picks, strict=True) for key in row[k]}
-    )
+    kept = dict.fromkeys(key for row, k in zip(block.costs.keeps, picks, strict=True) for key in row[k])
+    return sum(kib for _, kib in kept)
 
 
 def answer_cost(

@@ -70,6 +70,26 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert lines <= MAX_FUNCTION_LINES, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
 
 
+def sets_looped_over(tree: ast.AST) -> Iterator[int]:
+    """Lines that loop over a set, whose order is another in every process."""
+    for node in ast.walk(tree):
+        looped = node.iter if isinstance(node, ast.For | ast.comprehension) else None
+        made = isinstance(looped, ast.Call) and ast.unparse(looped.func) in ("set", "frozenset")
+        if looped is not None and (made or isinstance(looped, ast.Set | ast.SetComp)):
+            yield looped.lineno
+
+
+def test_the_planner_loops_over_nothing_whose_order_a_process_decides() -> None:
+    """Equal inputs give equal bytes: also what a solver is given must come in the same order."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in source_files()
+        if path.relative_to(ROOT).parts[0] == "planner"
+        for line in sets_looped_over(ast.parse(path.read_text()))
+    ]
+    assert not found, found
+
+
 def test_every_test_folder_mirrors_a_source_folder() -> None:
     names = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and not p.name.startswith("__")}
     expected = {

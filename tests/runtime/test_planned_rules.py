@@ -8,6 +8,7 @@ import torch
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.sharding.points import FASTEST, LEANEST
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Shard, Strategy, TensorRule
 from autoparallel.profiles import load_cluster
 from tests.runtime.compare import TOLERANCE, compare
@@ -18,7 +19,10 @@ from tests.runtime.test_step import MODELS
 pytestmark = pytest.mark.distributed
 
 
-def planned_rules(name: str, tp: int, sequence_parallel: bool) -> tuple[TensorRule, ...]:
+def planned_rules(
+    name: str, tp: int, sequence_parallel: bool, memory_price: float | None = None
+) -> tuple[TensorRule, ...]:
+    """The entries of a model's tensor plan, or of the point that is best at a price of memory."""
     example = EXAMPLES[name](4)
     graph = capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
     strategy = Strategy(
@@ -27,11 +31,16 @@ def planned_rules(name: str, tp: int, sequence_parallel: bool) -> tuple[TensorRu
         shard=Shard(sequence_parallel=sequence_parallel),
         execution=Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager"),
     )
-    return Expander(graph, load_cluster(f"cpu-gloo:1x{tp}")).tensor_plan(strategy).rules
+    expander = Expander(graph, load_cluster(f"cpu-gloo:1x{tp}"))
+    if memory_price is None:
+        return expander.tensor_plan(strategy).rules
+    point = expander.works.tensor_point(strategy, memory_price)
+    assert point is not None
+    return point.rules
 
 
-CASES = [
-    (tp, model, sequence_parallel)
+CASES: list[tuple[int, str, bool, float | None]] = [
+    (tp, model, sequence_parallel, None)
     for tp, models in ((2, MODELS), (4, ("llama", "gpt2")))
     for model in models
     for sequence_parallel in (False, True)
@@ -39,11 +48,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tp", "model", "sequence_parallel"), CASES)
+CASES += [(2, "llama", False, LEANEST), (2, "gpt2", True, FASTEST)]
+
+
+@pytest.mark.parametrize(("tp", "model", "sequence_parallel", "memory_price"), CASES)
 def test_planned_rules_give_the_gradients_of_one_process(
-    gloo: Processes, tp: int, model: str, sequence_parallel: bool
+    gloo: Processes, tp: int, model: str, sequence_parallel: bool, memory_price: float | None
 ) -> None:
-    rules = planned_rules(model, tp, sequence_parallel)
+    rules = planned_rules(model, tp, sequence_parallel, memory_price)
     options = {"tp": tp, "tensor": rules, "micro_batches": 2}
     found = gloo.run(tp, compare, name=model, options=options, dtype=MODELS[model])[0]
     limit = TOLERANCE[getattr(torch, MODELS[model])]

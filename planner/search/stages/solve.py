@@ -231,7 +231,7 @@ class _Builder:
 
     def _prefixed(self, form: Form) -> list[Linear]:
         found: list[Linear] = []
-        extra = {kind: form.recomputed[kind] - form.kept[kind] for kind in set(self.problem.kinds)}
+        extra = {kind: form.recomputed[kind] - form.kept[kind] for kind in dict.fromkeys(self.problem.kinds)}
         for c, fixed in enumerate(form.fixed):
             before, after = self.before_cuts[c], self.before_cuts[c + 1]
             amount = fixed + sum(form.kept[kind] * (after[kind] - before[kind]) for kind in before)

@@ -119,7 +119,7 @@ def choose(
 
 
 def _alike(model: cp_model.CpModel, one: TableClass, row: Sequence[cp_model.IntVar]) -> None:
-    for tier in {option.tier for option in one.options}:
+    for tier in dict.fromkeys(option.tier for option in one.options):
         own = [x for x, option in zip(row, one.options, strict=True) if option.tier == tier]
         if len(own) > 1:
             used = [model.new_bool_var("") for _ in own]
