@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autoparallel.errors import UserError
+from autoparallel.labels import whole_matrices
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import nodes_in_use
 from autoparallel.planner.strategy.types import Strategy
@@ -73,6 +74,8 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
         found.append(f'grad_sync.algorithm = "{strategy.grad_sync.algorithm}" (NCCL chooses)')
     if strategy.embedding:
         found.append("[[embedding]]: TorchRec shards tables over ranks; none of these does")
+    if strategy.mesh.tp > 1 and (whole := whole_matrices(strategy)):
+        found.append(f"[[tensor]]: matrices of {', '.join(whole)} are whole here, and sharded there")
     if strategy.mesh.groups:
         found.append(
             f"mesh.groups = {list(strategy.mesh.groups)}: list the hosts in this order of their groups"

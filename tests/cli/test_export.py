@@ -11,7 +11,7 @@ import pytest
 
 from autoparallel.exports import EXPORTS, plan_of
 from autoparallel.planner.strategy.file import read_strategy_file
-from autoparallel.planner.strategy.types import Offload, Pipeline, Recompute
+from autoparallel.planner.strategy.types import Offload, Pipeline, Recompute, TensorRule
 from tests.cli.runner import refused, run
 from tests.report.sample import write_sample
 
@@ -167,3 +167,12 @@ def test_a_placement_that_a_framework_cannot_have_is_said(pipelined: Path) -> No
     assert "--use-tp-pp-dp-mapping" in placed(inside, "megatron")
     assert "mesh.order" not in placed(inside, "megatron")
     assert "mesh.order" in placed(odd, "megatron")
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "megatron", "deepspeed"])
+def test_matrices_that_a_plan_keeps_whole_are_named(flat: Path, target: str) -> None:
+    plan = plan_of(read_strategy_file(flat))
+    mesh = replace(plan.strategy.mesh, tp=2, dp_shard=plan.strategy.mesh.dp_shard // 2)
+    rules = (TensorRule(module="layers.*.attn.q", params=(("weight", "replicate"),)),)
+    said = EXPORTS[target](replace(plan, strategy=replace(plan.strategy, mesh=mesh, tensor=rules)))
+    assert "matrices of layers.*.attn.q are whole here" in said
