@@ -23,11 +23,11 @@ from autoparallel.profiles.hardware import Cluster, Device, Level, Network, Prov
 SLOWER = 1.01
 STEP = "step"  # the residual of whole steps
 # Kind: measured. Source: benchmarks/accuracy.py on benchmarks/published/training_rows.csv, before calibration.
-PUBLISHED = Residual(samples=1400, mean_absolute_error=0.09, p90_absolute_error=0.18, bias=0.0)
+PUBLISHED = Residual(samples=1495, mean_absolute_error=0.071, p90_absolute_error=0.15, bias=0.0)
 # Constants that are rates or shares of one, and those that are times or stretch them. What is neither (counts, tile
 # sizes) is no figure that time is proportional to.
 _RATES = ("gemm.efficiency", "gemm.memory", "gemm.conv", "gemm.grouped_eff", "gemm.tile.", "attention.forward", "attention.backward", "memory.efficiency", "collective.efficiency", "collective.nvls_eff", "collective.tree", "collective.all_to_all_eff", "collective.send_eff", "collective.bandwidth", "host.bytes", "host.memory_bytes_per_s")  # fmt: skip
-_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.start_s", "collective.host_s", "collective.peer_s", "collective.factor", "collective.latency", "collective.nvls_rank_s", "gemm.grouped_expert_s", "overlap.")  # fmt: skip
+_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.start_s", "collective.host_s", "collective.peer_s", "collective.factor", "collective.latency", "collective.in_step", "collective.nvls_rank_s", "gemm.grouped_expert_s", "overlap.")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
