@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.bound import bound_terms
@@ -262,7 +262,27 @@ def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
             drain = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, first + 1)]
             drain += [(int(Q.SEND), stage, 1) for stage in range(first)]
             rows.append(Row(terms=merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
+    if pipeline.virtual_stages > 1:
+        rows += [Row(terms=merged(terms)) for terms in _round_trips(strategy, len(home))]
     return tuple(rows)
+
+
+def _round_trips(strategy: Strategy, chunks: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Of several chunks per rank: the last micro-batch through all of them and back, after the others have left the first
+    one; and the first micro-batch, before the others come back to it."""
+    others = strategy.micro_batches - 1
+    there = [(int(Q.FORWARD), stage, 1) for stage in range(chunks)]
+    there += [(int(Q.SEND), stage, 2) for stage in range(chunks - 1)]
+    end = [(int(Q.END), 0, 1), (int(Q.STEP), 0, 1)]
+    last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, chunks)]
+    yield [(int(Q.FORWARD), 0, others), *there, *last, *end]
+    if others:
+        yield [
+            *there,
+            *((int(Q.BACKWARD), stage, 1) for stage in range(1, chunks)),
+            (int(Q.BACKWARD), 0, others),
+            *end,
+        ]
 
 
 def split_rows(strategy: Strategy) -> tuple[Row, ...]:
