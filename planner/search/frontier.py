@@ -18,6 +18,7 @@ from autoparallel.planner.search.bounds.runs import Known, Run, Value, Values, p
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.nodes import Node
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
@@ -35,22 +36,12 @@ VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with th
 MUCH = 0.02  # share by which a stage problem promises more than the incumbent, to be simulated at once
 DIVES = 12  # strategies simulated before the search proper
 ROOMS_TRIED = 5  # deals of a variant tried, each with as much more room as the one before lacked
+SHORT = 0.1  # of the effort, for a first look at a stage problem
 NOTHING: Value = (inf, inf)
 
 
 class Stopped(Exception):
     """A limit ended the search."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A variant with its stage problem, the deals already simulated, and the one to simulate next."""
-
-    chosen: Candidate
-    bound: Value
-    problem: StageProblem
-    excluded: tuple[Deal, ...]
-    deal: Deal
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +65,9 @@ class Frontier:
         default_factory=list
     )  # searches of more of the space that belong to this one
     _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
+    _undecided: list[tuple[Value, int, Node | Run]] = field(
+        default_factory=list
+    )  # solved again when no other is open
     _pushed: int = 0
     _order: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     _values: list[Value] = field(default_factory=list)
@@ -95,15 +89,13 @@ class Frontier:
         while True:
             self._current = NOTHING
             self.check(self)
-            if not self._heap or self._upcoming() < self._heap[0][0]:
-                if self._next >= len(self._order):
-                    break
+            if self._next < len(self._order) and (not self._heap or self._upcoming() < self._heap[0][0]):
                 self._expand()
                 continue
-            bound, _, item = heapq.heappop(self._heap)
-            if not self.may_win(bound):
+            heap = self._heap if self._heap and self.may_win(self._heap[0][0]) else self._undecided
+            if not heap or not self.may_win(heap[0][0]):
                 break
-            self._current = bound
+            self._current, _, item = heapq.heappop(heap)
             if isinstance(item, Run):
                 self._open(item)
             else:
@@ -111,7 +103,7 @@ class Frontier:
 
     def bound(self) -> Value:
         """What nothing that is still open, or was given up, goes below."""
-        head = self._heap[0][0] if self._heap else NOTHING
+        head = min((heap[0][0] for heap in (self._heap, self._undecided) if heap), default=NOTHING)
         taken = min((other.bound() for other in self.taken), default=NOTHING)
         return min(head, self._upcoming(), self._current, self._given_up, taken)
 
@@ -155,9 +147,11 @@ class Frontier:
     def _upcoming(self) -> Value:
         return self._values[self._next] if self._next < len(self._order) else NOTHING
 
-    def _push(self, bound: Value, item: Node | Run) -> None:
+    def _push(
+        self, bound: Value, item: Node | Run, heap: list[tuple[Value, int, Node | Run]] | None = None
+    ) -> None:
         self._pushed += 1
-        heapq.heappush(self._heap, (bound, self._pushed, item))
+        heapq.heappush(self._heap if heap is None else heap, (bound, self._pushed, item))
 
     def _below_s(self, devices: int) -> float:
         """Seconds that a strategy must stay below to be better than the incumbent."""
@@ -264,7 +258,8 @@ class Frontier:
             return
         problem = self._problem(chosen)
         if problem is not None:
-            self._resolve(chosen, bound, self._tried(chosen, bound, problem), ())
+            problem = self._tried(chosen, bound, problem)
+            self._resolve(Node(chosen=chosen, bound=bound, problem=problem), SHORT)
 
     def _problem(self, chosen: Candidate) -> StageProblem | None:
         """The stage problem of a candidate with all paths known; None where it is no strategy at all."""
@@ -338,33 +333,32 @@ class Frontier:
             if deal != last:
                 found, last = self._evaluate(chosen, deal), deal
 
-    def _resolve(
-        self, chosen: Candidate, bound: Value, problem: StageProblem, excluded: tuple[Deal, ...]
-    ) -> None:
-        """Solve a stage problem; the node goes back with the bound that it has now."""
+    def _resolve(self, node: Node, share: float = 1.0) -> None:
+        """Solve a node's stage problem with a share of the effort; it goes back with the bound that it has now."""
+        chosen, bound, problem, excluded = node.chosen, node.bound, node.problem, node.excluded
+        effort = self.effort * share
         if has_choice(problem):
             each = spending.PER_CHUNK if len(set(problem.kinds)) == 1 else spending.PER_UNLIKE_CHUNK
             self.work += spending.PER_SOLVE + each * chosen.chunks
         if self.outer.problem.objective == Objective.MEMORY:
             least = int(min(self.value[0], float(problem.capacity_bytes))) + 1
-            answer = solve_for_memory(problem, excluded, least, self.effort, self._spend)
+            answer = solve_for_memory(problem, excluded, least, effort, self._spend)
             value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
         else:
             below_s = self._below_s(chosen.mesh.devices)
             below = ceil(below_s * PS) if below_s < inf else None
-            answer = solve_stages(
-                problem, excluded=excluded, below=below, effort=self.effort, spend=self._spend
-            )
+            answer = solve_stages(problem, excluded=excluded, below=below, effort=effort, spend=self._spend)
             value = NOTHING
             if answer is not None:
                 value = max(bound, self.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
         if answer is None or not self.may_win(value):
             return
-        if answer.deal is None:
+        node = replace(node, bound=value, deal=answer.deal)
+        if answer.deal is None and share < 1.0:
+            self._push(value, node, self._undecided)
+        elif answer.deal is None:
             self._given_up = min(self._given_up, value)
-            return
-        node = Node(chosen=chosen, bound=value, problem=problem, excluded=excluded, deal=answer.deal)
-        if not excluded and value[0] < self.value[0] * (1 - MUCH):  # something to measure the rest by
+        elif not excluded and value[0] < self.value[0] * (1 - MUCH):  # something to measure the rest by
             self._simulate(node)
         else:
             self._push(value, node)
@@ -374,13 +368,17 @@ class Frontier:
 
     def _simulate(self, node: Node) -> None:
         """Simulate a node's deal, learn from it, and solve again for what is left."""
+        if node.deal is None:
+            self._resolve(node)
+            return
         found = self._evaluate(node.chosen, node.deal)
         if not has_choice(node.problem):
             return
         if not node.excluded:
             self._leave_room(node.chosen, node.problem, found)
         rows = self._learn(node.chosen, found)
-        self._resolve(node.chosen, node.bound, with_paths(node.problem, rows), (*node.excluded, node.deal))
+        excluded = (*node.excluded, node.deal)
+        self._resolve(replace(node, problem=with_paths(node.problem, rows), excluded=excluded), SHORT)
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""

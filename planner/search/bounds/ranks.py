@@ -105,6 +105,14 @@ class Rows:
             sums[at] = np.maximum(np.maximum(fewest, self.repeated - (pp * chunks - rank) * most), 0).sum()
         return np.asarray(sums[which.reshape(-1)])
 
+    def first_stage_s(self) -> Floats:
+        """What stands besides on the way of a micro-batch through all stages and back: the first stage's forwards of the
+        other micro-batches, the rest of its reduction, and its step."""
+        u, held = self.units, self.first_chunk(np.zeros(1, dtype=np.int64))
+        f, _, ended_s, b = _passes(self, 1.0)
+        others = (self.shapes.micro_batches - 1) * f * held
+        return np.asarray(others + held * (ended_s - b + self.unit_step_s) + u.head_trainable * self.step_s)
+
     def first_chunk(self, rank: Ints) -> Ints:
         """Units of the rank's first stage at least."""
         least = np.where(rank > 0, self.least_per_chunk, self.least_per_end)

@@ -37,7 +37,7 @@ from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, several seconds).
 # Kind: formula: most solves take a tenth of it.
-EFFORT = 0.08
+EFFORT = 0.13
 PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
@@ -107,6 +107,7 @@ def solve_with_cp_sat(
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
     solver.parameters.random_seed = 0
+    solver.parameters.cp_model_probing_level = 0  # takes longer than the rest of the solve. Kind: measured
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
     if spend is not None:
