@@ -21,10 +21,20 @@ from autoparallel.profiles.hardware import Cluster
 class Held:
     """What a strategy needs of the devices' memory, and of their hosts'."""
 
-    peak_bytes: int
-    excess_bytes: float  # too many on the pipeline rank with the least room
+    peaks: tuple[int, ...]  # bytes on the devices of each pipeline rank
+    capacities: tuple[float, ...]  # and what these can hold
     host_bytes: int  # in the fullest host's memory
     host_capacity_bytes: float  # 0: not stated
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on the fullest device."""
+        return max(self.peaks)
+
+    @property
+    def excess_bytes(self) -> float:
+        """Bytes too many on the pipeline rank with the least room."""
+        return max(peak - capacity for peak, capacity in zip(self.peaks, self.capacities, strict=True))
 
     @property
     def host_excess_bytes(self) -> float:
@@ -61,7 +71,7 @@ def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
     memory = _held(program, prepared, expander.cluster)
     return Evaluation(
         strategy=strategy, step_time_s=times.step_time_s, prepared=prepared, costs=costs, times=times,
-        peak_bytes=memory.peak_bytes, excess_bytes=memory.excess_bytes, host_bytes=memory.host_bytes,
+        peaks=memory.peaks, capacities=memory.capacities, host_bytes=memory.host_bytes,
         host_capacity_bytes=memory.host_capacity_bytes,
     )  # fmt: skip
 
@@ -69,10 +79,9 @@ def evaluate(expander: Expander, strategy: Strategy) -> Evaluation:
 def _held(program: Program, prepared: Prepared, cluster: Cluster) -> Held:
     stages = program.stages
     memory = memory_by_rank(prepared.states, stages, reduce_every_micro=program.reduce_every_micro)
-    capacities = capacities_bytes(program, cluster)
     return Held(
-        peak_bytes=max(m.peak for m in memory),
-        excess_bytes=max(m.peak - c for m, c in zip(memory, capacities, strict=True)),
+        peaks=tuple(m.peak for m in memory),
+        capacities=tuple(capacities_bytes(program, cluster)),
         host_bytes=fullest_host_bytes(program, host_bytes_by_rank(prepared.states, stages), cluster),
         host_capacity_bytes=host_capacity_bytes(cluster),
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import tensor_stride
+from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, refined_bounds
@@ -25,7 +26,7 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.forms import PS
 from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice
+from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice, with_less_room
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
 
@@ -320,14 +321,13 @@ class Frontier:
         return rows
 
     def _leave_room(self, chosen: Candidate, problem: StageProblem, found: Evaluation) -> None:
-        """Where a simulated deal does not fit, as rows bound memory from below: one that leaves that much room."""
-        room, last = 0, None
+        """Where a simulated deal does not fit, as rows bound memory from below: one that leaves as much room there."""
+        last, home = None, rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
         for _ in range(ROOMS_TRIED):
-            excess = self.outer.excess_bytes(found)
-            if excess <= 0:
+            if self.outer.excess_bytes(found) <= 0:
                 return
-            room += excess
-            deal = quick_deal(replace(problem, capacity_bytes=problem.capacity_bytes - room))
+            problem = with_less_room(problem, home, self.outer.lacking_bytes(found))
+            deal = quick_deal(problem)
             if deal is None:
                 return
             if deal != last:

@@ -61,9 +61,14 @@ class Outer:
 
     def excess_bytes(self, found: Held) -> int:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
+        return ceil(max(self.lacking_bytes(found)))
+
+    def lacking_bytes(self, found: Held) -> tuple[float, ...]:
+        """Bytes that a simulated strategy has too many on each pipeline rank; negative where there is room."""
         if self.capacity_bytes > max(capacities(self.problem)):  # a search without limits
-            return ceil(found.peak_bytes - self.capacity_bytes)
-        return ceil(max(found.excess_bytes, found.peak_bytes - self.capacity_bytes))
+            return tuple(peak - self.capacity_bytes for peak in found.peaks)
+        rooms = (min(room, self.capacity_bytes) for room in found.capacities)
+        return tuple(peak - room for peak, room in zip(found.peaks, rooms, strict=True))
 
     def fits(self, found: Held) -> bool:
         """Whether a simulated strategy fits in the memory of the devices and of their hosts."""

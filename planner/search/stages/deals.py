@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,9 @@ from autoparallel.planner.search.stages.problem import (
     chunk_amount,
     deal_fits,
     deal_value,
+    piece_amount,
 )
+from autoparallel.planner.search.stages.quantities import Q
 
 
 def even_deal(blocks: int, chunks: int) -> Deal:
@@ -127,13 +130,83 @@ def best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> 
 
 
 def quick_deal(problem: StageProblem) -> Deal | None:
-    """An even deal with blocks recomputed, chunk by chunk in proportion to what a rank lacks; None if that does
-    not fit (another deal may)."""
-    blocks = problem.blocks or problem.likely or even_blocks(problem)
-    deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
-    if problem.recompute and problem.recomputed is None:
-        deal = _recomputed(problem, deal)
-    return deal if deal_fits(problem, deal) else None
+    """An even deal, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in proportion to what
+    a rank lacks; None if that does not fit (another deal may)."""
+    tried = [problem.blocks or problem.likely or even_blocks(problem)]
+    if tried[0] not in (problem.blocks, problem.likely) and len(set(problem.kinds)) > 1:
+        tried.append(balanced_blocks(problem) or tried[0])
+    found = []
+    for blocks in dict.fromkeys(tried):
+        deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
+        if problem.recompute and problem.recomputed is None:
+            deal = _recomputed(problem, deal)
+        if deal_fits(problem, deal):
+            found.append(deal)
+    return min(found, key=lambda deal: deal_value(problem, deal), default=None)
+
+
+def balanced_blocks(problem: StageProblem) -> tuple[int, ...] | None:
+    """Blocks such that the longest chunk takes least time forward and backward and nothing is recomputed, as far as single
+    chunks fill a rank; of equal ones the last chunks have most, as the first ones hold most micro-batches. None where
+    there is no such deal."""
+    passes = [problem.quantities[q].forms[0] for q in (Q.FORWARD, Q.BACKWARD)]
+    each = [sum(form.kept[kind] for form in passes) for kind in problem.kinds]
+    fixed = [sum(form.fixed[c] for form in passes) for c in range(problem.chunks)]
+    most = _most_kept(problem)
+    low, high = 0, sum(each) + sum(map(abs, fixed)) + 1
+    best = _filled_from_behind(problem, each, fixed, most, high)
+    while best is not None and high - low > max(high // 1000, 1):
+        middle = (low + high) // 2
+        found = _filled_from_behind(problem, each, fixed, most, middle)
+        low, high, best = (low, middle, found) if found is not None else (middle, high, best)
+    return best
+
+
+def _most_kept(problem: StageProblem) -> Callable[[int, int], int]:
+    """The most blocks that a chunk keeps without recomputing, by chunk and where they end."""
+    rows: dict[int, list[Row]] = {}
+    for row in problem.memory:
+        chunks = {chunk for _, chunk, _ in row.terms}
+        if len(chunks) == 1:
+            rows.setdefault(chunks.pop(), []).append(row)
+
+    @cache
+    def most(chunk: int, end: int) -> int:
+        def fits(count: int) -> bool:
+            here = range(end - count, end)
+            return all(
+                row.constant
+                + sum(n * piece_amount(problem, problem.quantities[q], c, here, 0) for q, c, n in row.terms)
+                <= problem.room(row)
+                for row in rows.get(chunk, ())
+            )
+
+        return next(
+            (n - 1 for n in range(1, min(problem.most[chunk], end) + 1) if not fits(n)), problem.most[chunk]
+        )
+
+    return most
+
+
+def _filled_from_behind(
+    problem: StageProblem,
+    each: Sequence[int],
+    fixed: Sequence[int],
+    most: Callable[[int, int], int],
+    longest: int,
+) -> tuple[int, ...] | None:
+    """Every chunk, from the last one on, with as many blocks as it keeps and as take no longer; None where some are left."""
+    blocks, left, needed = [0] * problem.chunks, len(each), sum(problem.least)
+    for chunk in range(problem.chunks - 1, -1, -1):
+        needed -= problem.least[chunk]
+        taken, spent, room = 0, fixed[chunk], min(problem.most[chunk], most(chunk, left), left - needed)
+        while taken < room and spent + each[left - taken - 1] <= longest:
+            spent += each[left - taken - 1]
+            taken += 1
+        if taken < problem.least[chunk]:
+            return None
+        blocks[chunk], left = taken, left - taken
+    return tuple(blocks) if not left else None
 
 
 def _recomputed(problem: StageProblem, deal: Deal) -> Deal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autoparallel.costmodel.bound import bound_terms
 from autoparallel.costmodel.memory import LiveState
@@ -32,6 +33,7 @@ from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 
 _PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
+MOST_ENDS = 3  # stages beside the first that rows end with
 _V_SHAPED = frozenset({"zbv", "dualpipev"})
 
 
@@ -107,7 +109,9 @@ def stage_problem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
         quantities=(*_seconds(problem, book, priced), *_bytes(priced, ends)),
-        paths=split_rows(strategy) if chosen.schedule in SPLIT_BACKWARD else rank_rows(strategy),
+        paths=split_rows(strategy)
+        if chosen.schedule in SPLIT_BACKWARD
+        else rank_rows(strategy, _ends(chain)),
         memory=(*book.memory_rows(states, memory_rows), *host_rows(problem, strategy, states)),
         capacity_bytes=int(capacity_bytes),
         recompute=frees(problem, chosen),
@@ -241,9 +245,16 @@ def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
     )
 
 
-def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
+def _ends(chain: Chain) -> int:
+    """Stages beside the first one that may take longest to end, as blocks of other kinds stand before them."""
+    unlike = [place for place, kind in enumerate(chain.kinds) if kind != chain.kinds[0]]
+    return min(unlike[0], MOST_ENDS) if unlike else 0
+
+
+def rank_rows(strategy: Strategy, ends: int) -> tuple[Row, ...]:
     """For each rank two paths that all schedules without split backward have: the pipeline fills, the rank does
-    all its work, and then it reduces and steps, or the pipeline drains and the first stage does."""
+    all its work, and then it reduces and steps, or the pipeline drains and the first stage does. Where blocks are unlike,
+    one of the first `ends` stages may be the last to end."""
     mesh, pipeline = strategy.mesh, strategy.pipeline
     home = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
     rows = []
@@ -264,7 +275,30 @@ def rank_rows(strategy: Strategy) -> tuple[Row, ...]:
             rows.append(Row(terms=merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
     if pipeline.virtual_stages > 1:
         rows += [Row(terms=merged(terms)) for terms in _round_trips(strategy, len(home))]
+    if pipeline.schedule == "1f1b" and ends:
+        pairs = product(range(mesh.pp), range(ends + 1))
+        rows += [
+            Row(terms=merged(_there_and_back(strategy, rank, end))) for rank, end in pairs if end <= rank
+        ]
     return tuple(rows)
+
+
+def _there_and_back(strategy: Strategy, rank: int, end: int) -> list[tuple[int, int, int]]:
+    """1F1B: the first micro-batch from a rank to the last one and back, the rank's forwards and backwards in turn until it
+    has run the last forward, that micro-batch there and back, too, and on to the end of an earlier stage."""
+    pp, m = strategy.mesh.pp, strategy.micro_batches
+    ahead = pp - rank  # forwards before the first backward
+    if m <= ahead:
+        return []
+    after = range(rank + 1, pp)
+    terms = [(int(Q.FORWARD), stage, 1) for stage in range(rank)]
+    terms += [(int(Q.FORWARD), stage, 2) for stage in after]
+    terms += [(int(Q.BACKWARD), stage, 1) for stage in after]
+    terms += [(int(Q.FORWARD), rank, 1 + m - ahead), (int(Q.BACKWARD), rank, m - ahead)]
+    terms += [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(end + 1, pp)]
+    terms += [(int(Q.SEND), stage, 4) for stage in range(rank, pp - 1)]
+    terms += [(int(Q.SEND), stage, 2 if stage >= end else 1) for stage in range(rank)]
+    return [*terms, (int(Q.END), end, 1), (int(Q.STEP), end, 1)]
 
 
 def _round_trips(strategy: Strategy, chunks: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +109,30 @@ def without_idle_rows(problem: StageProblem) -> StageProblem:
     return replace(problem, memory=binding)
 
 
+def with_less_room(problem: StageProblem, home: Sequence[int], lacking: Sequence[float]) -> StageProblem:
+    """The problem with so many bytes less on each rank that lacks some; `home` is the rank of each chunk."""
+    rows = [
+        row
+        if row.capacity_bytes is not None
+        else replace(row, constant=row.constant + max(ceil(lacking[home[row.terms[0][1]]]), 0))
+        for row in problem.memory
+    ]
+    return replace(problem, memory=tuple(rows))
+
+
 def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: int) -> int:
     """What `chunk` needs of `quantity` under a deal."""
     start = sum(deal.blocks[:chunk])
-    kinds = problem.kinds[start : start + deal.blocks[chunk]]
-    k = deal.recomputed[chunk]
+    return piece_amount(
+        problem, quantity, chunk, range(start, start + deal.blocks[chunk]), deal.recomputed[chunk]
+    )
+
+
+def piece_amount(
+    problem: StageProblem, quantity: Quantity, chunk: int, blocks: range, recomputed: int
+) -> int:
+    """What `chunk` needs of `quantity` where it holds these blocks, the first `recomputed` of them recomputed."""
+    kinds, k = problem.kinds[blocks.start : blocks.stop], recomputed
     return max(
         form.fixed[chunk]
         + sum(form.recomputed[kind] for kind in kinds[:k])
