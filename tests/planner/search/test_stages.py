@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoparallel.planner.search.stages.deals import balanced_blocks
 from autoparallel.planner.search.stages.layers import solve_in_layers, with_smaller_chunks
 from autoparallel.planner.search.stages.peaks import last_kinds
 from autoparallel.planner.search.stages.problem import (
@@ -20,6 +21,8 @@ from autoparallel.planner.search.stages.problem import (
     StageProblem,
     deal_fits,
     deal_value,
+    row_values,
+    with_less_room,
 )
 from autoparallel.planner.search.stages.solve import solve_stages, solve_with_cp_sat
 
@@ -164,3 +167,38 @@ def test_a_chunk_ends_with_one_of_the_kinds_that_it_can_end_with(
             for c, n in enumerate(blocks):
                 ends[c] |= {kinds[sum(blocks[: c + 1]) - 1]} if n else set()
     assert all(one <= set(found) for one, found in zip(ends, last_kinds(kinds, least, most), strict=True))
+
+
+@settings(deadline=None)
+@given(kinds=UNLIKE, chunks=st.integers(2, 3), capacity=st.integers(8, 200), ends=st.integers(0, 1))
+def test_the_longest_chunk_of_a_balanced_deal_is_as_short_as_it_can_be(
+    kinds: tuple[int, ...], chunks: int, capacity: int, ends: int
+) -> None:
+    """Of the deals that recompute nothing: one row of memory for each chunk, and seconds and bytes added up as passes."""
+    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
+    forms = [quantity.forms[0] for quantity in problem.quantities]
+
+    def longest(blocks: tuple[int, ...]) -> int:
+        starts = [sum(blocks[:c]) for c in range(len(blocks))]
+        return max(
+            sum(form.fixed[c] + sum(form.kept[k] for k in kinds[a : a + n]) for form in forms)
+            for c, (a, n) in enumerate(zip(starts, blocks, strict=True))
+        )
+
+    kept = [deal.blocks for deal in deals(problem) if not any(deal.recomputed)]
+    found = balanced_blocks(problem)
+    assert (found is not None) == bool(kept)
+    if found is not None:
+        assert longest(found) <= min(map(longest, kept)) * 1.001 + 1
+
+
+@given(kinds=UNLIKE, capacity=st.integers(20, 200), lacking=st.tuples(st.integers(-9, 9), st.integers(-9, 9)))
+def test_a_rank_that_lacks_bytes_has_as_many_less(
+    kinds: tuple[int, ...], capacity: int, lacking: tuple[int, int]
+) -> None:
+    problem = problem_of(kinds, 2, capacity=capacity)
+    less = with_less_room(problem, (0, 1), lacking)
+    deal = Deal(blocks=(1, len(kinds) - 1), recomputed=(0, 0))
+    before = list(row_values(problem, problem.memory, deal))
+    after = list(row_values(less, less.memory, deal))
+    assert [b - a for a, b in zip(before, after, strict=True)] == [max(n, 0) for n in lacking]
