@@ -113,25 +113,19 @@ def unit_table(
     return Units(**{name: columns[:, i] for i, name in enumerate(names)})
 
 
+def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
+    """What of a shape the price of a link depends on beside its micro-batches, as `representative` takes it."""
+    s = shapes
+    return (s.activations_away, s.tp, s.sequence_parallel, s.recompute, s.cp, s.ep)
+
+
 def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
     """The distinct settings that links are priced in (columns as `representative` takes them), and each shape's.
     The one with smaller micro-batches stands before that with larger ones."""
     # Gradients of several micro-batches are accumulated, which fused kernels do on the way.
     fused = problem.execution.kernels == "fused"
     several = np.minimum(shapes.micro_batches, 1 if fused else 2)
-    keys = np.stack(
-        [
-            shapes.activations_away,
-            shapes.tp,
-            shapes.sequence_parallel,
-            shapes.recompute,
-            shapes.cp,
-            shapes.ep,
-            several,
-            shapes.micro,
-        ],
-        axis=1,
-    )
+    keys = np.stack([*setting_columns(shapes), several, shapes.micro], axis=1)
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
     return distinct, rows.reshape(-1)
 
@@ -148,10 +142,7 @@ def placed_row(
     """The row of one shape whose blocks communicate along these axes, tensor parallelism `apart` devices apart."""
     fused = problem.execution.kernels == "fused"
     several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
-    columns = (
-        shapes.activations_away, shapes.tp, shapes.sequence_parallel, shapes.recompute, shapes.cp, shapes.ep,
-    )  # fmt: skip
-    key = (*(float(c[shape]) for c in columns), several, int(shapes.micro[shape]))
+    key = (*(float(c[shape]) for c in setting_columns(shapes)), several, int(shapes.micro[shape]))
     return _row(problem, chain, book, representative(problem, chain, key, apart), axes)
 
 
