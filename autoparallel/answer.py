@@ -61,11 +61,7 @@ def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any
         "tokens_per_step": prediction.tokens,
         "memory_gib_by_stage": [
             {**stage_memory_table(stage), "capacity": capacity / GIB}
-            for stage, capacity in zip(
-                prediction.memory,
-                prediction.capacity_by_rank_bytes or (prediction.capacity_bytes,) * len(prediction.memory),
-                strict=True,
-            )
+            for stage, capacity in zip(prediction.memory, prediction.capacities_bytes, strict=True)
         ],
         "breakdown_s": dict(prediction.breakdown_s),
         **_host_table(prediction),

@@ -35,30 +35,28 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Seconds, bytes and where they go. `breakdown_s` sums to `step_time_s`."""
+class Held:
+    """What a step needs of the memory of the devices and of their hosts, and what these can hold."""
 
-    step_time_s: float
-    breakdown_s: tuple[tuple[str, float], ...]  # in the order of BREAKDOWN_KEYS, of the critical rank
     memory: tuple[StageMemory, ...]  # by pipeline rank
-    capacity_bytes: float  # device memory less its reserve, on the pipeline rank with the least room
-    model_flops: int  # per step, whole model
-    hardware_flops: int  # with recomputation
-    tokens: int  # per step
-    devices: int
-    peak_flops_per_s: float  # of one device in the compute dtype, the mean of unlike devices
-    spans: tuple[Span, ...] = ()
-    capacity_by_rank_bytes: tuple[float, ...] = ()  # by pipeline rank; empty where all have `capacity_bytes`
+    capacities_bytes: tuple[float, ...]  # by pipeline rank: device memory less its reserve
     host_bytes: int = 0  # in the fullest host's memory: what is offloaded, and what parameter servers hold
     host_capacity_bytes: float = 0.0  # of the memory of each node's host; 0: not stated
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes on the fullest device."""
         return max(stage.peak for stage in self.memory)
 
     @property
-    def feasible(self) -> bool:
-        return self.excess_bytes <= 0 and self.host_excess_bytes <= 0
+    def lacking_bytes(self) -> tuple[float, ...]:
+        """Bytes too many on each pipeline rank; negative where there is room."""
+        return tuple(s.peak - room for s, room in zip(self.memory, self.capacities_bytes, strict=True))
+
+    @property
+    def excess_bytes(self) -> float:
+        """Bytes too many on the pipeline rank with the least room; negative where every rank has room."""
+        return max(self.lacking_bytes)
 
     @property
     def host_excess_bytes(self) -> float:
@@ -66,10 +64,28 @@ class Prediction:
         return self.host_bytes - self.host_capacity_bytes if self.host_capacity_bytes else 0.0
 
     @property
-    def excess_bytes(self) -> float:
-        """Bytes too many on the pipeline rank with the least room; negative where every rank has room."""
-        capacities = self.capacity_by_rank_bytes or (self.capacity_bytes,) * len(self.memory)
-        return max(stage.peak - capacity for stage, capacity in zip(self.memory, capacities, strict=True))
+    def capacity_bytes(self) -> float:
+        """What the devices of the pipeline rank with the least room can hold."""
+        lacking = self.lacking_bytes
+        return self.capacities_bytes[lacking.index(max(lacking))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(Held):
+    """Seconds, bytes and where they go. `breakdown_s` sums to `step_time_s`."""
+
+    step_time_s: float
+    breakdown_s: tuple[tuple[str, float], ...]  # in the order of BREAKDOWN_KEYS, of the critical rank
+    model_flops: int  # per step, whole model
+    hardware_flops: int  # with recomputation
+    tokens: int  # per step
+    devices: int
+    peak_flops_per_s: float  # of one device in the compute dtype, the mean of unlike devices
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        return self.excess_bytes <= 0 and self.host_excess_bytes <= 0
 
     @property
     def tokens_per_s_per_device(self) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.costmodel.collecting import without_collection
-from autoparallel.costmodel.host_memory import fullest_host_bytes, host_bytes_by_rank, host_capacity_bytes
-from autoparallel.costmodel.memory import LiveState, live_states, memory_by_rank
+from autoparallel.costmodel.held import held
+from autoparallel.costmodel.memory import LiveState, live_states
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
 from autoparallel.costmodel.price import Pricer, price_program
 from autoparallel.costmodel.program import Action, Kernel, Program
@@ -58,18 +58,14 @@ def simulate(
     )
     costs = price_program(program, cluster, pricer)
     times = pipeline_times(prepared.timetable, costs)
-    capacities = capacities_bytes(program, cluster)
-    memory = memory_by_rank(prepared.states, program.stages, reduce_every_micro=program.reduce_every_micro)
-    on_hosts = fullest_host_bytes(program, host_bytes_by_rank(prepared.states, program.stages), cluster)
-    tightest = max(range(len(memory)), key=lambda rank: memory[rank].peak - capacities[rank])
+    memory = held(program, prepared.states, cluster)
     return Prediction(
         step_time_s=times.step_time_s,
         breakdown_s=breakdown(prepared.timetable, times, costs),
-        memory=memory,
-        capacity_bytes=capacities[tightest],
-        capacity_by_rank_bytes=capacities if len(set(capacities)) > 1 else (),
-        host_bytes=on_hosts,
-        host_capacity_bytes=host_capacity_bytes(cluster) if on_hosts else 0.0,
+        memory=memory.memory,
+        capacities_bytes=memory.capacities_bytes,
+        host_bytes=memory.host_bytes,
+        host_capacity_bytes=memory.host_capacity_bytes,
         model_flops=program.model_flops,
         hardware_flops=program.model_flops + recomputed_flops(program),
         tokens=program.tokens,
@@ -77,12 +73,6 @@ def simulate(
         peak_flops_per_s=mean_peak_flops_per_s(program, cluster),
         spans=timeline(prepared.timetable, times, costs)[0] if spans else (),
     )
-
-
-def capacities_bytes(program: Program, cluster: Cluster) -> tuple[float, ...]:
-    """What the devices of each pipeline rank can hold: of its device group, else the least of all groups."""
-    room = [group.device.memory_bytes - group.device.reserve_bytes for group in cluster.groups]
-    return tuple(room[g] for g in program.groups) or (min(room),) * len(program.ranks)
 
 
 def mean_peak_flops_per_s(program: Program, cluster: Cluster) -> float:

@@ -40,10 +40,10 @@ def test_each_rank_is_held_to_its_own_devices_memory() -> None:
     )  # of 4 micro-batches in flight on the first rank: 5 of 40 GB are left, 3 too few of 32
     large_first = pipeline((1, 1), (0, 1), between)
     small_first = pipeline((1, 1), (1, 0), between)
-    assert large_first.capacity_by_rank_bytes == small_first.capacity_by_rank_bytes[::-1]
+    assert large_first.capacities_bytes == small_first.capacities_bytes[::-1]
     assert [m.peak for m in large_first.memory] == [m.peak for m in small_first.memory]
     assert large_first.feasible == all(
-        m.peak <= c for m, c in zip(large_first.memory, large_first.capacity_by_rank_bytes, strict=True)
+        m.peak <= c for m, c in zip(large_first.memory, large_first.capacities_bytes, strict=True)
     )
     assert small_first.excess_bytes > large_first.excess_bytes
 

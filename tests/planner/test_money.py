@@ -18,7 +18,7 @@ def priced_cluster(*prices: float | None) -> Cluster:
 
 def prediction_of(*, step_time_s: float, tokens: int = 1) -> Prediction:
     return Prediction(
-        step_time_s=step_time_s, breakdown_s=(("forward", step_time_s),), memory=(), capacity_bytes=1.0,
+        step_time_s=step_time_s, breakdown_s=(("forward", step_time_s),), memory=(), capacities_bytes=(),
         model_flops=1, hardware_flops=1, tokens=tokens, devices=1, peak_flops_per_s=1.0,
     )  # fmt: skip
 

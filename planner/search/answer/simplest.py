@@ -13,7 +13,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.search.answer.check import constraint_problems
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.bounds.runs import Value
-from autoparallel.planner.search.evaluate import Evaluation, evaluate, held
+from autoparallel.planner.search.evaluate import Evaluation, evaluate, held_by
 from autoparallel.planner.search.frontier import TOLERANCE, Frontier
 from autoparallel.planner.search.space.candidates import rules_of
 from autoparallel.planner.strategy.legal import strategy_problems
@@ -39,7 +39,7 @@ def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value)
         if strategy_problems(problem.graph, problem.cluster, other) or constraint_problems(problem, other):
             continue
         try:
-            if not outer.fits(held(outer.book.expander, other)):
+            if not outer.fits(held_by(outer.book.expander, other)):
                 continue
             one = evaluate(outer.book.expander, other)
         except UserError:  # tensor entries that mean nothing there

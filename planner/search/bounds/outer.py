@@ -7,6 +7,7 @@ from math import ceil
 
 import numpy as np
 
+from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.axes import axes_of, inner_axes, tensor_stride
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
@@ -22,7 +23,6 @@ from autoparallel.planner.search.bounds.tables import (
 )
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds, shape_bounds, variant_bounds
 from autoparallel.planner.search.bounds.wires import WireBook
-from autoparallel.planner.search.evaluate import Held
 from autoparallel.planner.search.space.build import (
     UNEVEN_CHUNKS_BLOCKS,
     Space,
@@ -66,9 +66,9 @@ class Outer:
     def lacking_bytes(self, found: Held) -> tuple[float, ...]:
         """Bytes that a simulated strategy has too many on each pipeline rank; negative where there is room."""
         if self.capacity_bytes > max(capacities(self.problem)):  # a search without limits
-            return tuple(peak - self.capacity_bytes for peak in found.peaks)
-        rooms = (min(room, self.capacity_bytes) for room in found.capacities)
-        return tuple(peak - room for peak, room in zip(found.peaks, rooms, strict=True))
+            return tuple(rank.peak - self.capacity_bytes for rank in found.memory)
+        rooms = (min(room, self.capacity_bytes) for room in found.capacities_bytes)
+        return tuple(rank.peak - room for rank, room in zip(found.memory, rooms, strict=True))
 
     def fits(self, found: Held) -> bool:
         """Whether a simulated strategy fits in the memory of the devices and of their hosts."""
