@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BREAKDOWN_KEYS = (
-    "forward", "backward", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "bubble",
-    "optimizer", "other",
+    "forward", "backward", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "host_copies",
+    "bubble", "optimizer", "other",
 )  # fmt: skip
 
 

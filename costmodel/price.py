@@ -14,7 +14,7 @@ from itertools import takewhile
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.contention import Shares, excess, port_shares
-from autoparallel.costmodel.kernels import SERVED, device_s, host_s
+from autoparallel.costmodel.kernels import HOST_COPY, SERVED, device_s, host_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
     Action,
@@ -178,22 +178,21 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
 
     def parts(steps: Sequence[Step], key: str) -> Parts:
         total: Parts = {}
-        launches_s = beside_s = 0.0
-        hidden = key
+        beside: Parts = {}
+        launches_s = 0.0
         for step in steps:
             if isinstance(step, Kernel):
                 seconds, launch_s = pricer.kernel_times(step, device, program.kernels)
-                where = "other" if step.kind == SERVED else key
+                where = _kernel_key(step, key)
                 launches_s += launch_s
             else:
                 seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
                 launches_s += call_s if seconds else 0.0
-            if step.beside:
-                beside_s, hidden = beside_s + seconds, where if where != key else "other"
-                continue
-            total[where] = total.get(where, 0.0) + seconds
+            into = beside if step.beside else total
+            into[where] = into.get(where, 0.0) + seconds
+        beside_s = sum(beside.values())
         if (exposed_s := beside_s - total.get(key, 0.0)) > 0.0:
-            total[hidden] = total.get(hidden, 0.0) + exposed_s
+            total = _sum(total, {where: exposed_s * (own_s / beside_s) for where, own_s in beside.items()})
         hidden_s = 0.0 if program.blocking_launches else sum(total.values())
         if (waiting_s := launches_s - hidden_s) > 0.0:
             total[key] = total.get(key, 0.0) + waiting_s
@@ -235,6 +234,11 @@ def _excess_s(steps: Sequence[Step], beside: Sequence[Collective], program: Prog
         both_s = sum(seconds * excess(own, other) for seconds, other in others)
         found += pricer.collective_s(step, program.axes) * both_s / beside_s if both_s else 0.0
     return found
+
+
+def _kernel_key(kernel: Kernel, key: str) -> str:
+    """Copies between devices and hosts, and what parameter servers do, have their own; the rest its pass's `key`."""
+    return {HOST_COPY: "host_copies", SERVED: "other"}.get(kernel.kind, key)
 
 
 def _comm_key(collective: Collective) -> str:
@@ -289,6 +293,9 @@ def _run(
 
 def _step_phase(stage: StageWork, program: Program, device: Device, pricer: Pricer) -> Phase:
     """The optimizer's kernels, and the gather of updated parameters after them."""
-    kernels_s = sum(pricer.kernel_s(kernel, device, program.kernels) for kernel in stage.optimizer)
     gather_s = sum(pricer.collective_s(collective, program.axes) for collective in stage.after_step)
-    return phase({"optimizer": kernels_s, "dp_comm": gather_s})
+    kernels = (
+        {_kernel_key(kernel, "optimizer"): pricer.kernel_s(kernel, device, program.kernels)}
+        for kernel in stage.optimizer
+    )
+    return phase(_sum(*kernels, {"dp_comm": gather_s}))

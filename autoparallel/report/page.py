@@ -35,6 +35,7 @@ _MEANINGS = {
     "ep_comm": "expert parallelism: sending tokens to their experts",
     "pp_comm": "pipeline: waiting for activations and gradients on the way between stages",
     "dp_comm": "data parallelism: gradients and sharded parameters, where nothing hides it",
+    "host_copies": "offloading: copies to the hosts' memory and back, where nothing hides them",
     "bubble": "pipeline: waiting with nothing to compute",
     "optimizer": "updating the parameters",
     "other": "everything else",

@@ -17,8 +17,8 @@ CONTRACT_KEYS = {
     "hardware_tflops_per_device", "mfu", "peak_memory_gib", "memory_gib_by_stage", "breakdown_s", "strategy",
 }  # fmt: skip
 BREAKDOWN_KEYS = [
-    "forward", "backward", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "bubble", "optimizer",
-    "other",
+    "forward", "backward", "recompute", "tp_comm", "cp_comm", "ep_comm", "pp_comm", "dp_comm", "host_copies",
+    "bubble", "optimizer", "other",
 ]  # fmt: skip
 
 

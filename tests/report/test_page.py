@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.errors import UserError
 from autoparallel.labels import strategy_label
+from autoparallel.planner.search.answer.reasons import WORDS
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Mesh, Offload, Recompute
 from autoparallel.profiles import load_cluster
@@ -85,6 +87,12 @@ def test_the_page_says_what_the_file_says(tmp_path: Path) -> None:
         "Gradients are rounded to 16 bits",
     ):
         assert words in re.sub(r"\s+", " ", text), words
+
+
+def test_every_part_of_a_step_has_its_colour_and_its_words(tmp_path: Path) -> None:
+    html = render_report(read_strategy_file(write_sample(tmp_path / "s.toml")))
+    assert [key for key in BREAKDOWN_KEYS if f".{key} {{ fill" not in html] == []
+    assert [key for key in BREAKDOWN_KEYS if key not in WORDS] == []
 
 
 def test_what_is_on_the_host_and_what_is_recomputed_are_told_without_contradiction() -> None:

@@ -14,7 +14,7 @@ WORDS = {
     "tp_comm": "tensor-parallel communication", "pp_comm": "communication between stages",
     "recompute": "recomputation", "forward": "forward computation", "backward": "backward computation",
     "optimizer": "the optimizer", "ep_comm": "expert communication", "cp_comm": "context-parallel communication",
-    "other": "other work",
+    "host_copies": "copies to the hosts and back", "other": "other work",
 }  # fmt: skip
 
 

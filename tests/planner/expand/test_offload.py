@@ -35,6 +35,7 @@ def test_optimizer_state_on_the_host_leaves_the_device_and_travels_once_a_step()
     moved = max(m.optimizer for m in here.memory)
     link_s = moved / CLUSTER.device.constants["host.bytes_per_s"]
     more_s = away.step_time_s - here.step_time_s
+    assert dict(away.breakdown_s)["host_copies"] == pytest.approx(more_s, rel=1e-3)
     assert more_s == pytest.approx(link_s, rel=0.3), (more_s, link_s)
     assert here.step_time_s < half.step_time_s < away.step_time_s
 
@@ -64,6 +65,8 @@ def test_a_slow_link_is_waited_for() -> None:
     slow = load_cluster("rtx4090:1x2")
     times = [score(GRAPH, slow, with_offload(activations=f)) for f in (0.0, 1.0)]
     assert times[1].step_time_s > times[0].step_time_s
+    copies_s = [dict(time.breakdown_s)["host_copies"] for time in times]
+    assert copies_s[0] == 0 < copies_s[1]
     assert sum(s for _, s in times[1].breakdown_s) == pytest.approx(times[1].step_time_s)
 
 
