@@ -90,6 +90,23 @@ def reference_step(module: nn.Module, example: Example, micro: int, pieces: int)
     return total
 
 
+class _Reference:
+    """One process that trains the whole model on the same micro-batches."""
+
+    def __init__(self, module: nn.Module, example: Example, strategy: Strategy) -> None:
+        self._module, self._example, self._micro = module, example, strategy.batch.micro
+        self._pieces = strategy.micro_batches * strategy.mesh.data_parallel
+        self._optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9)
+
+    def step(self) -> tuple[float, dict[str, Tensor]]:
+        """One optimizer step; its loss and gradients."""
+        self._optimizer.zero_grad()
+        loss = reference_step(self._module, self._example, self._micro, self._pieces)
+        gradients = {n: p.grad for n, p in self._module.named_parameters() if p.grad is not None}
+        self._optimizer.step()
+        return loss, gradients
+
+
 def largest_difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     """The criterion: norm of the difference over the larger of own norm and a thousandth of the median's."""
     assert gradients.keys() == expected.keys(), set(gradients) ^ set(expected)
@@ -115,8 +132,8 @@ def run_strategy(
     """Three optimizer steps of model `name` under `strategy`; the difference, on rank 0."""
     kind: torch.dtype = getattr(torch, dtype)
     example = build(name, strategy.batch.global_, kind)
-    reference = copy.deepcopy(example.module)
-    names = [n for n, _ in reference.named_parameters()]
+    reference = _Reference(copy.deepcopy(example.module), example, strategy) if rank == 0 else None
+    names = [n for n, _ in example.module.named_parameters()]
     share = strategy.batch.micro * strategy.micro_batches
     model = parallelize(
         example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
@@ -125,19 +142,15 @@ def run_strategy(
     if strategy.mesh.pp == 1:
         assert [n for n, _ in model.named_parameters()] == names
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE, momentum=0.9)
     first = model.data_parallel_rank * share
     inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))
     worst = Difference(gradient=0.0, name="", loss=0.0)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        reference_optimizer.zero_grad()
         loss = model.step(inputs, targets, loss_fn=example.loss_fn).item()
-        pieces = strategy.micro_batches * strategy.mesh.data_parallel
-        expected_loss = reference_step(reference, example, strategy.batch.micro, pieces)
         gradients = model.full_gradients()
-        if rank == 0:
-            expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        if reference is not None:
+            expected_loss, expected = reference.step()
             gradient, where = largest_difference(gradients, expected)
             worst = Difference(
                 gradient=max(worst.gradient, gradient),
@@ -145,5 +158,4 @@ def run_strategy(
                 loss=max(worst.loss, abs(loss - expected_loss) / abs(expected_loss)),
             )
         optimizer.step()
-        reference_optimizer.step()
     return worst if rank == 0 else None

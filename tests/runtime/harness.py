@@ -32,13 +32,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 CASE_TIMEOUT_S = 120.0
 # A case leaves its process groups behind, each with threads of its own: start afresh after this many.
 CASES_PER_START = 25
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "transformers",
-]
+_PRELOAD = ["tests.runtime.preload"]
 
 
 class RankError(AssertionError):
@@ -51,6 +45,7 @@ def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> Non
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported is never garbage: collecting after a case looks at what the case left
     torch.set_num_threads(1)
     timeout = timedelta(seconds=CASE_TIMEOUT_S)
     for case in itertools.count():
@@ -133,7 +128,7 @@ class Processes:
             self.pools.popitem()[1].stop()
 
     def _start(self, world_size: int) -> _Pool:
-        # A fork server that has imported torch once makes each rank start in a few milliseconds.
+        # A fork server that has imported everything once makes each rank start in a few milliseconds.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         folder = tempfile.TemporaryDirectory(prefix="gloo-")
