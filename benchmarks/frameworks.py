@@ -30,6 +30,7 @@ class Framework:
     dropout: float = 0.0  # of attention's probabilities and after attention and MLP
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
+    merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
 
@@ -55,8 +56,14 @@ FRAMEWORKS = {
     "nemo": Framework(
         sequence_parallel=True, half_gradients=True, async_tp=True, in_line_tp=IN_LINE, async_gradients=True
     ),
+    # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
     "megatron-bridge": Framework(
-        sequence_parallel=True, half_gradients=True, async_tp=True, in_line_tp=IN_LINE, async_gradients=True
+        sequence_parallel=True,
+        half_gradients=True,
+        async_tp=True,
+        in_line_tp=IN_LINE,
+        async_gradients=True,
+        merged_dispatch=True,
     ),
     # Megatron-LM since 2022 (02bb1f5, megatron/mpu/layers.py): async_tensor_model_parallel_allreduce by default, and the
     # same for the scatter of sequence parallelism.

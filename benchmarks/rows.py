@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
@@ -23,6 +24,7 @@ from autoparallel.planner.strategy.types import (
 )
 from autoparallel.profiles import load_device
 from autoparallel.profiles.hardware import Cluster, Group
+from autoparallel.profiles.parts import evenly_filled
 from benchmarks.frameworks import BLOCKING_LAUNCHES, framework_of
 from benchmarks.models import Shape
 
@@ -124,7 +126,8 @@ def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
         rate = gbps * 1e9 / 8 / per_node
         outer = replace(outer, bytes_per_s=rate, nics=ports if ports < per_node else 0)
     group = Group(device=device, nodes=-(-devices // per_node), devices_per_node=per_node)
-    return Cluster(name=f"{device.name}x{devices}", groups=(group,), levels=(*inner, outer))
+    levels = evenly_filled((*inner, outer), devices)
+    return Cluster(name=f"{device.name}x{devices}", groups=(group,), levels=levels)
 
 
 def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
@@ -180,6 +183,7 @@ def _execution(row: Row) -> Execution:
         dropout=framework.dropout,
         async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
+        merged_dispatch=framework.merged_dispatch,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,
@@ -250,8 +254,16 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
 
 
 def _recomputed(base: Strategy, eighths: int) -> Recompute:
-    """So many eighths of each chunk's blocks in full."""
-    return Recompute(per_stage=tuple(-(-n * eighths // EIGHTHS) for n in base.pipeline.stage_blocks))
+    """So many eighths of each pipeline rank's blocks in full, dealt evenly to its chunks."""
+    blocks, pipeline = base.pipeline.stage_blocks, base.pipeline
+    dealt = dict.fromkeys(range(base.mesh.pp), 0)
+    counts = []
+    for rank, count in zip(
+        rank_of_stage(pipeline.schedule, base.mesh.pp, pipeline.virtual_stages), blocks, strict=True
+    ):
+        before, dealt[rank] = dealt[rank], dealt[rank] + count
+        counts.append(-(-dealt[rank] * eighths // EIGHTHS) - -(-before * eighths // EIGHTHS))
+    return Recompute(per_stage=tuple(counts))
 
 
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:

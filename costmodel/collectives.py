@@ -74,19 +74,29 @@ def _alone_s(
     )
     if all(method in ("none", "") for method in methods):
         return factor * _plain_s(
-            collective.op, float(collective.size_bytes), path, collective.algorithm, cluster
+            collective.op,
+            float(collective.size_bytes),
+            path,
+            collective.algorithm,
+            cluster,
+            collective.copies,
         )
     return factor * _compressed_s(collective, path, methods, cluster)
 
 
 def _plain_s(
-    op: CollectiveOp, size_bytes: float, path: Sequence[Crossing], algorithm: str, cluster: Cluster
+    op: CollectiveOp,
+    size_bytes: float,
+    path: Sequence[Crossing],
+    algorithm: str,
+    cluster: Cluster,
+    copies: int = 1,
 ) -> float:
     constants = cluster.device.constants
     if op == CollectiveOp.SEND:
         return _send_s(size_bytes, path, constants)
     if op == CollectiveOp.ALL_TO_ALL:
-        return _all_to_all_s(size_bytes, path, constants)
+        return _all_to_all_s(size_bytes, path, constants, copies)
     if algorithm == "parameter-server":
         return (
             _parameter_server_s(size_bytes, path, constants)
@@ -185,7 +195,9 @@ def _hierarchical_s(
     return total
 
 
-def _all_to_all_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str, float]) -> float:
+def _all_to_all_s(
+    size_bytes: float, path: Sequence[Crossing], constants: Mapping[str, float], copies: int = 1
+) -> float:
     """Every pair at once: each level carries what leaves the unit inside it, and the slowest level counts.
 
     One peer's connection is narrower than a ring (`send_efficiency`), so that few peers do not fill a link.
@@ -200,9 +212,23 @@ def _all_to_all_s(size_bytes: float, path: Sequence[Crossing], constants: Mappin
             constants["collective.all_to_all_efficiency"], peers * constants["collective.send_efficiency"]
         )
         rate = crossing.device_bytes_per_s * share
+        if copies > 1:
+            leaving = _merged_share(crossing, ranks, copies)
         slowest_s = max(slowest_s, _filled_s(size_bytes * leaving, rate, size_bytes, constants))
     latency_s = max(c.level.latency_s for c in path) + (ranks - 1) * constants["collective.peer_s"]
     return constants["collective.start_s.simple"] + latency_s + slowest_s
+
+
+def _merged_share(crossing: Crossing, ranks: int, copies: int) -> float:
+    """Share of the rows that cross a level where a unit gets one copy of a row, and hands it on inside.
+
+        u (1 - (1 - 1/u)^copies) / copies * (fan - 1) / fan        u = ranks / inside: the units inside the level
+
+    the units that a row with `copies` random receivers goes to, less those that sit in its own. Kind: formula.
+    Source: DeepEP (deepseek-ai/DeepEP), whose dispatch sends a token once to a node and forwards it over NVLink.
+    """
+    units = ranks // crossing.inside
+    return units * (1 - (1 - 1 / units) ** copies) / copies * (crossing.fan - 1) / crossing.fan
 
 
 def _parameter_server_s(size_bytes: float, path: Sequence[Crossing], constants: Mapping[str, float]) -> float:

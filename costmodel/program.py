@@ -101,6 +101,9 @@ class Collective:
     label: str = ""  # breakdown key: tp, cp, ep, pp, dp
     beside: bool = False  # started ahead of the kernels of its pass: only what they do not hide is waited for
     wraps: bool = False  # a message from the last rank to the first, on irregular networks
+    copies: int = (
+        1  # of each row in an all-to-all, for as many receivers: those for one rank or node travel as one
+    )
 
 
 Step = Kernel | Collective

@@ -11,7 +11,7 @@ from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET
 from autoparallel.profiles.figures import Figures
 from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Group, Level, Residual, ValueKind
 from autoparallel.profiles.network import with_network
-from autoparallel.profiles.parts import bounded
+from autoparallel.profiles.parts import bounded, evenly_filled
 from autoparallel.profiles.schema import (
     ClusterFile,
     DeviceFile,
@@ -219,7 +219,7 @@ def _box_levels(device: Device, per_node: int, count: int) -> tuple[Level, ...]:
         replace(level, bytes_per_s=level.bytes_per_s * share, latency_s=level.latency_s / share)
         for level in scaled
     ]
-    return bounded(tuple(turns), count)
+    return bounded(evenly_filled(turns, count), count)
 
 
 def _completed(constants: dict[str, FigureTable]) -> dict[str, FigureTable]:

@@ -19,6 +19,22 @@ def bounded(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
     return (*kept[:-1], replace(kept[-1], size=count))
 
 
+def evenly_filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
+    """The same levels where a job of `count` devices takes as many of the devices in each domain of a level, of the
+    fewest domains that hold it: 256 devices take 64 of each of four domains of 72. A domain that does not come out
+    even, or not in whole domains of the level inside, stays as it is.
+
+    Kind: formula. Source: Slurm's block topology (`sbatch --segment`), as jobs on NVL72 racks are placed.
+    """
+    filled: list[Level] = []
+    for level in levels:
+        domains = -(-count // level.size)
+        even, rest = divmod(count, domains)
+        whole = not rest and even % (filled[-1].size if filled else 1) == 0
+        filled.append(replace(level, size=even) if domains > 1 and whole else level)
+    return tuple(filled)
+
+
 def devices_of_nodes(cluster: Cluster) -> tuple[int, ...]:
     """Devices of every node, numbered through the groups."""
     return tuple(devices for group in cluster.groups for devices in group.devices_of_nodes)

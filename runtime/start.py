@@ -120,6 +120,10 @@ def check_strategy(
         )
     if strategy.execution.parameter_gathers:
         raise UserError("execution.parameter_gathers: the runtime gathers whole blocks; set it to false")
+    if strategy.execution.merged_dispatch:
+        raise UserError(
+            "execution.merged_dispatch: the runtime sends a token to each expert; set it to false"
+        )
     check_compression(strategy.grad_sync.compression)
     check_algorithm(strategy, level_sizes)
     check_kernels(strategy)

@@ -156,7 +156,10 @@ def _exchange(local: LocalBlock, move: Exchange, *, backward: bool) -> list[Step
     if move.counts and not backward:
         counts = move.experts * ITEM_BYTES["int64"]
         found.append(Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=counts, label="ep"))
-    found.append(Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=size, label="ep"))
+    copies = move.copies if local.setting.execution.merged_dispatch else 1
+    found.append(
+        Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=size, label="ep", copies=copies)
+    )
     if move.experts > local.setting.ep:
         dtype = SHORT_DTYPE[local.setting.tensor_dtype]
         found.append(Kernel(kind=OpKind.COPY, dtype=dtype, flops=0, bytes_moved=2 * size, backward=backward))

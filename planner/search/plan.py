@@ -58,7 +58,8 @@ REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
     "blocking_launches",
-)  # of `Execution`: ways of runs that nobody would plan anew
+    "merged_dispatch",
+)  # of `Execution`: ways of published runs that are scored, and not searched
 
 
 @without_collection()

@@ -209,9 +209,22 @@ def with_experts(index: BlockIndex, plan: BlockPlan) -> BlockPlan:
 def _exchanges(index: BlockIndex, layer: ExpertLayer) -> tuple[Exchange, Exchange]:
     """Rows to their experts before the first product, and back after the last."""
     operators, first, last = index.block.operators, layer.products[0], layer.products[-1]
-    there = Exchange(value=operators[first].inputs[0], position=first, experts=layer.experts, counts=True)
-    back = Exchange(value=operators[last].name, position=last + 1, experts=layer.experts)
+    rows = operators[first].inputs[0]
+    copies = _copies(index, rows)
+    there = Exchange(value=rows, position=first, experts=layer.experts, counts=True, copies=copies)
+    back = Exchange(value=operators[last].name, position=last + 1, experts=layer.experts, copies=copies)
     return there, back
+
+
+def _copies(index: BlockIndex, rows: str) -> int:
+    """How often each token is among the rows that experts get: they are looked up in the tokens; 1 where not."""
+    if rows not in index.producer:
+        return 1
+    lookup = index.block.operators[index.producer[rows]]
+    tokens = index.specs[lookup.inputs[0]].shape
+    if lookup.kind is not OpKind.COPY or len(lookup.inputs) != 2 or not tokens:
+        return 1
+    return max(index.specs[rows].shape[0].at(1) // max(tokens[0].at(1), 1), 1)
 
 
 def unsolved_plan(index: BlockIndex, ep: int) -> BlockPlan:

@@ -31,12 +31,13 @@ class Reshard:
 class Exchange:
     """Rows of a value go to the ranks of `ep` that hold their experts, or come back: an all-to-all before the
     operator at `position`, and one of their gradients after its backward. `counts`: the ranks first tell each
-    other how many rows they send."""
+    other how many rows they send. `copies`: how often each token is among the rows, once for each of its experts."""
 
     value: str
     position: int
     experts: int
     counts: bool = False
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

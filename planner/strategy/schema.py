@@ -121,6 +121,9 @@ class ExecutionSection(Section):
     parameter_gathers: bool | None = Field(
         None, description="ZeRO-3 fetches each parameter by itself and waits for it"
     )
+    merged_dispatch: bool | None = Field(
+        None, description="a token goes once to a rank and a node that hold several of its experts (DeepEP)"
+    )
 
 
 class GradSyncSection(Section):

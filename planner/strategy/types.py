@@ -102,6 +102,9 @@ class Execution:
     blocking_sends: bool = False  # a stage waits until its message has gone to the next one
     blocking_launches: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
     parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
+    merged_dispatch: bool = (
+        False  # a token goes once to a rank and a node that hold several of its experts (DeepEP)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,13 @@ def test_half_recomputation_is_every_second_block_of_each_chunk() -> None:
     assert strategy.recompute.per_stage == (blocks // 2,)
 
 
+def test_an_eighth_of_a_rank_is_recomputed_where_its_chunks_hold_one_block_each() -> None:
+    row = next(row for row in FURTHER if (row["layers"], row["pp"], row["vpp"]) == ("64", "8", "8"))
+    none, eighth, *_, every = (strategy.recompute.per_stage for strategy in rows.strategies_of(row))
+    assert (sum(none), sum(every)) == (0, 64)
+    assert [sum(eighth[rank::8]) for rank in range(8)] == [1] * 8
+
+
 @pytest.mark.parametrize(
     ("changes", "attention"),
     [

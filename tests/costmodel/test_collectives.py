@@ -55,6 +55,26 @@ def test_one_rank_and_no_bytes_cost_nothing(spec: str, op: CollectiveOp, size: i
 
 
 @settings(deadline=None)
+@given(specs, message, st.sampled_from((2, 4, 8, 16, 32)), st.integers(2, 16))
+def test_rows_that_travel_once_to_a_rank_never_take_longer_than_each_copy_alone_on_one_level(
+    spec: str, size: int, ranks: int, copies: int
+) -> None:
+    axes, cluster = line(min(ranks, CLUSTERS[spec].devices)), CLUSTERS[spec]
+    alone = Collective(op=CollectiveOp.ALL_TO_ALL, axes=("d",), size_bytes=size)
+    once = replace(alone, copies=copies)
+    if axes[0].size <= cluster.levels[0].size:
+        assert collective_s(once, axes, cluster) <= collective_s(alone, axes, cluster) * (1 + 1e-9)
+
+
+def test_of_eight_copies_for_four_nodes_less_than_half_leave_a_node() -> None:
+    cluster, axes = CLUSTERS["h100-sxm:4x8"], line(32)
+    alone = Collective(op=CollectiveOp.ALL_TO_ALL, axes=("d",), size_bytes=1 << 34)
+    share = 3 * (1 - (3 / 4) ** 8) / 8 / (24 / 32)  # nodes that a row goes to, of its copies that leave
+    found = collective_s(replace(alone, copies=8), axes, cluster) / collective_s(alone, axes, cluster)
+    assert found == pytest.approx(share, rel=0.02)
+
+
+@settings(deadline=None)
 @given(specs, ops, message, st.sampled_from(ALGORITHMS), st.data())
 def test_more_bandwidth_never_costs_time(
     spec: str, op: CollectiveOp, size: int, algorithm: str, data: st.DataObject

@@ -61,6 +61,12 @@ def write(folder: Path, name: str, text: str) -> str:
     return str(folder / name)
 
 
+def test_a_job_takes_equally_many_devices_of_each_domain_that_it_needs() -> None:
+    sizes = {spec: load_cluster(spec).levels[0].size for spec in ("gb200:18x4", "gb200:64x4", "gb200:36x4")}
+    assert sizes == {"gb200:18x4": 72, "gb200:64x4": 64, "gb200:36x4": 72}
+    assert load_cluster("h100-sxm:9x8").levels[0].size == 8
+
+
 def test_a_device_file_of_bare_numbers_takes_generic_constants(tmp_path: Path) -> None:
     device = load_device(write(tmp_path, "mine.toml", DEVICE))
     assert device.memory_bytes == 80e9

@@ -51,6 +51,18 @@ def products(work: BlockWork) -> list[Kernel]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_merged_dispatch_sends_the_copies_of_a_token_for_its_experts_as_one(name: str) -> None:
+    def copies(merged: bool) -> set[int]:
+        strategy = plan(dp_shard=4, ep=4)
+        execution = replace(strategy.execution, merged_dispatch=merged)
+        work = expert_link(expander(name).program(replace(strategy, execution=execution)))
+        sent = [s for s in work.forward if isinstance(s, Collective) and s.label == "ep"]
+        return {s.copies for s in sent if s.size_bytes > EXPERTS * 8}
+
+    assert (copies(False), copies(True)) == ({1}, {CHOSEN})
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_of_experts_are_found_without_names(name: str) -> None:
     made = expander(name)
     layers = [
