@@ -53,6 +53,18 @@ class Pass:
     contended_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PassKernels:
+    """What the kernels of a pass take, those in line and those beside them, by breakdown key ("" is the pass's own);
+    and its collectives, whose seconds depend on the mesh. Whoever keeps this keeps the `steps`."""
+
+    steps: Sequence[Step]
+    inline: Parts
+    beside: Parts
+    launches_s: float
+    collectives: tuple[Collective, ...]
+
+
 @dataclass(slots=True)
 class Pricer:
     """Prices kernels and collectives of one cluster, and remembers those it has priced."""
@@ -61,6 +73,7 @@ class Pricer:
     kernels: dict[tuple[Kernel, str, str], tuple[float, float]] = field(default_factory=dict)
     collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
     shares: dict[tuple[Collective, tuple[Axis, ...]], Shares] = field(default_factory=dict)
+    passes: dict[tuple[int, str, str], PassKernels] = field(default_factory=dict)
 
     def kernel_s(self, kernel: Kernel, device: Device, mode: str) -> float:
         """As `costmodel.kernels.kernel_s`."""
@@ -72,6 +85,23 @@ class Pricer:
         if key not in self.kernels:
             self.kernels[key] = (device_s(kernel, device, mode), host_s(kernel, device, mode))
         return self.kernels[key]
+
+    def pass_kernels(self, steps: Sequence[Step], device: Device, mode: str) -> PassKernels:
+        """The kernels of a pass (the same object: equal ones are summed again) on a device."""
+        key = (id(steps), device.name, mode)
+        if key not in self.passes:
+            inline: Parts = {}
+            beside: Parts = {}
+            launches_s = 0.0
+            for step in steps:
+                if isinstance(step, Kernel):
+                    seconds, launch_s = self.kernel_times(step, device, mode)
+                    where, into = _kernel_key(step, ""), beside if step.beside else inline
+                    into[where] = into.get(where, 0.0) + seconds
+                    launches_s += launch_s
+            collectives = tuple(step for step in steps if isinstance(step, Collective))
+            self.passes[key] = PassKernels(steps, inline, beside, launches_s, collectives)
+        return self.passes[key]
 
     def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
         """As `costmodel.collectives.collective_s`, which looks at the axes of the collective alone."""
@@ -177,18 +207,16 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
     call_s = device.constants.get("collective.host_s", 0.0)
 
     def parts(steps: Sequence[Step], key: str) -> Parts:
-        total: Parts = {}
-        beside: Parts = {}
-        launches_s = 0.0
-        for step in steps:
-            if isinstance(step, Kernel):
-                seconds, launch_s = pricer.kernel_times(step, device, program.kernels)
-                where = _kernel_key(step, key)
-                launches_s += launch_s
-            else:
-                seconds, where = pricer.collective_s(step, program.axes), _comm_key(step)
-                launches_s += call_s if seconds else 0.0
-            into = beside if step.beside else total
+        if not steps:
+            return {}
+        kernels = pricer.pass_kernels(steps, device, program.kernels)
+        total = {where or key: seconds for where, seconds in kernels.inline.items()}
+        beside = {where or key: seconds for where, seconds in kernels.beside.items()}
+        launches_s = kernels.launches_s
+        for collective in kernels.collectives:
+            seconds, where = pricer.collective_s(collective, program.axes), _comm_key(collective)
+            launches_s += call_s if seconds else 0.0
+            into = beside if collective.beside else total
             into[where] = into.get(where, 0.0) + seconds
         beside_s = sum(beside.values())
         if (exposed_s := beside_s - total.get(key, 0.0)) > 0.0:

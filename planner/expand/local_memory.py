@@ -154,29 +154,42 @@ def _readers(local: LocalBlock, units: Sequence[Unit]) -> dict[str, int]:
 
 def forward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
     """Peak of the forward pass above what it keeps: unsaved values, alive from producer to last reader."""
-    last, live = _readers(local, units), dict[str, int]()
-    kept_so_far = {s: b for s, b in kept.items() if s.startswith("input:")}
+    last, storages = _readers(local, units), local.index.storage
+    live, dying = dict[str, int](), dict[int, list[str]]()  # bytes by storage; what dies with a unit
+
+    def make(storage: str, size: int, unit: int) -> int:
+        live[storage] = size
+        dying.setdefault(max(last.get(storage, -1), unit), []).append(storage)
+        return size
+
+    made = _made_by(local, units, kept)
+    held = sum(size for storage, size in kept.items() if storage.startswith("input:"))
     for name in local.index.needs_grad:
         if name.startswith("input:") and name not in kept:
-            live[name] = local.value_bytes(name, local.output_placement(name))
+            held += make(name, local.value_bytes(name, local.output_placement(name)), 0)
     peak = 0
     for n, unit in enumerate(units):
         for value in unit.outputs:
-            storage = local.index.storage[value]
+            storage = storages[value]
             if storage not in kept and storage not in live and not storage.startswith("input:"):
-                live[storage] = local.value_bytes(storage, local.output_placement(storage))
-        kept_so_far |= {s: b for s, b in kept.items() if _made_in(local, s, unit)}
-        if _overwrites(local, unit):
-            live = {s: b for s, b in live.items() if last.get(s, -1) > n}
+                held += make(storage, local.value_bytes(storage, local.output_placement(storage)), n)
+        held += made.get(n, 0)
+        done = sum(live.pop(storage) for storage in dying.pop(n, ()))
         inside = 0 if local.setting.flash else sum(_scores_temp(local, op, kept) for op in unit.ops)
-        peak = max(peak, sum(live.values()) + sum(kept_so_far.values()) + inside)
-        live = {s: b for s, b in live.items() if last.get(s, -1) > n}
+        peak = max(peak, held - (done if _overwrites(local, unit) else 0) + inside)
+        held -= done
     return max(peak - sum(kept.values()), 0)
 
 
-def _made_in(local: LocalBlock, storage: str, unit: Unit) -> bool:
-    name = storage.partition("#")[0]
-    return local.index.producer.get(name, -1) in unit.ops
+def _made_by(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> dict[int, int]:
+    """Unit -> bytes that it makes of what is kept."""
+    unit_of = {op: n for n, unit in enumerate(units) for op in unit.ops}
+    made: dict[int, int] = {}
+    for storage, size in kept.items():
+        unit = unit_of.get(local.index.producer.get(storage.partition("#")[0], -1))
+        if unit is not None:
+            made[unit] = made.get(unit, 0) + size
+    return made
 
 
 def _attention_temp(local: LocalBlock, op: int) -> int:

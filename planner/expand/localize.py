@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
@@ -30,7 +31,8 @@ class Passes:
 
     local: LocalBlock
     units: tuple[Unit, ...]
-    forward: tuple[tuple[Step, ...], ...]  # by unit
+    forward: tuple[Step, ...]
+    forward_of: tuple[tuple[Step, ...], ...]  # by unit
     backward_input: tuple[Step, ...]
     backward_weight: tuple[Step, ...]
     kept: Mapping[str, int]
@@ -44,8 +46,9 @@ def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None =
         units = fused_units(layout, setting.execution.kernels)
     kept = memory.saved_storages(local, units)
     inputs, weights = _backward(local, units)
+    forward_of = tuple(map(tuple, _forward(local, units)))
     return Passes(
-        local=local, units=units, forward=tuple(map(tuple, _forward(local, units))), kept=kept,
+        local=local, units=units, forward=tuple(chain(*forward_of)), forward_of=forward_of, kept=kept,
         backward_input=tuple(inputs), backward_weight=tuple(weights),
         backward_temp_bytes=memory.backward_temp_bytes(local, units, kept),
     )  # fmt: skip
@@ -69,7 +72,7 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         again = _all_but_products(passes)
     elif recompute == "full":
         kept = {"input:": memory.input_bytes(local)}
-        again = [step for steps in passes.forward[: _last_keeper(units) + 1] for step in steps]
+        again = list(chain(*passes.forward_of[: _last_keeper(units) + 1]))
     saved = sum(kept.values())
     recomputed = max(sum(passes.kept.values()) - saved, 0)
     if recompute == "operators":  # which keeps values that only the second run of the others reads
@@ -78,7 +81,7 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
                   for p, (_, place) in zip(block.parameters, local.plan.params, strict=True)]  # fmt: skip
     return BlockWork(
         name=block.name,
-        forward=tuple(step for steps in passes.forward for step in steps),
+        forward=passes.forward,
         backward_input=passes.backward_input,
         backward_weight=passes.backward_weight,
         recompute=tuple(again),
@@ -101,7 +104,7 @@ def _all_but_products(passes: Passes) -> list[Step]:
     the gathers of what products read."""
     operators = passes.local.index.block.operators
     found: list[Step] = []
-    for unit, steps in zip(passes.units[: _last_keeper(passes.units) + 1], passes.forward, strict=False):
+    for unit, steps in zip(passes.units[: _last_keeper(passes.units) + 1], passes.forward_of, strict=False):
         product = any(operators[op].kind in memory.PRODUCTS for op in unit.ops)
         found += [
             step

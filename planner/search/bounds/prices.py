@@ -13,7 +13,7 @@ from autoparallel.costmodel.buckets import fill_buckets
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, price_block
-from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program
+from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program, Step
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
@@ -76,6 +76,7 @@ class PriceBook:
     pricer: Pricer
     device: Device  # what bounds are priced on: the fastest that a stage may stand on
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
+    _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
     _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
@@ -89,7 +90,7 @@ class PriceBook:
         if _UNPLACED not in self._others:
             loose = replace(cluster, network=replace(cluster.network, unplaced=True))
             self._others[_UNPLACED] = replace(
-                self, pricer=Pricer(loose), _blocks={}, _rates={}, _links={}, _others={}
+                self, pricer=Pricer(loose), _blocks={}, _weights={}, _rates={}, _links={}, _others={}
             )
         return self._others[_UNPLACED]
 
@@ -182,8 +183,10 @@ class PriceBook:
         inner = inner_axes(axes)
         key = (id(work), more, inner, strategy.execution.kernels)  # the expander keeps every work alive
         if key not in self._blocks:
-            whole = replace(work, backward_weight=(*work.backward_weight, *more))
-            cost = price_block(whole, _bare_program(strategy, axes), self.device, self.pricer)
+            weights = self._weights.setdefault(
+                (id(work.backward_weight), more), (*work.backward_weight, *more)
+            )  # one object for all ways of recomputing
+            cost = price_block(replace(work, backward_weight=weights), _bare_program(strategy, axes), self.device, self.pricer)
             self._blocks[key] = (
                 sum(cost.forward.values()),
                 sum(cost.recompute.values()) + sum(cost.backward_input.values()),

@@ -97,9 +97,12 @@ class Rows:
     def filled(self) -> Ints:
         """The sum of `before` over the ranks."""
         columns = (self.shapes.pp, self.chunks, self.least_per_chunk, self.least_per_end, self.most_per_chunk)
-        distinct, which = np.unique(np.stack(columns), axis=1, return_inverse=True)
-        sums = np.zeros(distinct.shape[1], dtype=np.int64)
-        for at, (pp, chunks, least, end, most) in enumerate(distinct.T.tolist()):
+        numbers = np.zeros(len(self.zero), dtype=np.int64)
+        for column in columns:
+            numbers = numbers * (int(column.max(initial=0)) + 1) + column
+        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+        sums = np.zeros(len(first), dtype=np.int64)
+        for at, (pp, chunks, least, end, most) in enumerate(np.stack(columns)[:, first].T.tolist()):
             rank = np.arange(pp)
             fewest = np.where(rank > 0, (rank - 1) * least + end, 0) - self.others
             sums[at] = np.maximum(np.maximum(fewest, self.repeated - (pp * chunks - rank) * most), 0).sum()

@@ -78,8 +78,9 @@ class WireBook:
 
     def price(self, found: Variants) -> Wires:
         """The communication of some variants."""
-        data = self._data_parallel(found)
-        sends_s = _sends_s(self.problem, self.space, self.book, found)
+        few, which = _without_schedules(self.space, found)
+        data = self._data_parallel(few)[which]
+        sends_s = _sends_s(self.problem, self.space, self.book, few)[which]
         return Wires(**{name: data[:, i] for i, name in enumerate(DATA_PRICES)}, send_s=sends_s)
 
     def inner_placements(self, found: Variants) -> Ints:
@@ -124,6 +125,24 @@ class WireBook:
                 self.known[key] = _price(self.problem, self.book, self.units, chosen, int(found.shape[row]))
         prices = [self.known[key] for key in distinct.tolist()]
         return np.array(prices, dtype=np.float64).reshape(-1, len(DATA_PRICES))[which.reshape(-1)]
+
+
+def _without_schedules(space: Space, found: Variants) -> tuple[Variants, Ints]:
+    """Of variants that differ in their schedules alone the first one each, and which of these each variant is like."""
+    shapes, place = _dense(found.shape, len(space.shapes))
+    sizes = (len(shapes), 4, len(space.meshes.orders), len(space.compressions))
+    cells = np.ravel_multi_index((place, found.zero, found.order, found.compression), sizes)
+    distinct, which = _dense(cells, int(np.prod(sizes)))
+    first = np.empty(len(distinct), dtype=np.int64)
+    first[which[::-1]] = np.arange(len(found))[::-1]
+    return found.take(first), which
+
+
+def _dense(numbers: Ints, size: int) -> tuple[Ints, Ints]:
+    """The distinct ones of numbers below `size`, ascending, and which of them each is: `np.unique` without sorting."""
+    there = np.zeros(size, dtype=np.bool_)
+    there[numbers] = True
+    return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
 def _axis_columns(space: Space, found: Variants, name: str) -> tuple[list[tuple[int, int]], Ints]:
