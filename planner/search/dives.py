@@ -15,7 +15,7 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_DIVED = 3  # shapes of each size of pp, tp and cp looked at
 VARIANTS_DIVED = 24  # of these shapes' variants, that are bounded rank by rank
-MOST_ACTIONS = 80_000  # of a schedule: larger ones take a second to lay out. Kind: measured
+MOST_ACTIONS = 20_000  # of a schedule: larger ones take a second to lay out. Kind: measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
