@@ -203,6 +203,7 @@ def search(
     from autoparallel.cli_progress import progress_text, working
     from autoparallel.inputs import make_problem
     from autoparallel.planner.search.plan import plan as plan_problem
+    from autoparallel.planner.search.side_by_side import usable_processes
 
     problem = make_problem(checked, graph)
     with working(console, "searching") as say:
@@ -213,6 +214,7 @@ def search(
             explain=explain,
             advise=advise,
             expander=expander,
+            processes=usable_processes(),
         )
 
 

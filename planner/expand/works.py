@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
@@ -64,6 +65,16 @@ class LocalWorks:
         if request not in self._plans:
             self._plans[request] = self._solve(request)
         return self._plans[request]
+
+    @property
+    def plans(self) -> Mapping[TensorRequest, TensorPlan]:
+        """The tensor-parallel plans solved so far."""
+        return self._plans
+
+    def know(self, plans: Mapping[TensorRequest, TensorPlan]) -> None:
+        """Take plans that were solved elsewhere."""
+        for request, plan in plans.items():
+            self._plans.setdefault(request, plan)
 
     def _solve(self, request: TensorRequest) -> TensorPlan:
         indices = tuple(

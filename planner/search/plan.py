@@ -71,14 +71,17 @@ def plan(
     explain: bool = False,
     advise: bool = True,
     expander: Expander | None = None,
+    processes: int = 1,
 ) -> PlanResult:
     """The best strategy of the problem's space, and how far that is proved.
 
     A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
     without each constraint, and longer for the best of each kind that was not chosen. Where nothing fits, `advise` looks
     for what would. A caller who has more to ask
-    about the answer passes the `expander` of graph and cluster, which then knows it. Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError` where the constraints allow no
-    legal strategy at all.
+    about the answer passes the `expander` of graph and cluster, which then knows it. With two `processes` the prices of a
+    large space are made in both (the answer is the same; a caller whose process must not be forked leaves it at one).
+    Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError`
+    where the constraints allow no legal strategy at all.
     """
     for key in SCORED_ONLY:
         if getattr(problem.execution, key):
@@ -92,21 +95,21 @@ def plan(
         from autoparallel.planner.search.tiers.answer import plan_tiers
 
         def on_devices(bare: Problem, *, tell: bool) -> PlanResult:
-            return _plan(bare, watch, expander, explain=explain, advise=advise and tell)
+            return _plan(bare, watch, expander, processes, explain=explain, advise=advise and tell)
 
         result = plan_tiers(problem, expander, on_devices, watch.check_time)
     elif has_parts(problem):
         result = plan_parts(without_tables(problem), watch.check, explain=explain, share=watch.share)
     else:
-        result = _plan(without_tables(problem), watch, expander, explain=explain, advise=advise)
+        result = _plan(without_tables(problem), watch, expander, processes, explain=explain, advise=advise)
     return replace(result, seconds=time.monotonic() - started_s)
 
 
 def _plan(
-    problem: Problem, watch: _Watch, expander: Expander | None, *, explain: bool, advise: bool
+    problem: Problem, watch: _Watch, expander: Expander | None, processes: int, *, explain: bool, advise: bool
 ) -> PlanResult:
     """One search; where nothing fits, `advise` asks for the reason and what would."""
-    outer = outer_of(problem, expander)
+    outer = outer_of(problem, expander, processes)
     if outer is None:
         raise explain_empty(problem)
     frontier = Frontier(outer=outer, check=watch.check)

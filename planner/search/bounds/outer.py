@@ -75,21 +75,21 @@ class Outer:
         return self.excess_bytes(found) <= 0 and found.host_excess_bytes <= 0
 
 
-def outer_of(problem: Problem, expander: Expander | None = None) -> Outer | None:
-    """Space, prices and bounds of a problem; None where no strategy is legal."""
+def outer_of(problem: Problem, expander: Expander | None = None, processes: int = 1) -> Outer | None:
+    """Space, prices and bounds of a problem; None where no strategy is legal. Prices are made in so many processes."""
     space = build_space(problem)
     if not len(space.shapes) or not space.counts().any():
         return None
     expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
     book = PriceBook(expander=expander, pricer=expander.pricer, device=fastest(rank_devices(problem)))
-    return build_outer(problem, space, units_of(problem.graph), book, max(capacities(problem)))
+    return build_outer(problem, space, units_of(problem.graph), book, max(capacities(problem)), processes)
 
 
 def build_outer(
-    problem: Problem, space: Space, chain: Chain, book: PriceBook, capacity_bytes: float
+    problem: Problem, space: Space, chain: Chain, book: PriceBook, capacity_bytes: float, processes: int = 1
 ) -> Outer:
     """Price every shape of a space."""
-    units = unit_table(problem, chain, book.at_best(), space.shapes, capacity_bytes)
+    units = unit_table(problem, chain, book.at_best(), space.shapes, capacity_bytes, processes)
     pace = pace_of_ranks(problem, chain, book.at_best(), space.shapes)
     bounds = shape_bounds(problem, space, units, _counted(chain))
     if pace is not None:

@@ -186,7 +186,12 @@ class PriceBook:
             weights = self._weights.setdefault(
                 (id(work.backward_weight), more), (*work.backward_weight, *more)
             )  # one object for all ways of recomputing
-            cost = price_block(replace(work, backward_weight=weights), _bare_program(strategy, axes), self.device, self.pricer)
+            cost = price_block(
+                replace(work, backward_weight=weights),
+                _bare_program(strategy, axes),
+                self.device,
+                self.pricer,
+            )
             self._blocks[key] = (
                 sum(cost.forward.values()),
                 sum(cost.recompute.values()) + sum(cost.backward_input.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.side_by_side import side_by_side
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Floats, Ints
@@ -21,11 +23,15 @@ from autoparallel.planner.sharding.rules import NotShardable
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Offload, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from autoparallel.planner.sharding.plan import TensorPlan
+    from autoparallel.planner.sharding.solve import TensorRequest
 
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
 # Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
+FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
@@ -76,7 +82,7 @@ def kinds_that_count(chain: Chain) -> tuple[int, ...]:
 
 
 def unit_table(
-    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float, processes: int = 1
 ) -> Units:
     """One row per shape; each distinct (tp, sequence parallelism, micro-batch, mode) is priced once, with tensor
     parallelism on neighbouring devices, where it is cheapest.
@@ -86,13 +92,49 @@ def unit_table(
     for this reason.
     """
     distinct, rows = settings_of(problem, shapes)
+    alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans
+    for at, key in enumerate(distinct.tolist()):
+        alike.setdefault(tuple(key[1:3]), []).append(at)
+    pieces = [
+        partial(_priced, problem, chain, book, distinct[some].tolist(), capacity_bytes)
+        for some in alike.values()
+    ]
+    found = side_by_side(
+        pieces, [len(some) for some in alike.values()], processes if len(distinct) > FEW else 1
+    )
+    illegal = next((one.illegal for one in found if one.illegal is not None), None)
+    if illegal is not None and not any(one.legal for one in found):
+        raise illegal
+    names = [f.name for f in fields(Units)]
+    table = np.empty((len(distinct), len(names)))
+    for some, one in zip(alike.values(), found, strict=True):
+        table[some] = one.rows
+        book.expander.works.know(one.plans)
+    columns = table[rows]
+    return Units(**{name: columns[:, i] for i, name in enumerate(names)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    """Rows of some settings, and the tensor-parallel plans that were solved for them."""
+
+    rows: list[tuple[float, ...]]
+    legal: bool  # some of them
+    illegal: NotShardable | None  # why others are not
+    plans: Mapping[TensorRequest, TensorPlan]
+
+
+def _priced(
+    problem: Problem, chain: Chain, book: PriceBook, keys: Sequence[Sequence[float]], capacity_bytes: float
+) -> _Priced:
     names = [f.name for f in fields(Units)]
     nothing = (np.inf,) * len(names)
+    known = set(book.expander.works.plans)
     priced: list[tuple[float, ...]] = []
-    full: tuple[int, ...] = ()  # the setting whose smaller micro-batches are too large already
+    full: tuple[float, ...] = ()  # the setting whose smaller micro-batches are too large already
     illegal: NotShardable | None = None
     legal, ordered = False, "mesh.order" in problem.constraints
-    for key in distinct.tolist():
+    for key in keys:
         setting = tuple(key[:-1])
         try:
             row = nothing
@@ -106,11 +148,8 @@ def unit_table(
         if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
-    if illegal is not None and not legal:
-        raise illegal
-    table = np.array(priced, dtype=np.float64).reshape(len(priced), len(names))
-    columns = table[rows]
-    return Units(**{name: columns[:, i] for i, name in enumerate(names)})
+    plans = {request: plan for request, plan in book.expander.works.plans.items() if request not in known}
+    return _Priced(rows=priced, legal=legal, illegal=illegal, plans=plans)
 
 
 def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
