@@ -15,8 +15,9 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
+# Files of tests run side by side, one process per core: memory limits how many.
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ def virtual_of(name: str) -> int:
 SECONDS = st.floats(0.0, 10.0)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_the_bound_never_exceeds_the_simulated_step(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(BUILT_SCHEDULES))

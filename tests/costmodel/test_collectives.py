@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.costmodel.collectives import ALGORITHMS, collective_s
@@ -54,7 +54,6 @@ def test_one_rank_and_no_bytes_cost_nothing(spec: str, op: CollectiveOp, size: i
     assert cost(op, 0, CLUSTERS[spec], line(2)) == 0.0
 
 
-@settings(deadline=None)
 @given(specs, message, st.sampled_from((2, 4, 8, 16, 32)), st.integers(2, 16))
 def test_rows_that_travel_once_to_a_rank_never_take_longer_than_each_copy_alone_on_one_level(
     spec: str, size: int, ranks: int, copies: int
@@ -74,7 +73,6 @@ def test_of_eight_copies_for_four_nodes_less_than_half_leave_a_node() -> None:
     assert found == pytest.approx(share, rel=0.02)
 
 
-@settings(deadline=None)
 @given(specs, ops, message, st.sampled_from(ALGORITHMS), st.data())
 def test_more_bandwidth_never_costs_time(
     spec: str, op: CollectiveOp, size: int, algorithm: str, data: st.DataObject
@@ -86,7 +84,6 @@ def test_more_bandwidth_never_costs_time(
     assert cost(op, size, faster(cluster, index), line(ranks), algorithm=algorithm) <= slow * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(specs, ops, message, st.integers(1, 1 << 30))
 def test_more_bytes_never_cost_less(spec: str, op: CollectiveOp, size: int, more: int) -> None:
     cluster = CLUSTERS[spec]
@@ -94,7 +91,6 @@ def test_more_bytes_never_cost_less(spec: str, op: CollectiveOp, size: int, more
     assert cost(op, size + more, cluster, axes) >= cost(op, size, cluster, axes) * (1 - 1e-12)
 
 
-@settings(deadline=None)
 @given(specs, message)
 def test_a_direct_all_reduce_never_costs_more_than_the_detour(spec: str, size: int) -> None:
     cluster = CLUSTERS[spec]
@@ -105,7 +101,6 @@ def test_a_direct_all_reduce_never_costs_more_than_the_detour(spec: str, size: i
     assert cost(CollectiveOp.ALL_REDUCE, size, cluster, axes) <= detour * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(specs, ops, message)
 def test_auto_is_the_cheapest_algorithm_of_a_library(spec: str, op: CollectiveOp, size: int) -> None:
     cluster = CLUSTERS[spec]
@@ -115,7 +110,6 @@ def test_auto_is_the_cheapest_algorithm_of_a_library(spec: str, op: CollectiveOp
     assert cost(op, size, cluster, axes) == min(named)
 
 
-@settings(deadline=None)
 @given(specs, ops, message)
 def test_wire_time_is_a_floor(spec: str, op: CollectiveOp, size: int) -> None:
     """No rank receives its part of the result faster than its own link carries it, NVLink SHARP included."""

@@ -89,7 +89,7 @@ def test_a_value_that_a_product_keeps_stays_kept() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_units_cover_every_operator_once_in_an_order_that_can_run(kernels: str, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 12))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.costmodel.graph import OpKind
@@ -55,7 +55,6 @@ def test_the_second_generation_of_flash_kernels_is_slower_where_a_newer_one_is_t
     assert best_s / second_s == pytest.approx(ratio, rel=1e-3)
 
 
-@settings(deadline=None)
 @given(devices, modes, sizes, sizes, sizes)
 def test_a_product_never_beats_the_peak_nor_the_memory(name: str, mode: str, m: int, n: int, k: int) -> None:
     device, kernel = DEVICES[name], product(1, m, n, k)
@@ -65,7 +64,6 @@ def test_a_product_never_beats_the_peak_nor_the_memory(name: str, mode: str, m: 
     assert seconds >= device.constants["kernel.start_s"]
 
 
-@settings(deadline=None)
 @given(devices, modes, sizes, sizes, sizes, st.integers(1, 64))
 def test_more_of_any_size_never_costs_less(name: str, mode: str, m: int, n: int, k: int, more: int) -> None:
     device = DEVICES[name]
@@ -74,7 +72,6 @@ def test_more_of_any_size_never_costs_less(name: str, mode: str, m: int, n: int,
         assert kernel_s(bigger, device, mode) >= base * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(devices, sizes, sizes, sizes)
 def test_a_faster_device_never_costs_time(name: str, m: int, n: int, k: int) -> None:
     device, kernel = DEVICES[name], product(1, m, n, k)
@@ -86,7 +83,6 @@ def test_a_faster_device_never_costs_time(name: str, m: int, n: int, k: int) -> 
     assert kernel_s(kernel, faster, "fused") <= kernel_s(kernel, device, "fused") * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(devices, modes, st.integers(0, 50))
 def test_launches_add_up(name: str, mode: str, count: int) -> None:
     kernel = product(1, 256, 256, 256)
@@ -117,7 +113,6 @@ def test_one_tile_too_many_costs_part_of_a_wave(name: str) -> None:
     assert full < over < 2.1 * full
 
 
-@settings(deadline=None)
 @given(st.sampled_from(GPUS), st.integers(64, 16384), st.sampled_from([64, 96, 128, 192]), st.booleans())
 def test_a_causal_mask_never_costs_time_and_never_saves_more_than_half(
     name: str, length: int, d: int, backward: bool
@@ -128,7 +123,6 @@ def test_a_causal_mask_never_costs_time_and_never_saves_more_than_half(
     assert full / 2 * (1 - 1e-9) <= masked <= full * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(GPUS), st.sampled_from([2, 4, 8]), st.booleans())
 def test_the_last_queries_under_a_causal_mask_cost_most_and_less_than_without_one(
     name: str, ranks: int, backward: bool

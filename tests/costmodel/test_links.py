@@ -32,7 +32,7 @@ def regular(nodes: int, per_node: int, port: float, nics: int) -> Cluster:
     return cluster_from_dict(table, "test")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     nodes=st.sampled_from([2, 3, 4]), per_node=st.sampled_from([2, 4]), nics=st.sampled_from([0, 1, 2]),
     op=st.sampled_from(OPS), size=st.sampled_from([1, 10**5, 10**8]), inner=st.sampled_from([1, 2, 4]),
@@ -89,7 +89,7 @@ def test_equal_paths_share_the_traffic() -> None:
 RATES = st.sampled_from([1e9, 3e9, 1e10, 4e10])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     rates=st.lists(RATES, min_size=5, max_size=5), faster=st.integers(0, 4), times=st.sampled_from([1.5, 10.0]),
     op=st.sampled_from(OPS), shape=st.sampled_from([(4, 1), (8, 1), (2, 1), (4, 2), (2, 4), (2, 2)]),

@@ -120,7 +120,7 @@ def walk(actions: tuple[Action, ...], works: list[StageWork]) -> int:
     return peak
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_peak_is_that_of_a_walk_over_all_actions_and_its_parts_sum_to_it(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(BUILT_SCHEDULES))

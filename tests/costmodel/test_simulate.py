@@ -70,7 +70,7 @@ def blocks(draw: st.DrawFn, zero3: bool) -> BlockWork:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(programs())
 def test_parts_sum_to_the_whole(program: Program) -> None:
     found = simulate(program, CLUSTER)
@@ -85,14 +85,14 @@ def test_parts_sum_to_the_whole(program: Program) -> None:
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(programs(), st.floats(1.0, 16.0))
 def test_more_bandwidth_never_costs_time(program: Program, factor: float) -> None:
     slow, fast = simulate(program, CLUSTER), simulate(program, faster(CLUSTER, factor))
     assert fast.step_time_s <= slow.step_time_s * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(programs())
 def test_spans_of_one_rank_compute_one_at_a_time_and_end_with_the_step(program: Program) -> None:
     found = simulate(program, CLUSTER)
@@ -105,7 +105,7 @@ def test_spans_of_one_rank_compute_one_at_a_time_and_end_with_the_step(program: 
             assert after.start_s >= before.end_s - 1e-12, (before, after)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(programs())
 def test_light_and_shared_simulations_say_the_same(program: Program) -> None:
     pricer, prepared = Pricer(CLUSTER), prepare_simulation(program.ranks, overlap=program.overlap)

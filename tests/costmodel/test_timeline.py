@@ -10,7 +10,7 @@ from autoparallel.costmodel.timetable import pipeline_times, prepare
 from tests.costmodel.test_simulate import CLUSTER, programs
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(programs(), st.integers(1, 60))
 def test_a_shortened_timeline_is_the_whole_one_without_its_middle(program: Program, most: int) -> None:
     order = prepare(program.ranks)

@@ -174,7 +174,7 @@ def schedules_and_costs(draw: st.DrawFn) -> tuple[str, int, int, int, list[Stage
     return name, ranks, virtual, micro, costs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules_and_costs())
 def test_the_timetable_gives_what_the_definition_gives(
     case: tuple[str, int, int, int, list[StageCost]],

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.answer import read_timeline
@@ -23,7 +23,6 @@ _points = st.lists(
 )
 
 
-@settings(deadline=None)  # machines are shared
 @given(_points)
 def test_nothing_beats_the_frontier_and_the_frontier_beats_the_rest(points: list[charts.Candidate]) -> None:
     edge = charts.frontier(points)
@@ -34,7 +33,6 @@ def test_nothing_beats_the_frontier_and_the_frontier_beats_the_rest(points: list
         assert a.peak_gib > b.peak_gib
 
 
-@settings(deadline=None)  # machines are shared
 @given(_points)
 def test_every_dot_of_the_scatter_lies_inside_the_picture(points: list[charts.Candidate]) -> None:
     chart = charts.scatter(points, points[0], 70.0)
@@ -44,7 +42,6 @@ def test_every_dot_of_the_scatter_lies_inside_the_picture(points: list[charts.Ca
         assert 0 <= dot.y <= chart.bottom
 
 
-@settings(deadline=None)  # machines are shared
 @given(st.dictionaries(st.sampled_from(["forward", "backward", "bubble"]), st.floats(0, 1e6)))
 def test_the_pieces_of_the_breakdown_fill_the_bar(breakdown_s: dict[str, float]) -> None:
     chart = charts.breakdown_bar(breakdown_s)
@@ -52,7 +49,6 @@ def test_the_pieces_of_the_breakdown_fill_the_bar(breakdown_s: dict[str, float])
         assert sum(box.width for box in chart.boxes) == pytest.approx(charts.WIDTH)
 
 
-@settings(deadline=None)  # machines are shared
 @given(
     st.lists(
         st.fixed_dictionaries({part: st.floats(0, 100) for part in charts.MEMORY_PARTS}),

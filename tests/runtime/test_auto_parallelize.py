@@ -132,17 +132,18 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
     assert problem.global_batch == 8
 
 
-def _torchrun(strategy: Path, processes: int) -> subprocess.CompletedProcess[str]:
+def _torchrun(processes: int, *strategies: Path) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-        "--no-python", sys.executable, "-m", "tests.runtime.train_mlp", str(strategy),
+        "--no-python", sys.executable, "-m", "tests.runtime.train_mlp", *map(str, strategies),
     ]  # fmt: skip
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.distributed
-def test_under_torchrun_all_ranks_train_the_model_of_rank_0(tmp_path: Path) -> None:
-    path = tmp_path / "strategy.toml"
+def test_under_torchrun_another_number_of_processes_is_refused_and_all_ranks_train_the_model_of_rank_0(
+    tmp_path: Path,
+) -> None:
     strategy = Strategy(
         batch=Batch(global_=8, micro=2),
         mesh=Mesh(dp_shard=2),
@@ -150,19 +151,12 @@ def test_under_torchrun_all_ranks_train_the_model_of_rank_0(tmp_path: Path) -> N
         pipeline=Pipeline(stage_blocks=(3,)),
         recompute=Recompute(mode="full"),
     )
-    write_strategy(path, strategy, {"model": "x", "graph_hash": _hash()}, {}, {})
-    done = _torchrun(path, 2)
+    of_four = replace(_alone(8), mesh=Mesh(dp_replicate=4), batch=Batch(global_=8, micro=1))
+    write_strategy(tmp_path / "four.toml", of_four, {"model": "x"}, {}, {})
+    write_strategy(tmp_path / "two.toml", strategy, {"model": "x", "graph_hash": _hash()}, {}, {})
+    done = _torchrun(2, tmp_path / "four.toml", tmp_path / "two.toml")
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.strip().splitlines()[-1])
+    assert "needs 4 processes but 2 are running" in seen["refused"]
     assert seen["losses"][1] < seen["losses"][0]
     assert seen["last"] < seen["losses"][1], "two steps were made on all samples"
-
-
-@pytest.mark.distributed
-def test_under_torchrun_a_strategy_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "strategy.toml"
-    strategy = replace(_alone(8), mesh=Mesh(dp_replicate=4), batch=Batch(global_=8, micro=1))
-    write_strategy(path, strategy, {"model": "x"}, {}, {})
-    done = _torchrun(path, 2)
-    assert done.returncode != 0
-    assert "needs 4 processes but 2 are running" in done.stderr

@@ -1,4 +1,4 @@
-"""Two steps of a small MLP under torchrun; rank 0 prints what it saw as JSON."""
+"""A small MLP under torchrun: a strategy that is refused, then two steps of another; rank 0 prints what it saw as JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from autoparallel import auto_parallelize
+from autoparallel import UserError, auto_parallelize
 from tests.runtime.models import Mlp
 
 
-def main(strategy: str) -> None:
+def main(refused: str, strategy: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     batch, targets = torch.randn(8, 16), torch.randint(0, 10, (8,))
@@ -21,6 +21,11 @@ def main(strategy: str) -> None:
         17 * len(sys.argv) + id(sys.argv) % 1000
     )  # every rank draws other weights: rank 0's count
     module = Mlp()
+    said = ""
+    try:
+        auto_parallelize(module, batch[:2], strategy=refused, cache=None)
+    except UserError as error:
+        said = str(error)
     model = auto_parallelize(module, batch[:2], strategy=strategy, cache=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     share = 8 // model.data_parallel_size
@@ -34,10 +39,11 @@ def main(strategy: str) -> None:
     if dist.get_rank() == 0:
         alone = Mlp()
         alone.load_state_dict(state)
-        print(json.dumps({"losses": losses, "last": F.cross_entropy(alone(batch), targets).item()}))
+        last = F.cross_entropy(alone(batch), targets).item()
+        print(json.dumps({"refused": said, "losses": losses, "last": last}))
     dist.barrier()  # no rank tears its connections down while another still works
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

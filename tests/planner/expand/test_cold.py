@@ -67,7 +67,7 @@ def test_all_rows_hot_is_the_price_of_replicas(tier: str) -> None:
     assert priced(hot) == priced(replace(hot, embedding=())) == priced(strategy("device", 0))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tier=TIERS,
     law=st.sampled_from(["uniform", "zipf:0.9", "zipf:1.3"]),
@@ -79,7 +79,7 @@ def test_more_hot_rows_never_move_more_bytes(tier: str, law: str, hot: list[int]
     assert priced(strategy(tier, many)).host_bytes <= priced(strategy(tier, few)).host_bytes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tier=TIERS, low=st.floats(0.0, 1.5), high=st.floats(0.0, 1.5), devices=st.sampled_from([8, 32]))
 def test_a_steeper_law_never_costs_time(tier: str, low: float, high: float, devices: int) -> None:
     low, high = sorted((low, high))

@@ -222,7 +222,7 @@ def test_even_stages_cover_the_chain_once(layers: int, chunks: int) -> None:
     assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     pp=st.sampled_from([1, 2]), tp=st.sampled_from([1, 2]), zero=st.sampled_from([0, 1, 2, 3]),
     recompute=st.sampled_from(["none", "selective", "full"]), micro=st.sampled_from([1, 2]),

@@ -83,7 +83,7 @@ def test_no_placement_of_any_strategy_beats_an_optimal_plan() -> None:
     assert found.prediction.step_time_s <= best * (1 + 2e-6), (found.strategy, count)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4)
 @given(
     rates=st.lists(st.sampled_from([2e8, 1e9, 4e9]), min_size=4, max_size=4), seed=st.integers(0, 99),
     per_node=st.sampled_from([1, 2]), order=st.permutations(range(4)),
@@ -187,7 +187,7 @@ def test_a_cluster_of_whole_nodes_is_planned_as_if_nobody_had_counted() -> None:
 LINKS = st.lists(st.sampled_from([1e9, 2e9, 1e10]), min_size=5, max_size=5)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(
     rates=LINKS, homes=st.lists(st.integers(0, 2), min_size=5, max_size=5), trunk=st.sampled_from([5e8, 4e9])
 )
@@ -217,7 +217,7 @@ def test_distinct_placements_give_all_that_any_order_of_the_nodes_gives() -> Non
     assert routes.nodes == 5
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(["ring", "racks"]))
 def test_the_solver_places_blocks_as_well_as_brute_force(seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)

@@ -33,7 +33,7 @@ def draw_costs(data: st.DataObject, timetable: Timetable) -> list[StageCost]:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=st.sampled_from(CASES), overlap=st.booleans(), data=st.data())
 def test_a_path_is_as_long_as_the_step_and_never_longer_for_other_costs(
     case: tuple[str, int, int, int], overlap: bool, data: st.DataObject

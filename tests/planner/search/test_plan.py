@@ -53,7 +53,7 @@ def on_hosts(problem: Problem) -> float:
     return float(plan(least).prediction.host_bytes)
 
 
-@settings(max_examples=13, deadline=None, derandomize=True)
+@settings(max_examples=13)
 @given(
     graph=st.integers(0, 3), cluster=st.sampled_from([0, 0, 1, 1, 3]), batch=st.sampled_from([2, 4]),
     objective=st.sampled_from(list(Objective)), room=st.sampled_from([1.0, 1.02, 1.3, 100.0]),

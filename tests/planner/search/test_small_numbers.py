@@ -35,7 +35,7 @@ def pipeline(blocks: int, chunks: int, rate: int, saved: int, capacity: int, mic
     )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     blocks=st.integers(2, 40),
     rate=st.integers(1, 10**13),

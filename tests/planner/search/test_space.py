@@ -92,7 +92,7 @@ def test_every_legal_combination_of_sizes_is_in_the_space() -> None:
     assert not missing, missing[:5]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     schedule=st.sampled_from(SCHEDULES),
     chunks=st.integers(1, 4),
@@ -105,7 +105,7 @@ def test_the_columns_know_the_schedules_rules(schedule: str, chunks: int, pp: in
     assert bool(fits[0]) == (schedule_problem(schedule, pp, chunks, micro) is None)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     sizes=st.permutations([2, 2, 4, 1]),
     cluster=st.sampled_from(["h100-sxm:2x8", "a100-pcie-80gb:4x4", "gb200:4x4"]),

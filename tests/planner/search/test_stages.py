@@ -63,7 +63,7 @@ def deals(problem: StageProblem) -> Iterator[Deal]:
                     yield deal
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kinds=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
     chunks=st.integers(1, 3), capacity=st.integers(4, 120), recompute=st.booleans(), one_kind=st.booleans(),
@@ -139,7 +139,7 @@ def test_only_deals_below_the_incumbent_are_found(slack: int) -> None:
 UNLIKE = st.lists(st.integers(0, 1), min_size=2, max_size=6).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(kinds=UNLIKE, chunks=st.integers(2, 3), capacity=st.integers(8, 120), below=st.integers(20, 300),
        ends=st.integers(0, 1))  # fmt: skip
 def test_chunks_too_large_for_the_limit_are_in_no_deal_below_it(
@@ -155,7 +155,7 @@ def test_chunks_too_large_for_the_limit_are_in_no_deal_below_it(
     assert (None if answer is None else answer.value) == best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(kinds=UNLIKE, sizes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4))
 def test_a_chunk_ends_with_one_of_the_kinds_that_it_can_end_with(
     kinds: tuple[int, ...], sizes: list[tuple[int, int]]
@@ -169,7 +169,6 @@ def test_a_chunk_ends_with_one_of_the_kinds_that_it_can_end_with(
     assert all(one <= set(found) for one, found in zip(ends, last_kinds(kinds, least, most), strict=True))
 
 
-@settings(deadline=None)
 @given(kinds=UNLIKE, chunks=st.integers(2, 3), capacity=st.integers(8, 200), ends=st.integers(0, 1))
 def test_the_longest_chunk_of_a_balanced_deal_is_as_short_as_it_can_be(
     kinds: tuple[int, ...], chunks: int, capacity: int, ends: int

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoparallel.errors import UserError
@@ -115,7 +115,6 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-@settings(deadline=None)  # machines are shared
 @given(_strategies)
 def test_what_is_written_reads_back_as_the_same_strategy(strategy: Strategy) -> None:
     text = strategy_text(strategy, PROBLEM, {"step_time_s": 1.5}, {"status": "optimal"})
@@ -124,7 +123,6 @@ def test_what_is_written_reads_back_as_the_same_strategy(strategy: Strategy) -> 
     assert strategy_from_constraints(parsed.constraints) == strategy, text
 
 
-@settings(deadline=None)  # machines are shared
 @given(
     st.recursive(
         st.one_of(st.booleans(), st.integers(-(2**62), 2**62), st.floats(allow_nan=False), st.text()),
@@ -143,7 +141,6 @@ _data = st.recursive(
 )
 
 
-@settings(deadline=None)  # machines are shared
 @given(st.dictionaries(st.text(max_size=5), _data, max_size=5))
 def test_any_plain_data_in_search_reads_back(data: dict[str, object]) -> None:
     text = strategy_text(STRATEGY, {}, {}, data)
