@@ -8,12 +8,13 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 
+from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Problem, objective_value
+from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.frontier import Frontier
-from autoparallel.planner.search.points import asked_points
+from autoparallel.planner.search.points import asked_points, search_points
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Ints
@@ -42,6 +43,21 @@ def with_hosts(cluster: Cluster, memory_bytes: float) -> Cluster:
         replace(g, device=replace(g.device, constants=having(g.device.constants))) for g in cluster.groups
     )
     return replace(cluster, groups=groups)
+
+
+def smallest(problem: Problem) -> Held:
+    """The least memory of the devices that any strategy needs, by the search alone: nobody asks why others lost.
+
+    Raises ValueError where no strategy is legal."""
+    outer = outer_of(replace(problem, objective=Objective.MEMORY))
+    if outer is None:
+        raise ValueError("no legal strategy")
+    frontier = Frontier(outer=outer, check=lambda _: None)
+    frontier.run()
+    search_points(frontier, lambda _: None)
+    if frontier.incumbent is None:
+        raise ValueError("no strategy fits on the hosts")
+    return frontier.incumbent
 
 
 def deals(problem: Problem, chunks: int, mode: str) -> Iterator[Deal]:
