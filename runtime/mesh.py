@@ -43,9 +43,7 @@ class RankMesh:
         """The one-dimensional mesh along `names` through this rank: several axes are joined to one, of the name
         `joined_name(names)`. Collective when they are first joined."""
         assert self.device_mesh is not None, f"axis {names} asked for without a process group"
-        if len(names) == 1:
-            return self.device_mesh[names[0]]
-        return joined_mesh(self.device_mesh[names], joined_name(names))
+        return _along(self.device_mesh, names)
 
     def activation_mesh(self) -> DeviceMesh | None:
         """The mesh that activations are laid out on: of cp and tp, as far as they have several ranks."""
@@ -59,9 +57,7 @@ class RankMesh:
     def expert_axis(self, *names: str) -> DeviceMesh:
         """As `axis`, along axes of `EXPERT_AXES`: `ep` (other experts), `expert_shard` (the same ones)."""
         assert self.expert_mesh is not None, f"axis {names} asked for without expert parallelism"
-        if len(names) == 1:
-            return self.expert_mesh[names[0]]
-        return joined_mesh(self.expert_mesh[names], joined_name(names))
+        return _along(self.expert_mesh, names)
 
     def expert_replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same experts as this one; None if it is the only one."""
@@ -88,6 +84,10 @@ def replica_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
     """Axes of more than one rank along which gradients differ and parameters are held whole, or in equal shares."""
     sharded = sharding_axes(sizes, zero)
     return tuple(a for a in ("dp_replicate", "cp") if getattr(sizes, a) > 1 and a not in sharded)
+
+
+def _along(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else joined_mesh(mesh[names], joined_name(names))
 
 
 def joined_name(axes: Sequence[str]) -> str:

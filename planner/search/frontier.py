@@ -221,11 +221,12 @@ class Frontier:
         same = priced_alike(self.outer.space.shapes, run)
         self._push_run(run.take(~same))
         found = run.variants.take(same)
-        apart = tensor_stride(candidate(self.outer.space, found, 0).mesh, self.outer.problem.cluster) > 1
+        mesh = candidate(self.outer.space, found, 0).mesh
+        apart = tensor_stride(mesh, self.outer.problem.cluster) > 1
         self.work += spending.PER_TENSOR_PLACEMENT if apart else spending.PER_PLACEMENT
         self.work += spending.PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
         try:
-            bounds = refined_bounds(self.outer, found, self._below_all_s(found), memory=self._by_memory)
+            bounds = refined_bounds(self.outer, found, mesh, self._below_all_s(found), memory=self._by_memory)
         except UserError as error:
             self.errors.append(error)
             return

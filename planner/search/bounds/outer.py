@@ -31,10 +31,10 @@ from autoparallel.planner.search.space.build import (
     even_share,
     variants,
 )
-from autoparallel.planner.search.space.candidates import candidate
 from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.forms import Chain, units_of
 from autoparallel.planner.search.stages.unlike import capacities, fastest, lacking_bytes, rank_devices
+from autoparallel.planner.strategy.types import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,8 @@ def expand_shapes(
     return found, bound_variants(outer, found, below_s, memory=memory)
 
 
-def refined_bounds(outer: Outer, found: Variants, below_s: float, *, memory: bool) -> Bounds:
-    """Bounds of variants with the same setting and placement of blocks, priced as the first one is placed."""
-    mesh = candidate(outer.space, found, 0).mesh
+def refined_bounds(outer: Outer, found: Variants, mesh: Mesh, below_s: float, *, memory: bool) -> Bounds:
+    """Bounds of variants with the same setting and placement of blocks: the prices are those of one's `mesh`."""
     row = placed_row(
         outer.problem, outer.chain, outer.book.at_best(), outer.space.shapes, int(found.shape[0]),
         inner_axes(axes_of(mesh)), tensor_stride(mesh, outer.problem.cluster),

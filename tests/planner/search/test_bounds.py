@@ -87,7 +87,7 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
         time_s = bound_variants(tight, one, FOREVER).time_s[0]
         assert time_s <= found.step_time_s * (1 + 1e-9), shown
         if placed[row]:
-            refined = refined_bounds(tight, one, FOREVER, memory=False)
+            refined = refined_bounds(tight, one, chosen.mesh, FOREVER, memory=False)
             assert refined.time_s[0] <= found.step_time_s * (1 + 1e-9), shown
         _stage_problem_is_below(outer, chosen, deal, shown)
 
