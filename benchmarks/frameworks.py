@@ -89,6 +89,9 @@ FRAMEWORKS = {
     "torchtitan-async-tp": Framework(
         flash="flash-v2", full_parameters=True, full_reduction=True, async_tp=True
     ),
+    # huggingface/nanotron@9b0de5be, parallel/pipeline_parallel/state.py: a message is waited for, its shape sent before
+    # it; models/llama.py: attention of the flash_attn package, which on Hopper is its second generation.
+    "nanotron": Framework(flash="flash-v2", blocking_sends=True),
     # KempnerInstitute/KempnerForge, kempnerforge/distributed/parallel.py: bf16 parameters, fp32 reduction.
     "kempnerforge": Framework(flash="flash-v2", full_reduction=True),
 }
