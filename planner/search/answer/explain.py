@@ -163,6 +163,6 @@ def _values(space: Space, key: str) -> tuple[str, ...]:
     if key == "pipeline.virtual_stages":
         return tuple(dict.fromkeys(str(v) for _, v in space.schedules))
     if key == "shard.zero":
-        return tuple(map(str, space.zeros))
+        return tuple(str(zero) for zero in space.zeros if space.zero_fits(shapes, zero).any())
     del section, name
     return ("left out",)

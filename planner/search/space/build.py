@@ -108,6 +108,8 @@ class Space:
     shapes: Shapes
     compressions: tuple[tuple[str, ...], ...]
     zeros: tuple[int, ...]
+    zero_fixed: int | None  # the user's level
+    alone: bool  # the user says that no rank shares its state: mesh.dp_shard = 1
     offloads: tuple[Offload, ...]
     schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
     chunks: int | None  # number of chunks, where the user deals the blocks
@@ -132,13 +134,23 @@ class Space:
             return np.asarray(fits)
         return np.asarray(fits & ((shapes.pp == 1) == (schedule == NONE)))
 
+    def zero_fits(self, shapes: Shapes, zero: int) -> Bools:
+        """Shapes that may have a ZeRO level: 1 to 3 share over several ranks, and of one rank all levels are 0.
+
+        Where the user fixes a level above 0 no rank is alone whose replicas could share with it, but by the user's word.
+        """
+        one = shapes.dp_shard * shapes.cp == 1
+        if self.zero_fixed == 0:
+            return np.asarray(shapes.dp_shard == 1)
+        if zero:
+            return np.asarray(~one)
+        return np.asarray(one & (self.alone | (shapes.dp_replicate == 1) | (self.zero_fixed is None)))
+
     def counts(self) -> Ints:
         """Number of variants of each shape."""
         shard, replicas = self.shapes.dp_shard, self.shapes.dp_replicate
         orders = self.meshes.placed.sum(axis=1)[self.shapes.mesh]
-        zeros = sum(
-            zero_fits(np.full_like(shard, z), shard * self.shapes.cp).astype(np.int64) for z in self.zeros
-        )
+        zeros = sum(self.zero_fits(self.shapes, z).astype(np.int64) for z in self.zeros)
         plans = sum(self.plan_fits(self.shapes, s, v).astype(np.int64) for s, v in self.schedules)
         wires = np.where(shard * replicas * self.shapes.cp > 1, len(self.compressions), 1)
         return np.asarray(orders * zeros * plans * wires, dtype=np.int64)
@@ -146,13 +158,15 @@ class Space:
 
 def build_space(problem: Problem) -> Space:
     """Every mesh, shape and choice that is legal and respects the constraints; empty columns where none is."""
-    meshes = build_meshes(problem)
+    meshes, zero = build_meshes(problem), problem.fixed_int("shard.zero")
     return Space(
         meshes=meshes,
         shapes=_shapes(problem, meshes),
         compressions=open_compressions(problem),
         offloads=_offloads(problem),
-        zeros=only(problem.fixed_int("shard.zero"), (0, 1, 2, 3)),
+        zeros=(0, 1, 2, 3) if zero is None else tuple(sorted({0, zero})),
+        zero_fixed=zero,
+        alone=problem.fixed_int("mesh.dp_shard") == 1,
         schedules=_schedules(problem),
         chunks=_fixed_chunks(problem),
         schedule_fixed=problem.fixed_word("pipeline.schedule") is not None,
@@ -168,8 +182,7 @@ def variants(space: Space, rows: Ints) -> Variants:
     for schedule, chunks in space.schedules:
         planned = rows[space.plan_fits(space.shapes.take(rows), schedule, chunks)]
         for zero in space.zeros if len(planned) else ():
-            shard = space.shapes.dp_shard[planned] * space.shapes.cp[planned]
-            sharded = planned[zero_fits(np.full_like(planned, zero), shard)]
+            sharded = planned[space.zero_fits(space.shapes.take(planned), zero)]
             placed = space.meshes.placed[space.shapes.mesh[sharded]]
             for order in np.flatnonzero(placed.any(axis=0)):
                 hit = sharded[placed[:, order]]
@@ -189,11 +202,6 @@ def variants(space: Space, rows: Ints) -> Variants:
 def _data_parallel(shapes: Shapes, rows: Ints) -> Ints:
     """Ranks over which gradients are summed."""
     return shapes.dp_replicate[rows] * shapes.dp_shard[rows] * shapes.cp[rows]
-
-
-def zero_fits(zero: Ints, shard_ranks: Ints) -> Bools:
-    """ZeRO 1 to 3 shard over several ranks; zero 0 needs dp_shard = 1, where every level is the same."""
-    return np.asarray((zero == 0) == (shard_ranks == 1))
 
 
 def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, most_chunks: int) -> Bools:
@@ -224,6 +232,10 @@ def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
     """(schedule, chunks per rank) that may be tried: "none" without a pipeline, and the open ones with one."""
     repeated = len(problem.graph.repeated_positions)
     word, chunks = problem.fixed_word("pipeline.schedule"), problem.fixed_int("pipeline.virtual_stages")
+    if word not in (None, *SCHEDULES):
+        raise UserError(
+            f"pipeline.schedule = {word}: cannot be searched for; use one of {', '.join(SCHEDULES)}"
+        )
     most = max(chunks or 0, min(MAX_VIRTUAL_STAGES, repeated // 2))
     several = {"interleaved-1f1b": range(2, most + 1), "zb1p": range(1, most + 1)}
     several |= {"zbv": range(2, 3), "dualpipev": range(2, 3)}

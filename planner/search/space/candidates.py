@@ -86,12 +86,12 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
         if f"grad_sync.{key}" in fixed
     }
     keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
-    groups = problem.fixed_ints("mesh.groups")
+    groups, zero = problem.fixed_ints("mesh.groups"), problem.fixed_int("shard.zero")
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
     strategy = Strategy(
         batch=Batch(global_=problem.global_batch, micro=chosen.micro),
         mesh=mesh,
-        shard=Shard(zero=chosen.zero, sequence_parallel=chosen.sequence_parallel),
+        shard=Shard(zero=chosen.zero if zero is None else zero, sequence_parallel=chosen.sequence_parallel),
         pipeline=Pipeline(
             schedule=chosen.schedule, virtual_stages=chosen.virtual_stages, stage_blocks=deal.blocks
         ),

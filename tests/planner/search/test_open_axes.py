@@ -47,6 +47,8 @@ CASES = [
     problem("deepseek", "a100-pcie-80gb:2x2", mesh__ep=2),
     problem("toy", "h100-sxm:1x4", pipeline__schedule="zb1p"),
     problem("toy", "h100-sxm:1x4", pipeline__schedule="zbv"),
+    problem("toy", "a100-pcie-80gb:2x2", shard__zero=0, mesh__cp=2),
+    problem("toy", "h100-sxm:1x4", shard__zero=3, mesh__dp_shard=1),
     problem("toy", "h100-sxm:1x4", pipeline__schedule="dualpipev"),
 ]
 

@@ -141,6 +141,9 @@ CONSTRAINED = [
     ({"mesh.tp": 2}, lambda s: s.mesh.tp == 2),
     ({"mesh.order": ("tp", "pp", "dp_replicate", "dp_shard", "cp")}, lambda s: s.mesh.order[0] == "tp"),
     ({"shard.zero": 2}, lambda s: s.shard.zero == 2),
+    ({"shard.zero": 3, "mesh.tp": 4}, lambda s: s.shard.zero == 3 and s.mesh.dp_shard == 1),
+    ({"shard.zero": 0, "mesh.cp": 2}, lambda s: s.shard.zero == 0 and s.mesh.dp_shard == 1 and s.mesh.cp == 2),
+    ({"shard.zero": 1, "mesh.dp_shard": 1}, lambda s: s.shard.zero == 1 and s.mesh.dp_shard == 1),
     ({"batch.micro": 2}, lambda s: s.batch.micro == 2),
     ({"shard.sequence_parallel": True}, lambda s: s.shard.sequence_parallel and s.mesh.tp > 1),
     ({"pipeline.schedule": "gpipe", "mesh.pp": 2}, lambda s: s.pipeline.schedule == "gpipe" and s.mesh.pp == 2),
@@ -161,6 +164,16 @@ def test_constraints_hold_everywhere_and_leave_the_rest_free(constraints: dict, 
     if "mesh.order" not in constraints and "grad_sync.compression" not in constraints:
         expected = [s for s in free if holds(s)]  # type: ignore[operator]
         assert {(s.mesh, s.batch, s.shard) for s in expected} <= {(s.mesh, s.batch, s.shard) for s in bound}
+
+
+def test_no_replica_keeps_to_itself_what_a_level_of_zero_is_asked_to_share() -> None:
+    asked = strategies(problem_of(constraints={"shard.zero": 3}))
+    assert all(s.mesh.dp_shard * s.mesh.cp > 1 or s.mesh.dp_replicate == 1 for s in asked)
+
+
+def test_a_schedule_that_cannot_be_searched_for_is_refused() -> None:
+    with pytest.raises(UserError, match="use one of none, gpipe, 1f1b"):
+        build_space(problem_of(constraints={"pipeline.schedule": "program"}))
 
 
 def test_fewer_devices_only_for_cost_or_when_every_size_is_fixed() -> None:
