@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoparallel.errors import UserError
-from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET
+from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET, UNSTATED
 from autoparallel.profiles.figures import Figures
 from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Group, Level, Residual, ValueKind
 from autoparallel.profiles.network import with_network
@@ -229,7 +229,7 @@ def _completed(constants: dict[str, FigureTable]) -> dict[str, FigureTable]:
         if key in found:
             continue
         if not isinstance(default, str):
-            found[key] = FigureTable(value=default, kind=ValueKind.FORMULA, source="not set")
+            found[key] = FigureTable(value=default, kind=ValueKind.FORMULA, source=UNSTATED)
         elif default in found:
             found[key] = found[default].model_copy()
     return found

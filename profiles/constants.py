@@ -83,6 +83,7 @@ CONSTANTS: dict[str, str] = {
     **{f"collective.bandwidth.{p}": f"bandwidth of protocol {p} relative to simple" for p in PROTOCOLS},
 }
 
+UNSTATED = "stated by no file: the default of profiles/constants.py"
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {
     "memory.efficiency.batch_norm": "memory.efficiency.norm",

@@ -46,10 +46,6 @@ class StageCut:
     ties: tuple[Tie, ...]  # of the whole model
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
     def is_last(self) -> bool:
         return self.index == self.stages - 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autoparallel.costmodel.compression import is_lossy
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.tables import find_tables, rule_of
@@ -38,7 +39,7 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
         yield f"batch.global = {strategy.batch.global_}, but {problem.global_batch} was asked for"
     if strategy.execution != problem.execution:
         yield "execution differs from what was asked for"
-    lossy = any(method != "none" for method in strategy.grad_sync.compression)
+    lossy = any(map(is_lossy, strategy.grad_sync.compression))
     if lossy and not problem.allow_lossy and "grad_sync.compression" not in problem.constraints:
         yield "lossy compression that nobody allowed"
 
