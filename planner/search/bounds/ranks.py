@@ -178,6 +178,7 @@ class RankBounds:
         least = rows.chunks * rows.least_per_chunk - self.ends * fewer - rows.others
         self.least = np.maximum(least, 0) * bool(rows.repeated)
         self.most = np.minimum(rows.chunks * rows.most_per_chunk, rows.repeated)
+        self.waits = bool(pp > 1 and (rows.plain & (rows.chunks == 1)).any())
         self._time(rows, rank, pp)
         self._memory(problem, rows, rank, pp)
 
@@ -189,6 +190,8 @@ class RankBounds:
         single = plain & (rows.chunks == 1)
         own_s = m * (u.head_s * first + u.tail_s * last)
         before, sends_s = rows.before(rank), rank * rows.send_s
+        # What each further unit on the ranks before adds: of several chunks it may stand in any.
+        self.before, self.fill_s, self.drain_s = before, single * others_f, single * others_b
         step_s = np.where(plain, rows.step_s, 0.0)
         ends = u.head_trainable * first + u.tail_trainable * last
         # Of several chunks only the reduction of the first, which is the last to end, is surely not hidden.
@@ -264,17 +267,31 @@ class RankBounds:
         )
 
     def dealt(self, repeated: int, time_s: Floats, capacity_bytes: float | Floats) -> Bools:
-        """Whether every block can be dealt: each rank has at least its chunks, and all of them enough."""
-        n = self.most_blocks(time_s, capacity_bytes)
+        """Whether every block can be dealt: each rank has at least its chunks, and all of them enough.
+
+        What the ranks from one on cannot hold stands before it, which is what it waits for.
+        """
+        further: Floats | int = 0
+        n = self.most_blocks(time_s, capacity_bytes, further)
+        for _ in range(ROUNDS if self.waits else 0):
+            held = np.cumsum(np.maximum(n, 0.0)[::-1], axis=0)[::-1]
+            before = np.maximum(repeated - held - self.before, 0)
+            if (before <= further).all():
+                break
+            further = before
+            n = self.most_blocks(time_s, capacity_bytes, further)
         return np.asarray((n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated))
 
-    def most_blocks(self, time_s: Floats, capacity_bytes: float | Floats) -> Floats:
-        """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do."""
-        room_s, room = time_s - self.base_s, capacity_bytes - self.base_bytes
+    def most_blocks(
+        self, time_s: Floats, capacity_bytes: float | Floats, further: Floats | int = 0
+    ) -> Floats:
+        """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do. `further`: units
+        on the ranks before, beside those that surely stand there."""
+        base_s = self.base_s + further * self.fill_s
+        drained_base_s = self.drained_base_s + further * (self.fill_s + self.drain_s)
+        room_s, room = time_s - base_s, capacity_bytes - self.base_bytes
         with np.errstate(divide="ignore", invalid="ignore"):
-            n = np.minimum(
-                room_s / self.per_block_s, (time_s - self.drained_base_s) / self.drained_per_block_s
-            )
+            n = np.minimum(room_s / self.per_block_s, (time_s - drained_base_s) / self.drained_per_block_s)
             again_s = (time_s - self.round_base_s) / self.round_per_block_s
             n = np.where(self.round_per_block_s > 0, np.minimum(n, again_s), n)
             # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
@@ -287,17 +304,19 @@ class RankBounds:
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
         n = np.where((room_s < 0) | (capacity_bytes < self.base_all_bytes), -1.0, n)
         n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, self.most))
-        return self._whole_blocks(n, time_s, room)
+        return self._whole_blocks(n, time_s, room, base_s, drained_base_s)
 
-    def _whole_blocks(self, n: Floats, time_s: Floats, room: Floats | float) -> Floats:
+    def _whole_blocks(
+        self, n: Floats, time_s: Floats, room: Floats | float, base_s: Floats, drained_base_s: Floats
+    ) -> Floats:
         """Fewer, where that many do not fit once the recomputed ones are counted as whole blocks."""
         limit_s = time_s * (1 + EPSILON)
         for _ in range(ROUNDS):
             with np.errstate(invalid="ignore"):
                 again = self._recomputed(n * self.per_block_bytes - room)
                 late_s = self.recompute_s * again
-                late = (self.base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
-                late |= self.drained_base_s + n * self.drained_per_block_s + late_s > limit_s
+                late = (base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
+                late |= drained_base_s + n * self.drained_per_block_s + late_s > limit_s
                 late |= self.round_base_s + n * self.round_per_block_s + late_s > limit_s
                 late &= n > 0
             if not late.any():

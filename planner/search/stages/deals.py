@@ -112,6 +112,8 @@ def _amounts_by_number(problem: StageProblem, quantity: Quantity) -> NDArray[np.
             amount += form.when_few
         if form.when_none and not len(kinds):
             amount += form.when_none[0]
+        if form.last and len(kinds):
+            amount += form.last[kinds[-1]]
         forms.append(amount)
     return np.asarray(np.max(forms, axis=0), dtype=np.int64)
 

@@ -3,8 +3,9 @@
 A *piece* (i, n, k) is n units from unit i on, of which the first k are recomputed. After chunk c a partial deal is
 the unit where it ends and what it adds to each row so far. With S[c][row, i] the least that chunks c, c + 1, … can
 add to a row when they start at unit i, a partial deal is dropped as soon as sum + S reaches the best deal known for
-a path, or exceeds the capacity for a moment of memory. What is left after the last chunk holds the best deal. All
-numbers are whole and small enough for floating point to be exact.
+a path, or exceeds the capacity for a moment of memory; and where another one that ends at the same unit is at least as
+good in every row that is still open and in the longest of the paths that are not (`dominance`). What is left after the
+last chunk holds the best deal. All numbers are whole and small enough for floating point to be exact.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoparallel.planner.search.stages.deals import quick_deal
+from autoparallel.planner.search.stages.dominance import Measures, measures, undominated
 from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, StageProblem, deal_value
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
 # Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
-MOST_PIECES, MOST_NUMBERS, MOST_NUMBERS_OF_UNLIKE = 20_000, 4_000_000, 500_000
-PER_TABLED, PER_GROWN = 7e-5, 4e-6  # milliseconds on one core for each number. Kind: measured
+MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
+PER_TABLED, PER_GROWN = 3e-5, 4e-6  # milliseconds on one core for each number. Kind: measured
 EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
 
 
@@ -49,7 +51,10 @@ def solve_in_layers(
     """Whether the problem was small enough, and then its best deal below `below` that is not excluded, if any. `spend`
     is told how much work it was, about milliseconds."""
     units = len(problem.kinds)
-    most_numbers = MOST_NUMBERS
+    quick = quick_deal(problem)
+    if quick is not None and quick not in excluded:
+        found = deal_value(problem, quick)
+        below = found + 1 if below is None else min(below, found + 1)
     pieces_at_most = (units + 1) * (units + 2) // 2 * (units if problem.recompute else 1)
     if below is not None and len(set(problem.kinds)) > 1:  # CP-SAT is quick where units are alike
         problem = with_smaller_chunks(problem, below)
@@ -62,16 +67,20 @@ def solve_in_layers(
         ]
         if sum(own) * (len(problem.paths) + len(problem.memory)) > MOST_NUMBERS:
             return False, None
-        pieces_at_most, most_numbers = max(own), MOST_NUMBERS_OF_UNLIKE
+        pieces_at_most = max(own)
     if pieces_at_most > MOST_PIECES:
         return False, None
-    quick = quick_deal(problem)
-    if quick is not None and quick not in excluded:
-        found = deal_value(problem, quick)
-        below = found + 1 if below is None else min(below, found + 1)
     pieces = _pieces(problem)
     before = _before(problem)
-    tables = [_added(problem, before, one, chunk) for chunk, one in enumerate(pieces)]
+    rows = [*problem.paths, *problem.memory]
+    terms: list[list[tuple[int, int, int]]] = [[] for _ in pieces]  # by chunk: row, quantity, factor
+    for r, row in enumerate(rows):
+        for q, c, factor in row.terms:
+            terms[c].append((r, q, factor))
+    tables = [
+        _added(problem, before, one, c, own, len(rows))
+        for c, (one, own) in enumerate(zip(pieces, terms, strict=True))
+    ]
     if spend is not None:
         spend(PER_TABLED * sum(table.size for table in tables))
     if max((float(np.abs(table).max(initial=0.0)) for table in tables), default=0.0) * len(tables) > EXACT:
@@ -83,7 +92,10 @@ def solve_in_layers(
     left = _least_left(tables, pieces, units)
     if (left[0][:, 0] > limits).any():
         return True, None
-    partial, grown = _grow(tables, pieces, left, limits, most_numbers)
+    ahead = np.array([*(float(row.constant) for row in problem.paths), *(-limits[len(problem.paths) :])])
+    partial, grown = _grow(
+        tables, pieces, left, limits, measures(tables, ahead, len(problem.paths)), excluded
+    )
     if spend is not None:
         spend(PER_GROWN * grown)
     if partial is None:
@@ -176,23 +188,29 @@ def _before(problem: StageProblem) -> list[list[Before]]:
     ]
 
 
-def _added(problem: StageProblem, before: list[list[Before]], pieces: Pieces, chunk: int) -> Floats:
-    """What each piece adds to each row as that chunk: [row, piece]."""
-    rows = [*problem.paths, *problem.memory]
-    terms = [(r, q, factor) for r, row in enumerate(rows) for q, c, factor in row.terms if c == chunk]
+def _added(
+    problem: StageProblem,
+    before: list[list[Before]],
+    pieces: Pieces,
+    chunk: int,
+    terms: Sequence[tuple[int, int, int]],
+    rows: int,
+) -> Floats:
+    """What each piece adds to each row as that chunk: [row, piece]. `terms`: row, quantity, factor."""
     used = sorted({q for _, q, _ in terms})
-    factors = np.zeros((len(rows), len(used)))
+    place = {q: i for i, q in enumerate(used)}
+    factors = np.zeros((rows, len(used)))
     for r, q, factor in terms:
-        factors[r, used.index(q)] += factor
+        factors[r, place[q]] += factor
     amounts = []
     for q in used:
         forms = zip(problem.quantities[q].forms, before[q], strict=True)
-        each = [_amount(form, known, pieces, chunk) for form, known in forms]
+        each = [_amount(form, known, pieces, chunk, problem.kinds) for form, known in forms]
         amounts.append(each[0] if len(each) == 1 else np.max(each, axis=0))
     return np.asarray(factors @ np.array(amounts).reshape(len(used), len(pieces.start)))
 
 
-def _amount(form: Form, before: Before, pieces: Pieces, chunk: int) -> Floats:
+def _amount(form: Form, before: Before, pieces: Pieces, chunk: int, kinds: Sequence[int]) -> Floats:
     kept, again = before
     size, turn = pieces.end - pieces.start, pieces.start + pieces.recomputed
     amount = form.fixed[chunk] + again[turn] - again[pieces.start] + kept[pieces.end] - kept[turn]
@@ -202,6 +220,9 @@ def _amount(form: Form, before: Before, pieces: Pieces, chunk: int) -> Floats:
         amount = amount + form.when_few * (size <= 1)
     if form.when_none:
         amount = amount + form.when_none[chunk] * (size == 0)
+    if form.last:
+        of_unit = np.array([form.last[kind] for kind in kinds], dtype=np.float64)
+        amount = amount + np.where(size > 0, of_unit[pieces.end - 1], 0.0)
     return np.asarray(amount)
 
 
@@ -221,25 +242,40 @@ def _least_left(tables: list[Floats], pieces: list[Pieces], units: int) -> list[
 
 
 def _grow(
-    tables: list[Floats], pieces: list[Pieces], left: list[Floats], limits: Floats, most_numbers: int
+    tables: list[Floats],
+    pieces: list[Pieces],
+    left: list[Floats],
+    limits: Floats,
+    measured: Sequence[Measures],
+    excluded: Sequence[Deal],
 ) -> tuple[tuple[Floats, list[Ints]] | None, int]:
-    """All deals within the limits: the sums of their rows, and by chunk their pieces, None if they are too many; and how
-    many numbers were made."""
+    """Deals within the limits, the best one that is not excluded among them: the sums of their rows, and by chunk their
+    pieces, None if they are too many; and how many numbers were made."""
     sums, grown = np.zeros((1, len(limits))), 0
     at = np.zeros(1, dtype=np.int64)
     chosen: list[Ints] = []
-    for table, one, after in zip(tables, pieces, left[1:], strict=True):
+    like = np.ones(
+        (1, len(excluded)), dtype=np.bool_
+    )  # the start of an excluded deal, which rules out no other
+    steps = zip(tables, pieces, left[1:], measured, strict=True)
+    for chunk, (table, one, after, measure) in enumerate(steps):
         first = np.searchsorted(one.start, at, side="left")
         count = np.searchsorted(one.start, at, side="right") - first
-        if int(count.sum()) * len(limits) > most_numbers:
+        if int(count.sum()) * len(limits) > MOST_NUMBERS:
             return None, grown
         grown += int(count.sum()) * len(limits)
         parent = np.repeat(np.arange(len(at)), count)
         piece = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count) + first[parent]
         total = sums[parent] + table.T[piece]
-        kept = (total + after.T[one.end[piece]] <= limits).all(axis=1)
-        sums, at = total[kept], one.end[piece[kept]]
-        chosen = [*(row[parent[kept]] for row in chosen), piece[kept]]
+        kept = np.flatnonzero((total + after.T[one.end[piece]] <= limits).all(axis=1))
+        total, parent, piece = total[kept], parent[kept], piece[kept]
+        sizes, again = (one.end - one.start)[piece, None], one.recomputed[piece, None]
+        same = [(deal.blocks[chunk], deal.recomputed[chunk]) for deal in excluded]
+        blocks, recomputed = (np.array([pair[i] for pair in same], dtype=np.int64) for i in range(2))
+        alike = like[parent] & (sizes == blocks) & (again == recomputed)
+        best = undominated(one.end[piece], measure.of(total), alike.any(axis=1))
+        sums, at, like = total[best], one.end[piece[best]], alike[best]
+        chosen = [*(row[parent[best]] for row in chosen), piece[best]]
     return (sums, chosen), grown
 
 

@@ -35,10 +35,11 @@ def forward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
     units = (*chain.kept, *chain.recomputed)
-    last = _least(ends, [min(_running(links, _forward_of) for links in kind) for kind in _by_kind(chain)])
+    by_kind = [min(_running(links, _forward_of) for links in kind) for kind in _by_kind(chain)]
+    last = _least(ends, by_kind)
     first_tail = chain.tail[0].gather_bytes if chain.tail else 0
     every = [True] * chain.chunks
-    on_units = _shifted(saved, _and_last(last, first_tail - tail_saved), units=every)
+    on_units = _on_last(saved, _and_last(last, first_tail - tail_saved), by_kind, ends)
     tail = _running(chain.tail, _forward_of) if chain.tail else last[-1] - tail_saved
     on_tail = _shifted(saved, [*last[:-1], tail], units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
@@ -57,7 +58,8 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     second unit, beside the gradients of the first."""
     saved = chain.sums(lambda link: link.saved, 1.0)
     tail_saved = sum(link.saved for link in chain.tail)
-    kept = _least(ends, [_backward_of(links[-1]) for links in chain.kept])
+    by_kind = [_backward_of(links[-1]) for links in chain.kept]
+    kept = _least(ends, by_kind)
     again = _least(ends, [_backward_of(links[-1]) for links in chain.recomputed])
     units = (*chain.kept, *chain.recomputed)
     coming = _next_gather(units, -1)
@@ -66,7 +68,7 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     more = min(b - a for a, b in zip(kept, again, strict=True)) if chain.kept else 0
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
     waiting = [value + coming for value in kept]
-    on_units = _shifted(saved, _and_last(waiting, reducing - tail_saved), units=every)
+    on_units = _on_last(saved, _and_last(waiting, reducing - tail_saved), by_kind, ends)
     on_units = replace(on_units, when_all=more, when_few=-coming)
     tail = 0 if chain.tail else kept[-1]  # a last chunk may hold the tail alone
     held, before = 0, 0
@@ -86,6 +88,16 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
         second = _shifted(saved, _and_last([own] * chain.chunks, -tail_saved), units=every)
         forms.append(replace(second, when_few=-reduced))
     return Quantity(forms=tuple(dict.fromkeys(forms)))
+
+
+def _on_last(form: Form, more: Sequence[int], by_kind: Sequence[int], ends: Ends) -> Form:
+    """The form and `more` in each chunk that has units, `by_kind` of its last unit at least in it: and what that unit needs
+    beyond the least, where a chunk's last unit may be of kinds that need unlike much."""
+    least = _least(ends, by_kind)
+    if all(len({by_kind[kind] for kind in kinds}) <= 1 for kinds in ends):
+        return _shifted(form, more, units=[True] * len(more))
+    bare = _shifted(form, [a - b for a, b in zip(more, least, strict=True)], units=[True] * len(more))
+    return replace(bare, last=tuple(by_kind))
 
 
 def _by_kind(chain: PricedChain) -> list[tuple[Links, Links]]:

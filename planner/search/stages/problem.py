@@ -13,8 +13,8 @@ from math import ceil
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, per chunk besides,
-    `when_all` more where the chunk recomputes every block, `when_few` more where it has one or none, and
-    `when_none[chunk]` more where it has none."""
+    `when_all` more where the chunk recomputes every block, `when_few` more where it has one or none,
+    `when_none[chunk]` more where it has none, and `last[kind]`, not negative, more by the kind of its last block."""
 
     kept: tuple[int, ...]
     recomputed: tuple[int, ...]
@@ -22,6 +22,7 @@ class Form:
     when_all: int = 0
     when_few: int = 0
     when_none: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ def most_amounts(problem: StageProblem) -> list[list[int]]:
         for form in quantity.forms:
             rate = max((max(form.kept[k], form.recomputed[k], 0) for k in kinds), default=0)
             more = max(form.when_all, 0) + max(form.when_few, 0) + max((0, *form.when_none))
+            more += max((0, *form.last))
             most = (abs(fixed) + more + rate * n for fixed, n in zip(form.fixed, blocks, strict=True))
             chunks = list(map(max, chunks, most))
         found.append(chunks)
@@ -140,6 +142,7 @@ def piece_amount(
         + (form.when_all if k == len(kinds) > 0 else 0)
         + (form.when_few if len(kinds) <= 1 else 0)
         + (form.when_none[chunk] if form.when_none and not kinds else 0)
+        + (form.last[kinds[-1]] if form.last and kinds else 0)
         for form in quantity.forms
     )
 

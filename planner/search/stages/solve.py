@@ -144,6 +144,7 @@ class _Builder:
         self.sums: dict[int, list[Linear]] = {}
         self.all: dict[int, cp_model.IntVar] = {}
         self.few: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.last: dict[tuple[int, tuple[int, ...]], Linear] = {}
         if not self.uniform:
             self._positions()
 
@@ -187,6 +188,8 @@ class _Builder:
         amounts = self._counted(form) if self.uniform else self._prefixed(form)
         if form.when_all:
             amounts = [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
+        if form.last:
+            amounts = [amount + self._of_last(c, form.last) for c, amount in enumerate(amounts)]
         if form.when_few:
             amounts = [amount + form.when_few * self._at_most(c, 1) for c, amount in enumerate(amounts)]
         return [
@@ -221,6 +224,23 @@ class _Builder:
             self.model.add(self.blocks[chunk] > number).only_enforce_if(~few)
             self.model.add(self.blocks[chunk] <= number).only_enforce_if(few)
         return self.few[chunk, number]
+
+    def _of_last(self, chunk: int, of_kind: tuple[int, ...]) -> Linear:
+        """No less than `of_kind` has for the kind of the chunk's last block; 0 where it has none."""
+        if (chunk, of_kind) not in self.last:
+            most = max(of_kind)
+            here: Linear = of_kind[self.problem.kinds[0]]
+            if not self.uniform:
+                here = self.model.new_int_var(0, most, "")
+                self.model.add_element(
+                    self.cuts[chunk + 1], [0, *(of_kind[k] for k in self.problem.kinds)], here
+                )
+            if self.problem.least[chunk] == 0:
+                some = self.model.new_int_var(0, most, "")
+                self.model.add(some >= here).only_enforce_if(~self._at_most(chunk, 0))
+                here = some
+            self.last[chunk, of_kind] = here
+        return self.last[chunk, of_kind]
 
     def _counted(self, form: Form) -> list[Linear]:
         kind = self.problem.kinds[0]

@@ -36,11 +36,14 @@ def problem_of(
     sides = (3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
     computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=sides)
     sending = Form(
-        kept=(12, 12), recomputed=(12, 12), fixed=(5,) * chunks, when_none=(-4,) * chunks, when_few=2
+        kept=(12, 12), recomputed=(12, 12), fixed=(5,) * chunks, when_none=(-4,) * chunks, when_few=2, last=(0, 3)
     )
     seconds = Quantity(forms=(computing, sending))
     bytes_ = Quantity(
-        forms=(Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks, when_all=3, when_few=-4),)
+        forms=(
+            Form(kept=(8, 5), recomputed=(2, 1), fixed=(1,) * chunks, when_all=3, when_few=-4),
+            Form(kept=(7, 2), recomputed=(3, 1), fixed=(0,) * chunks, last=(1, 9)),
+        )
     )
     return StageProblem(
         kinds=kinds, chunks=chunks, quantities=(seconds, bytes_), capacity_bytes=capacity, recompute=recompute,
