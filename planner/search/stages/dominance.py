@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoparallel.planner.search.stages.pieces import Layer
+
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -31,27 +33,20 @@ class Measures:
         return np.asarray(np.maximum.reduceat(sums[:, self.rows] + self.offsets, self.starts, axis=1))
 
 
-def measures(tables: Sequence[Floats], offsets: Floats, paths: int) -> list[Measures]:
-    """After each chunk, from what each of its pieces adds to each row ([row, piece]). The first `paths` rows are paths, the
-    others moments of memory: one to which nothing more is added fits, or the partial deal would not be there."""
-    to_come = _numbered(tables[::-1])[
-        ::-1
-    ]  # what chunks from one on add, and below what those before it have added
-    so_far = _numbered(tables)
-    nothing = np.zeros(len(offsets), dtype=np.int64)
+def measures(layers: Sequence[Layer], offsets: Floats, paths: int) -> list[Measures]:
+    """After each chunk. The first `paths` rows are paths, the others moments of memory: one to which nothing more is added
+    fits, or the partial deal would not be there."""
+    added = [layer.which for layer in layers]
+    so_far = _numbered(added)
+    to_come = [*_numbered(added[::-1])[::-1][1:], np.zeros(len(offsets), dtype=np.int64)]
+    is_path = np.arange(len(offsets)) < paths
     found = []
-    for chunk, past in enumerate(so_far):
-        last = chunk + 1 == len(tables)
-        future = nothing if last else to_come[chunk + 1]
-        ended = (
-            ~np.any([table.any(axis=1) for table in tables[chunk + 1 :]], axis=0)
-            if not last
-            else nothing == 0
-        )
+    for chunk, (past, future) in enumerate(zip(so_far, to_come, strict=True)):
+        ended = ~np.any(added[chunk + 1 :], axis=0) if chunk + 1 < len(added) else is_path | True
         columns: dict[
             tuple[bool, int], dict[int, int]
         ] = {}  # by what is to come: what was, and the row most ahead
-        for row in np.flatnonzero(~(ended & (np.arange(len(offsets)) >= paths))).tolist():
+        for row in np.flatnonzero(is_path | ~ended).tolist():
             ahead = columns.setdefault((row < paths, int(future[row])), {})
             if offsets[row] > offsets[ahead.setdefault(int(past[row]), row)]:
                 ahead[int(past[row])] = row
@@ -65,15 +60,20 @@ def measures(tables: Sequence[Floats], offsets: Floats, paths: int) -> list[Meas
     return found
 
 
-def _numbered(tables: Sequence[Floats]) -> list[Ints]:
-    """For each row a number that is the same where a table and all before it are."""
-    found, before = [], np.zeros(len(tables[0]), dtype=np.int64)
-    for table in tables:
-        numbers: dict[tuple[int, bytes], int] = {}
-        pairs = zip(before.tolist(), table, strict=True)
-        before = np.array([numbers.setdefault((was, row.tobytes()), len(numbers)) for was, row in pairs])
+def _numbered(added: Sequence[Ints]) -> list[Ints]:
+    """For each row a number that is the same where it is the same here and before."""
+    found, before = [], np.zeros(len(added[0]), dtype=np.int64)
+    for which in added:
+        _, _, before = distinct_pairs(which, before)
         found.append(before)
     return found
+
+
+def distinct_pairs(first: Ints, second: Ints) -> tuple[Ints, Ints, Ints]:
+    """The distinct pairs of two numbers, and which of them each pair is."""
+    width = int(second.max(initial=0)) + 1
+    pairs, which = np.unique(first * width + second, return_inverse=True)
+    return pairs // width, pairs % width, which.reshape(-1)
 
 
 def undominated(ends: Ints, columns: Floats, powerless: Bools) -> Bools:

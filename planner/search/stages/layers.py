@@ -12,34 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoparallel.planner.search.stages.deals import quick_deal
-from autoparallel.planner.search.stages.dominance import Measures, measures, undominated
+from autoparallel.planner.search.stages.dominance import Measures, distinct_pairs, measures, undominated
+from autoparallel.planner.search.stages.pieces import Layer, layers_of
 from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, StageProblem, deal_value
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
 # Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
 MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
 PER_TABLED, PER_GROWN = 3e-5, 4e-6  # milliseconds on one core for each number. Kind: measured
 EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """What a chunk may hold, by start: units `start` to `end`, the first `recomputed` of them recomputed."""
-
-    start: Ints
-    end: Ints
-    recomputed: Ints
-
-    def take(self, rows: NDArray[np.bool_]) -> Pieces:
-        return Pieces(start=self.start[rows], end=self.end[rows], recomputed=self.recomputed[rows])
 
 
 def solve_in_layers(
@@ -65,43 +52,31 @@ def solve_in_layers(
             starts * sum(n + 1 if problem.recompute else 1 for n in range(least, most + 1))
             for least, most in zip(problem.least, problem.most, strict=True)
         ]
-        if sum(own) * (len(problem.paths) + len(problem.memory)) > MOST_NUMBERS:
-            return False, None
         pieces_at_most = max(own)
+        if sum(own) > 10 * MOST_PIECES:
+            return False, None
     if pieces_at_most > MOST_PIECES:
         return False, None
-    pieces = _pieces(problem)
-    before = _before(problem)
-    rows = [*problem.paths, *problem.memory]
-    terms: list[list[tuple[int, int, int]]] = [[] for _ in pieces]  # by chunk: row, quantity, factor
-    for r, row in enumerate(rows):
-        for q, c, factor in row.terms:
-            terms[c].append((r, q, factor))
-    tables = [
-        _added(problem, before, one, c, own, len(rows))
-        for c, (one, own) in enumerate(zip(pieces, terms, strict=True))
-    ]
+    layers = layers_of(problem)
     if spend is not None:
-        spend(PER_TABLED * sum(table.size for table in tables))
-    if max((float(np.abs(table).max(initial=0.0)) for table in tables), default=0.0) * len(tables) > EXACT:
+        spend(PER_TABLED * sum(layer.table.size for layer in layers))
+    largest = max((float(np.abs(layer.table).max(initial=0.0)) for layer in layers), default=0.0)
+    if largest * len(layers) > EXACT:
         return False, None
     limits = np.array(
         [(float("inf") if below is None else below - 1.0) - row.constant for row in problem.paths]
         + [float(problem.room(row) - row.constant) for row in problem.memory]
     )
-    left = _least_left(tables, pieces, units)
-    if (left[0][:, 0] > limits).any():
+    left = _least_left(layers, units)
+    if (left[0].of_rows([0])[0] > limits).any():
         return True, None
     ahead = np.array([*(float(row.constant) for row in problem.paths), *(-limits[len(problem.paths) :])])
-    partial, grown = _grow(
-        tables, pieces, left, limits, measures(tables, ahead, len(problem.paths)), excluded
-    )
+    partial, grown = _grow(layers, left, limits, measures(layers, ahead, len(problem.paths)), excluded)
     if spend is not None:
         spend(PER_GROWN * grown)
     if partial is None:
         return False, None
-    sums, chosen = partial
-    return True, _best(problem, pieces, sums, chosen, excluded)
+    return True, _best(problem, layers, *partial, excluded)
 
 
 def with_smaller_chunks(problem: StageProblem, below: int) -> StageProblem:
@@ -146,105 +121,37 @@ def _rate(form: Form, kinds: tuple[int, ...]) -> int:
     return min((min(form.kept[k], form.recomputed[k]) for k in kinds), default=0)
 
 
-def _pieces(problem: StageProblem) -> list[Pieces]:
-    """The pieces that each chunk may hold when all chunks get what they must have."""
-    units = len(problem.kinds)
-    again = problem.recompute or problem.recomputed is not None
-    every = [
-        (start, start + n, k)
-        for start in range(units + 1)
-        for n in range(min(units - start, max(problem.most)) + 1)
-        for k in range(n + 1 if again else 1)
-    ]
-    start, end, recomputed = np.array(every, dtype=np.int64).T
-    whole, size = Pieces(start=start, end=end, recomputed=recomputed), end - start
-    found, before = [], list(accumulate(problem.least, initial=0))
-    for chunk in range(problem.chunks):
-        fits = (size >= problem.least[chunk]) & (size <= problem.most[chunk]) & (start >= before[chunk])
-        fits &= end <= units - (before[-1] - before[chunk + 1])
-        if chunk == 0:
-            fits &= start == 0
-        if chunk == problem.chunks - 1:
-            fits &= end == units
-        if problem.blocks is not None:
-            fits &= size == problem.blocks[chunk]
-        if problem.recomputed is not None:
-            fits &= recomputed == problem.recomputed[chunk]
-        found.append(whole.take(fits))
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """S[c][row, i] as `least[which[row], i]`, as what is to come is the same for many rows."""
+
+    least: Floats
+    which: Ints
+
+    def of_rows(self, starts: Sequence[int] | Ints) -> Floats:
+        """[start, row]."""
+        return np.asarray(self.least.T[starts][:, self.which])
 
 
-def _before(problem: StageProblem) -> list[list[Before]]:
-    """By quantity and form: what all units before a position need, kept and recomputed."""
-    return [
-        [
-            (
-                np.array([0, *accumulate(form.kept[k] for k in problem.kinds)], dtype=np.float64),
-                np.array([0, *accumulate(form.recomputed[k] for k in problem.kinds)], dtype=np.float64),
-            )
-            for form in quantity.forms
-        ]
-        for quantity in problem.quantities
-    ]
-
-
-def _added(
-    problem: StageProblem,
-    before: list[list[Before]],
-    pieces: Pieces,
-    chunk: int,
-    terms: Sequence[tuple[int, int, int]],
-    rows: int,
-) -> Floats:
-    """What each piece adds to each row as that chunk: [row, piece]. `terms`: row, quantity, factor."""
-    used = sorted({q for _, q, _ in terms})
-    place = {q: i for i, q in enumerate(used)}
-    factors = np.zeros((rows, len(used)))
-    for r, q, factor in terms:
-        factors[r, place[q]] += factor
-    amounts = []
-    for q in used:
-        forms = zip(problem.quantities[q].forms, before[q], strict=True)
-        each = [_amount(form, known, pieces, chunk, problem.kinds) for form, known in forms]
-        amounts.append(each[0] if len(each) == 1 else np.max(each, axis=0))
-    return np.asarray(factors @ np.array(amounts).reshape(len(used), len(pieces.start)))
-
-
-def _amount(form: Form, before: Before, pieces: Pieces, chunk: int, kinds: Sequence[int]) -> Floats:
-    kept, again = before
-    size, turn = pieces.end - pieces.start, pieces.start + pieces.recomputed
-    amount = form.fixed[chunk] + again[turn] - again[pieces.start] + kept[pieces.end] - kept[turn]
-    if form.when_all:
-        amount = amount + form.when_all * ((pieces.recomputed == size) & (size > 0))
-    if form.when_few:
-        amount = amount + form.when_few * (size <= 1)
-    if form.when_none:
-        amount = amount + form.when_none[chunk] * (size == 0)
-    if form.last:
-        of_unit = np.array([form.last[kind] for kind in kinds], dtype=np.float64)
-        amount = amount + np.where(size > 0, of_unit[pieces.end - 1], 0.0)
-    return np.asarray(amount)
-
-
-def _least_left(tables: list[Floats], pieces: list[Pieces], units: int) -> list[Floats]:
-    """S[c][row, i]: the least that chunks from c on add to each row when they start at unit i."""
-    rows = len(tables[0])
-    after = np.full((rows, units + 1), np.inf)
+def _least_left(layers: Sequence[Layer], units: int) -> list[Left]:
+    """S[c]: the least that chunks from c on add to each row when they start at each unit."""
+    after = np.full((1, units + 1), np.inf)
     after[:, units] = 0.0
-    found = [after]
-    for table, one in zip(reversed(tables), reversed(pieces), strict=True):
-        here = np.full((rows, units + 1), np.inf)
-        if len(one.start):
-            starts, first = np.unique(one.start, return_index=True)
-            here[:, starts] = np.minimum.reduceat(table + found[-1][:, one.end], first, axis=1)
-        found.append(here)
+    found = [Left(least=after, which=np.zeros(len(layers[0].which), dtype=np.int64))]
+    for layer in reversed(layers):
+        own, later, which = distinct_pairs(layer.which, found[-1].which)
+        here = np.full((len(own), units + 1), np.inf)
+        if len(layer.pieces.start):
+            starts, first = np.unique(layer.pieces.start, return_index=True)
+            sums = layer.table[own] + found[-1].least[later][:, layer.pieces.end]
+            here[:, starts] = np.minimum.reduceat(sums, first, axis=1)
+        found.append(Left(least=here, which=which))
     return found[::-1]
 
 
 def _grow(
-    tables: list[Floats],
-    pieces: list[Pieces],
-    left: list[Floats],
+    layers: Sequence[Layer],
+    left: Sequence[Left],
     limits: Floats,
     measured: Sequence[Measures],
     excluded: Sequence[Deal],
@@ -254,11 +161,9 @@ def _grow(
     sums, grown = np.zeros((1, len(limits))), 0
     at = np.zeros(1, dtype=np.int64)
     chosen: list[Ints] = []
-    like = np.ones(
-        (1, len(excluded)), dtype=np.bool_
-    )  # the start of an excluded deal, which rules out no other
-    steps = zip(tables, pieces, left[1:], measured, strict=True)
-    for chunk, (table, one, after, measure) in enumerate(steps):
+    like = np.ones((1, len(excluded)), dtype=np.bool_)  # an excluded deal so far: rules out no other
+    for chunk, (layer, after, measure) in enumerate(zip(layers, left[1:], measured, strict=True)):
+        one = layer.pieces
         first = np.searchsorted(one.start, at, side="left")
         count = np.searchsorted(one.start, at, side="right") - first
         if int(count.sum()) * len(limits) > MOST_NUMBERS:
@@ -266,12 +171,12 @@ def _grow(
         grown += int(count.sum()) * len(limits)
         parent = np.repeat(np.arange(len(at)), count)
         piece = np.arange(len(parent)) - np.repeat(np.cumsum(count) - count, count) + first[parent]
-        total = sums[parent] + table.T[piece]
-        kept = np.flatnonzero((total + after.T[one.end[piece]] <= limits).all(axis=1))
+        total = sums[parent] + layer.table.T[piece][:, layer.which]
+        kept = np.flatnonzero((total + after.of_rows(one.end[piece]) <= limits).all(axis=1))
         total, parent, piece = total[kept], parent[kept], piece[kept]
         sizes, again = (one.end - one.start)[piece, None], one.recomputed[piece, None]
-        same = [(deal.blocks[chunk], deal.recomputed[chunk]) for deal in excluded]
-        blocks, recomputed = (np.array([pair[i] for pair in same], dtype=np.int64) for i in range(2))
+        blocks = np.array([deal.blocks[chunk] for deal in excluded], dtype=np.int64)
+        recomputed = np.array([deal.recomputed[chunk] for deal in excluded], dtype=np.int64)
         alike = like[parent] & (sizes == blocks) & (again == recomputed)
         best = undominated(one.end[piece], measure.of(total), alike.any(axis=1))
         sums, at, like = total[best], one.end[piece[best]], alike[best]
@@ -281,13 +186,13 @@ def _grow(
 
 def _best(
     problem: StageProblem,
-    pieces: list[Pieces],
+    layers: Sequence[Layer],
     sums: Floats,
     chosen: list[Ints],
     excluded: Sequence[Deal],
 ) -> StageAnswer | None:
     """The best of the deals that is not excluded, the first of equals."""
-    constants = np.array([row.constant for row in problem.paths])
+    constants, pieces = np.array([row.constant for row in problem.paths]), [layer.pieces for layer in layers]
     values = (sums[:, : len(constants)] + constants).max(axis=1, initial=0.0)
     for row in np.argsort(values, kind="stable"):
         blocks = [int(one.end[p[row]] - one.start[p[row]]) for one, p in zip(pieces, chosen, strict=True)]

@@ -36,7 +36,12 @@ def problem_of(
     sides = (3, *(0,) * (chunks - 2), 9) if chunks > 1 else (12,)
     computing = Form(kept=(10, 17), recomputed=(14, 22), fixed=sides)
     sending = Form(
-        kept=(12, 12), recomputed=(12, 12), fixed=(5,) * chunks, when_none=(-4,) * chunks, when_few=2, last=(0, 3)
+        kept=(12, 12),
+        recomputed=(12, 12),
+        fixed=(5,) * chunks,
+        when_none=(-4,) * chunks,
+        when_few=2,
+        last=(0, 3),
     )
     seconds = Quantity(forms=(computing, sending))
     bytes_ = Quantity(

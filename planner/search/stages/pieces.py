@@ -1,0 +1,126 @@
+"""What each chunk of a stage problem may hold, and what that adds to the problem's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoparallel.planner.search.stages.problem import Form, Quantity, StageProblem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What a chunk may hold, by start: units `start` to `end`, the first `recomputed` of them recomputed."""
+
+    start: Ints
+    end: Ints
+    recomputed: Ints
+
+    def take(self, rows: NDArray[np.bool_]) -> Pieces:
+        return Pieces(start=self.start[rows], end=self.end[rows], recomputed=self.recomputed[rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A chunk's pieces, and what each adds to the rows: `table[which[row], piece]`, as many rows get the same."""
+
+    pieces: Pieces
+    table: Floats
+    which: Ints  # 0: nothing
+
+
+def layers_of(problem: StageProblem) -> list[Layer]:
+    """A layer for each chunk."""
+    rows = (*problem.paths, *problem.memory)
+    terms: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(problem.chunks)]  # by chunk and row
+    for number, row in enumerate(rows):
+        for q, c, factor in row.terms:
+            terms[c].setdefault(number, []).append((q, factor))
+    before = [_before(problem, quantity) for quantity in problem.quantities]
+    found = []
+    for chunk, (pieces, own) in enumerate(zip(_pieces(problem), terms, strict=True)):
+        distinct: dict[tuple[tuple[int, int], ...], int] = {(): 0}
+        which = np.zeros(len(rows), dtype=np.int64)
+        for number, added in own.items():
+            which[number] = distinct.setdefault(tuple(sorted(added)), len(distinct))
+        used = sorted({q for added in distinct for q, _ in added})
+        factors = np.zeros((len(distinct), len(used)))
+        for added, number in distinct.items():
+            for q, factor in added:
+                factors[number, used.index(q)] += factor
+        amounts = [_amounts(problem, q, before[q], pieces, chunk) for q in used]
+        table = factors @ np.array(amounts).reshape(len(used), len(pieces.start))
+        found.append(Layer(pieces=pieces, table=table, which=which))
+    return found
+
+
+def _pieces(problem: StageProblem) -> list[Pieces]:
+    """The pieces that each chunk may hold when all chunks get what they must have."""
+    units = len(problem.kinds)
+    again = problem.recompute or problem.recomputed is not None
+    every = [
+        (start, start + n, k)
+        for start in range(units + 1)
+        for n in range(min(units - start, max(problem.most)) + 1)
+        for k in range(n + 1 if again else 1)
+    ]
+    start, end, recomputed = np.array(every, dtype=np.int64).T
+    whole, size = Pieces(start=start, end=end, recomputed=recomputed), end - start
+    found, before = [], list(accumulate(problem.least, initial=0))
+    for chunk in range(problem.chunks):
+        fits = (size >= problem.least[chunk]) & (size <= problem.most[chunk]) & (start >= before[chunk])
+        fits &= end <= units - (before[-1] - before[chunk + 1])
+        if chunk == 0:
+            fits &= start == 0
+        if chunk == problem.chunks - 1:
+            fits &= end == units
+        if problem.blocks is not None:
+            fits &= size == problem.blocks[chunk]
+        if problem.recomputed is not None:
+            fits &= recomputed == problem.recomputed[chunk]
+        found.append(whole.take(fits))
+    return found
+
+
+def _before(problem: StageProblem, quantity: Quantity) -> list[Before]:
+    """By form: what all units before a position need, kept and recomputed."""
+    return [
+        (
+            np.array([0, *accumulate(form.kept[k] for k in problem.kinds)], dtype=np.float64),
+            np.array([0, *accumulate(form.recomputed[k] for k in problem.kinds)], dtype=np.float64),
+        )
+        for form in quantity.forms
+    ]
+
+
+def _amounts(
+    problem: StageProblem, number: int, before: Sequence[Before], pieces: Pieces, chunk: int
+) -> Floats:
+    """What each piece needs of a quantity."""
+    forms = zip(problem.quantities[number].forms, before, strict=True)
+    each = [_amount(form, known, pieces, chunk, problem.kinds) for form, known in forms]
+    return each[0] if len(each) == 1 else np.asarray(np.max(each, axis=0))
+
+
+def _amount(form: Form, before: Before, pieces: Pieces, chunk: int, kinds: Sequence[int]) -> Floats:
+    kept, again = before
+    size, turn = pieces.end - pieces.start, pieces.start + pieces.recomputed
+    amount = form.fixed[chunk] + again[turn] - again[pieces.start] + kept[pieces.end] - kept[turn]
+    if form.when_all:
+        amount = amount + form.when_all * ((pieces.recomputed == size) & (size > 0))
+    if form.when_few:
+        amount = amount + form.when_few * (size <= 1)
+    if form.when_none:
+        amount = amount + form.when_none[chunk] * (size == 0)
+    if form.last:
+        of_unit = np.array([form.last[kind] for kind in kinds], dtype=np.float64)
+        amount = amount + np.where(size > 0, of_unit[pieces.end - 1], 0.0)
+    return np.asarray(amount)
