@@ -230,7 +230,12 @@ class RankBounds:
             (flight.part * freed, part),
             (flight.least * freed, None),
         )
-        base = self._base_bytes(problem, rows, pp) + self._end_bytes(rows, rates, flight)
+        peak = self._base_bytes(problem, rows, pp)
+        base = peak + self._end_bytes(rows, rates, flight)
+        # A rank with a unit of the kinds that count runs it on top of what all of these save; of several chunks the fullest
+        # moment may be another one's.
+        own = np.maximum(u.counted_peak, u.counted_backward_peak + self.reduced) + self.gathered
+        self.running_bytes = np.maximum(own - peak, 0.0) * (bool(rows.repeated) & (rows.chunks == 1))
         if rows.lacking_bytes:
             base = base + np.array(rows.lacking_bytes)[:, None]
         # Where other kinds may be what fills a chunk, no unit is counted on to keep more than the least of any kind.
@@ -245,6 +250,7 @@ class RankBounds:
         gathered = np.where((rows.zero == 3) & sharded, item * u.unit_parameters, 0.0)
         whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
         reduced = np.where((rows.zero >= 2) & sharded, whole, 0.0)
+        self.gathered, self.reduced = gathered, reduced
         several = pp == 1 and rows.repeated > 2  # the next unit's parameters, the last one's gradients
         peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered * (1 + several)
         if several:
@@ -289,7 +295,7 @@ class RankBounds:
         on the ranks before, beside those that surely stand there."""
         base_s = self.base_s + further * self.fill_s
         drained_base_s = self.drained_base_s + further * (self.fill_s + self.drain_s)
-        room_s, room = time_s - base_s, capacity_bytes - self.base_bytes
+        room_s, room = time_s - base_s, capacity_bytes - self.base_bytes - self.running_bytes
         with np.errstate(divide="ignore", invalid="ignore"):
             n = np.minimum(room_s / self.per_block_s, (time_s - drained_base_s) / self.drained_per_block_s)
             again_s = (time_s - self.round_base_s) / self.round_per_block_s
@@ -298,11 +304,15 @@ class RankBounds:
             again = np.where(self.freed_bytes > 0, self.recompute_s / self.freed_bytes, 0.0)
             with_recompute = (room_s + again * room) / (self.per_block_s + again * self.per_block_bytes)
             kept = room / self.per_block_bytes
-            recomputed = (capacity_bytes - self.base_all_bytes) / self.per_block_all_bytes
+            room_all = capacity_bytes - self.base_all_bytes
+            recomputed = (room_all - self.running_bytes) / self.per_block_all_bytes
         limit = np.minimum(np.maximum(with_recompute, kept), recomputed)
         limit = np.where(self.freed_bytes > 0, limit, kept)
+        limit = np.where(
+            (limit < 0) & (room_all >= 0), 0.0, limit
+        )  # none of these, which needs no room for one
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
-        n = np.where((room_s < 0) | (capacity_bytes < self.base_all_bytes), -1.0, n)
+        n = np.where((room_s < 0) | (room_all < 0), -1.0, n)
         n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, self.most))
         return self._whole_blocks(n, time_s, room, base_s, drained_base_s)
 

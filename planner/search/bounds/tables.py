@@ -55,6 +55,8 @@ class Units:
     tail_saved: Floats
     peak: Floats  # of one action above what is saved
     backward_peak: Floats  # of a backward likewise
+    counted_peak: Floats  # and of both likewise, of the kinds that count
+    counted_backward_peak: Floats
     tail_peak: Floats  # likewise where the tail runs, what the tail saves included
     unit_parameters: Floats  # here and below experts under ep > 1 left out
     unit_trainable: Floats
@@ -224,8 +226,8 @@ def _row(
     kept = [(units[kind], full[kind]) for kind in kinds_that_count(chain)]
     least = [min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(units, full, strict=True)]
     last = [links[-1] for links in (*units, *full)]
-    peaks = [max(p.forward_temp, p.recomputed + p.backward_temp) for p in last]
-    backward_peaks = [p.recomputed + p.backward_temp for p in last]
+    peaks, backward_peaks = _peaks(last)
+    counted = _peaks([links[-1] for both in kept for links in both])
     sides = [_sum(links, name) for links in (head, tail) for name in ("forward_s", "backward_s")]
     return (
         min((_sum(unit, "forward_s") for unit, _ in kept), default=0.0),
@@ -242,6 +244,7 @@ def _row(
         _sum(tail, "saved"),
         min(peaks, default=0.0),
         min(backward_peaks, default=0.0),
+        *(min(each, default=0.0) for each in counted),
         _tail_peak(tail) if tail else min(peaks, default=0.0),
         *(min((_sum(unit, n) for unit, _ in kept), default=0.0) for n in NUMBERS),
         float(max((link.dense_trainable for link in every), default=0)),
@@ -254,6 +257,14 @@ def _row(
             for n in NUMBERS
         ),
         float(min((link.buffer_bytes for link in every), default=0)),
+    )
+
+
+def _peaks(links: Sequence[LinkPrice]) -> tuple[list[int], list[int]]:
+    """Of each link's passes, and of its backward alone, what stands above what is saved."""
+    return (
+        [max(p.forward_temp, p.recomputed + p.backward_temp) for p in links],
+        [p.recomputed + p.backward_temp for p in links],
     )
 
 

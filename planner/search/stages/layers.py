@@ -25,6 +25,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
 MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
+MOST_PARTIAL = (
+    1_000  # partial deals after a chunk: where ranks have several chunks few are dominated. Kind: measured
+)
 PER_TABLED, PER_GROWN = 3e-5, 4e-6  # milliseconds on one core for each number. Kind: measured
 EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
 
@@ -179,6 +182,8 @@ def _grow(
         recomputed = np.array([deal.recomputed[chunk] for deal in excluded], dtype=np.int64)
         alike = like[parent] & (sizes == blocks) & (again == recomputed)
         best = undominated(one.end[piece], measure.of(total), alike.any(axis=1))
+        if np.count_nonzero(best) > MOST_PARTIAL:
+            return None, grown
         sums, at, like = total[best], one.end[piece[best]], alike[best]
         chosen = [*(row[parent[best]] for row in chosen), piece[best]]
     return (sums, chosen), grown

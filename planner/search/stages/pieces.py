@@ -49,13 +49,13 @@ def layers_of(problem: StageProblem) -> list[Layer]:
     for chunk, (pieces, own) in enumerate(zip(_pieces(problem), terms, strict=True)):
         distinct: dict[tuple[tuple[int, int], ...], int] = {(): 0}
         which = np.zeros(len(rows), dtype=np.int64)
-        for number, added in own.items():
-            which[number] = distinct.setdefault(tuple(sorted(added)), len(distinct))
+        for number, here in own.items():
+            which[number] = distinct.setdefault(tuple(sorted(here)), len(distinct))
         used = sorted({q for added in distinct for q, _ in added})
         factors = np.zeros((len(distinct), len(used)))
-        for added, number in distinct.items():
+        for at, added in enumerate(distinct):
             for q, factor in added:
-                factors[number, used.index(q)] += factor
+                factors[at, used.index(q)] += factor
         amounts = [_amounts(problem, q, before[q], pieces, chunk) for q in used]
         table = factors @ np.array(amounts).reshape(len(used), len(pieces.start))
         found.append(Layer(pieces=pieces, table=table, which=which))
