@@ -209,3 +209,24 @@ def test_a_rank_that_lacks_bytes_has_as_many_less(
     before = list(row_values(problem, problem.memory, deal))
     after = list(row_values(less, less.memory, deal))
     assert [b - a for a, b in zip(before, after, strict=True)] == [max(n, 0) for n in lacking]
+
+
+@settings(max_examples=40, deadline=None)
+@given(kinds=UNLIKE, chunks=st.integers(1, 4), capacity=st.integers(10, 90), ends=st.integers(0, 1))
+def test_layers_find_deal_after_deal_best_first_though_they_drop_dominated_ones(
+    kinds: tuple[int, ...], chunks: int, capacity: int, ends: int
+) -> None:
+    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
+    expected = sorted(deal_value(problem, deal) for deal in deals(problem))
+    found: list[Deal] = []
+    values: list[int] = []
+    for _ in expected[:6]:
+        small_enough, answer = solve_in_layers(problem, found, None)
+        assert small_enough
+        assert answer is not None
+        assert answer.deal is not None
+        assert deal_fits(problem, answer.deal)
+        found.append(answer.deal)
+        values.append(answer.value)
+    assert values == expected[:6]
+    assert len(set(found)) == len(found)
