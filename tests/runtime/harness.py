@@ -31,7 +31,7 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parents[2])
 CASE_TIMEOUT_S = 120.0
 # A case leaves its process groups behind, each with threads of its own: start afresh after this many.
-CASES_PER_START = 25
+CASES_PER_START = 10
 _PRELOAD = ["tests.runtime.preload"]
 
 

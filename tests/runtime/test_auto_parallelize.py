@@ -137,7 +137,7 @@ def _torchrun(processes: int, *strategies: Path) -> subprocess.CompletedProcess[
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
         "--no-python", sys.executable, "-m", "tests.runtime.train_mlp", *map(str, strategies),
     ]  # fmt: skip
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.distributed
