@@ -37,6 +37,10 @@ ClusterOption = Annotated[
         help="A cluster file, a shipped cluster's name, or DEVICE:NODESxPER_NODE.",
     ),
 ]
+PartialStrategy = Annotated[
+    Path | None,
+    typer.Option("--strategy", metavar="PARTIAL.toml", help="Keys that are in this file stay as they are."),
+]
 SeqLen = Annotated[
     int | None,
     typer.Option("--seq-len", min=1, metavar="N", help="Tokens per sequence (default: the model's own)."),
@@ -93,12 +97,7 @@ SLOW_MODEL = (
 def plan(
     model: Model,
     cluster: ClusterOption,
-    strategy: Annotated[
-        Path | None,
-        typer.Option(
-            "--strategy", metavar="PARTIAL.toml", help="Keys that are in this file stay as they are."
-        ),
-    ] = None,
+    strategy: PartialStrategy = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="STRATEGY.toml", help="Where the strategy goes.")
     ] = None,

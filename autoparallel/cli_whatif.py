@@ -16,6 +16,7 @@ from autoparallel.cli_plan import (
     Model,
     ModelArgs,
     ObjectiveOption,
+    PartialStrategy,
     SeqLen,
     Settings,
     print_json,
@@ -40,12 +41,7 @@ def whatif(
             "--vary", metavar="KEY=V1,V2,…", help="A strategy key, seq_len or global_batch. Repeatable."
         ),
     ] = None,
-    strategy: Annotated[
-        Path | None,
-        typer.Option(
-            "--strategy", metavar="PARTIAL.toml", help="Keys that are in this file stay as they are."
-        ),
-    ] = None,
+    strategy: PartialStrategy = None,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
     settings: Settings = None,
