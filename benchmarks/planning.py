@@ -100,6 +100,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     from autoparallel.planner.problem import Problem
     from autoparallel.planner.search.bounds.outer import outer_of
     from autoparallel.planner.search.plan import plan
+    from autoparallel.planner.search.side_by_side import usable_processes
     from autoparallel.profiles.load import load_cluster
 
     imported = time.perf_counter()
@@ -110,9 +111,11 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     captured = time.perf_counter()
     cluster = load_cluster(case.cluster)
     problem = Problem(graph=graph, cluster=cluster, global_batch=cluster.devices)
-    result = plan(problem)
+    result = plan(problem, processes=usable_processes())
     planned = time.perf_counter()
-    outer_of(problem)  # once more, alone: what of the plan's time went into prices and bounds
+    outer_of(
+        problem, processes=usable_processes()
+    )  # once more, alone: what of the plan's time went into prices and bounds
     bounds_s = time.perf_counter() - planned
     return {
         "import_s": imported - started,

@@ -142,6 +142,7 @@ class Expander:
         ties = find_ties(self.graph, ranges, rank_of)
         full = strategy.recompute.per_stage or (0,) * chunks
         made: dict[tuple[object, ...], StageWork] = {}
+        alike: dict[tuple[object, ...], BlockWork] = {}
         found = []
         for stage, positions in enumerate(ranges):
             links = self._links(strategy, positions, full[stage])
@@ -151,7 +152,11 @@ class Expander:
             back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
             key = (links, dropped, crossing, last, back)
             if key not in made:
-                works = [self._synchronised(strategy, *link) for link in zip(links, dropped, strict=True)]
+                each = tuple(zip(links, dropped, strict=True))
+                for one in each:
+                    if one not in alike:
+                        alike[one] = self._synchronised(strategy, *one)
+                works = [alike[one] for one in each]
                 send, received = (None, None) if last else self._send(strategy, positions[-1])
                 tied, gathered = (
                     self._tied(strategy, positions, crossing),

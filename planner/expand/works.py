@@ -19,7 +19,7 @@ from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.points import point_at
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
-from autoparallel.planner.strategy.types import Execution, Offload, Strategy, TensorRule
+from autoparallel.planner.strategy.types import Execution, Mesh, Offload, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
 
 
@@ -44,6 +44,7 @@ class LocalWorks:
     cluster: Cluster
     _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
+    _strides: dict[Mesh, int] = field(default_factory=dict, repr=False, compare=False)
     _points: dict[TensorRequest, TensorPlan | None] = field(default_factory=dict, repr=False, compare=False)
     _layouts: dict[tuple[int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
     _units: dict[tuple[int, str], tuple[Unit, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -145,8 +146,10 @@ class LocalWorks:
         )  # expert layers have one way to run, whatever ep is
         if tp == 1:  # nothing to solve: all such strategies share one plan
             return TensorRequest(tp=1, stride=1, sequence_parallel=False, execution=Execution(), ep=ep)
+        if strategy.mesh not in self._strides:
+            self._strides[strategy.mesh] = tensor_stride(strategy.mesh, self.cluster)
         return TensorRequest(
-            tp=tp, stride=tensor_stride(strategy.mesh, self.cluster), ep=ep, rules=strategy.tensor,
+            tp=tp, stride=self._strides[strategy.mesh], ep=ep, rules=strategy.tensor,
             sequence_parallel=strategy.shard.sequence_parallel, execution=strategy.execution,
         )  # fmt: skip
 

@@ -46,7 +46,9 @@ def solve_in_layers(
         found = deal_value(problem, quick)
         below = found + 1 if below is None else min(below, found + 1)
     pieces_at_most = (units + 1) * (units + 2) // 2 * (units if problem.recompute else 1)
-    if below is not None and (len(set(problem.kinds)) > 1 or problem.device_of):  # CP-SAT is quick where all is alike
+    if below is not None and (
+        len(set(problem.kinds)) > 1 or problem.device_of
+    ):  # CP-SAT is quick where all is alike
         problem = with_smaller_chunks(problem, below)
         if sum(problem.most) < units or any(b < a for a, b in zip(problem.least, problem.most, strict=True)):
             return True, None
