@@ -79,7 +79,8 @@ def plan(
     without each constraint, and longer for the best of each kind that was not chosen. Where nothing fits, `advise` looks
     for what would. A caller who has more to ask
     about the answer passes the `expander` of graph and cluster, which then knows it. With two `processes` the prices of a
-    large space are made in both (the answer is the same; a caller whose process must not be forked leaves it at one).
+    large space are made, and rejected kinds searched, in both: the answer is the same. A caller whose process must not be
+    forked leaves it at one.
     Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError`
     where the constraints allow no legal strategy at all.
     """
@@ -131,7 +132,7 @@ def _plan(
         watch.say_advising(frontier)
         raise explain_infeasible(outer, lambda: watch.check_time(None))
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
-    return result_of(outer, frontier, work=work, explain=explain and not stopped)
+    return result_of(outer, frontier, work=work, explain=explain and not stopped, processes=processes)
 
 
 class _Watch:

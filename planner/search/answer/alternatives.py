@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -17,6 +18,7 @@ from autoparallel.planner.search.answer.reasons import reason
 from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.side_by_side import side_by_side
 from autoparallel.planner.search.space.build import MODES, Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
@@ -34,6 +36,7 @@ AT_ONCE = 48  # shapes of a kind expanded together
 MOST_GROUPS = 8  # sizes of pp, tp and cp that are looked at before a kind's search
 DIVES = 2  # strategies of a kind simulated before its search
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
+FEW = 10_000  # variants, whose kinds are searched sooner than another process is started. Kind: measured
 EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
 
 
@@ -94,19 +97,21 @@ def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...]
 
 
 def alternatives(
-    outer: Outer, best: Evaluation, seen: Sequence[Evaluation], *, work: float = WORK
+    outer: Outer, best: Evaluation, seen: Sequence[Evaluation], *, work: float = WORK, processes: int = 1
 ) -> tuple[Alternative, ...]:
     """The best strategy found of each other kind, best first; those that do not fit last.
 
     `seen` are the strategies that the search simulated: the best of a kind among them is where the kind's own
-    search begins, which ends with its proof or after `work`. Kinds with the same best strategy are one.
+    search begins, which ends with its proof or after `work`. Kinds with the same best strategy are one. They are looked
+    for in so many `processes`; an interrupt leaves none.
     """
     cluster = outer.problem.cluster
     reference = score(outer.problem.graph, cluster, best.strategy, outer.book.expander)
-    found = []
-    with suppress(KeyboardInterrupt):  # the plan is there; what is missing is said of fewer kinds
-        for kind in kinds_besides(best.strategy):
-            found.append(_best_of(outer, kind, best, reference, seen, work))
+    kinds = kinds_besides(best.strategy)
+    pieces = [partial(_best_of, outer, kind, best, reference, seen, work) for kind in kinds]
+    found: list[Alternative | None] = []
+    with suppress(KeyboardInterrupt):  # the plan is there
+        found = side_by_side(pieces, [1.0] * len(pieces), processes if outer.counts.sum() > FEW else 1)
     kept: dict[Strategy, Alternative] = {}
     for one in found:
         if one is None or one.strategy == best.strategy:

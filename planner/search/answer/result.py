@@ -22,13 +22,15 @@ from autoparallel.planner.strategy.types import Strategy
 IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's place
 
 
-def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -> PlanResult:
-    """The answer of one search that found something; `work` goes into each kind of rejected strategy. Its seconds
-    are still to come."""
+def result_of(
+    outer: Outer, frontier: Frontier, *, work: float, explain: bool, processes: int = 1
+) -> PlanResult:
+    """The answer of one search that found something; `work` goes into each kind of rejected strategy, and all of them are
+    looked for in so many `processes`. Its seconds are still to come."""
     assert frontier.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
     frontier.incumbent = simplest(outer, frontier, frontier.incumbent)
-    rivals = _rivals(outer, frontier, work)
+    rivals = _rivals(outer, frontier, work, processes)
     frontier.incumbent = simplest(outer, frontier, frontier.incumbent)  # a rival may have taken its place
     rivals = tuple(one for one in rivals if one.strategy != frontier.incumbent.strategy)
     strategy = with_rules(expander, frontier.incumbent.strategy)
@@ -53,11 +55,11 @@ def result_of(outer: Outer, frontier: Frontier, *, work: float, explain: bool) -
     )
 
 
-def _rivals(outer: Outer, frontier: Frontier, work: float) -> tuple[Alternative, ...]:
+def _rivals(outer: Outer, frontier: Frontier, work: float, processes: int) -> tuple[Alternative, ...]:
     """The best of each other kind. Where the search was not proved, one of them may be better than what it found:
     then that is the answer, and its rivals are looked for."""
     assert frontier.incumbent is not None
-    found = alternatives(outer, frontier.incumbent, frontier.seen, work=work)
+    found = alternatives(outer, frontier.incumbent, frontier.seen, work=work, processes=processes)
     for _ in range(IMPROVEMENTS):
         better = [a for a in found if a.feasible and frontier.may_win(a.value)]
         if not better:
@@ -65,7 +67,7 @@ def _rivals(outer: Outer, frontier: Frontier, work: float) -> tuple[Alternative,
         one = evaluate(outer.book.expander, better[0].strategy)
         frontier.seen.append(one)
         frontier.consider(one)
-        found = alternatives(outer, frontier.incumbent, frontier.seen, work=work)
+        found = alternatives(outer, frontier.incumbent, frontier.seen, work=work, processes=processes)
     return tuple(a for a in found if not a.feasible or not frontier.may_win(a.value))
 
 
