@@ -161,9 +161,14 @@ def without(problem: Problem, keys: tuple[str, ...]) -> Problem:
 def _change(key: str, value: object, strategy: Strategy) -> str:
     section, _, name = key.partition(".")
     found = getattr(getattr(strategy, section), name, None) if section != "tensor" else None
-    if found is None or found == value:
+    if found is None or _plain(found) == _plain(value):
         return ""
     return f"{key} = {shown(found)} instead of {shown(value)}"
+
+
+def _plain(value: object) -> object:
+    """No compression at all is said in several ways: nothing, or "none" on each level."""
+    return () if isinstance(value, tuple) and all(one == "none" for one in value) else value
 
 
 def _relaxation(change: str, found: Evaluation) -> Relaxation:
