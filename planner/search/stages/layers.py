@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.dominance import Measures, distinct_pairs, measures, undominated
-from autoparallel.planner.search.stages.pieces import Layer, layers_of
+from autoparallel.planner.search.stages.pieces import Layer, layers_of, pieces_at_most
 from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, StageProblem, deal_value
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
-MOST_PIECES, MOST_NUMBERS = 20_000, 4_000_000
+MOST_PIECES, MOST_ALIKE, MOST_OF_SEVERAL, MOST_NUMBERS = 200_000, 6_000, 600, 4_000_000
 MOST_PARTIAL = (
     1_000  # partial deals after a chunk: where ranks have several chunks few are dominated. Kind: measured
 )
@@ -40,28 +40,15 @@ def solve_in_layers(
 ) -> tuple[bool, StageAnswer | None]:
     """Whether the problem was small enough, and then its best deal below `below` that is not excluded, if any. `spend`
     is told how much work it was, about milliseconds."""
-    units = len(problem.kinds)
-    quick = quick_deal(problem)
-    if quick is not None and quick not in excluded:
-        found = deal_value(problem, quick)
-        below = found + 1 if below is None else min(below, found + 1)
-    pieces_at_most = (units + 1) * (units + 2) // 2 * (units if problem.recompute else 1)
-    if below is not None and (
-        len(set(problem.kinds)) > 1 or problem.device_of
-    ):  # CP-SAT is quick where all is alike
-        problem = with_smaller_chunks(problem, below)
-        if sum(problem.most) < units or any(b < a for a, b in zip(problem.least, problem.most, strict=True)):
+    if below is None:
+        below = _below_quickly(problem, excluded, None)
+    if below is not None:
+        problem = with_fitting_chunks(problem, below)
+        if any(b < a for a, b in zip(problem.least, problem.most, strict=True)):
             return True, None
-        starts = units - sum(problem.least) + 1  # of each chunk, when all get what they must have
-        own = [
-            starts * sum(n + 1 if problem.recompute else 1 for n in range(least, most + 1))
-            for least, most in zip(problem.least, problem.most, strict=True)
-        ]
-        pieces_at_most = max(own)
-        if sum(own) > 10 * MOST_PIECES:
-            return False, None
-    if pieces_at_most > MOST_PIECES:
+    if sum(pieces_at_most(problem)) > _most_pieces(problem):
         return False, None
+    below = _below_quickly(problem, excluded, below)
     layers = layers_of(problem)
     if spend is not None:
         spend(PER_TABLED * sum(layer.table.size for layer in layers))
@@ -72,7 +59,7 @@ def solve_in_layers(
         [(float("inf") if below is None else below - 1.0) - row.constant for row in problem.paths]
         + [float(problem.room(row) - row.constant) for row in problem.memory]
     )
-    left = _least_left(layers, units)
+    left = _least_left(layers, len(problem.kinds))
     if (left[0].of_rows([0])[0] > limits).any():
         return True, None
     ahead = np.array([*(float(row.constant) for row in problem.paths), *(-limits[len(problem.paths) :])])
@@ -84,9 +71,37 @@ def solve_in_layers(
     return True, _best(problem, layers, *partial, excluded)
 
 
-def with_smaller_chunks(problem: StageProblem, below: int) -> StageProblem:
+def _below_quickly(problem: StageProblem, excluded: Sequence[Deal], below: int | None) -> int | None:
+    """`below`, or just above an easily found deal that is below it."""
+    quick = quick_deal(problem)
+    if quick is None or quick in excluded:
+        return below
+    found = deal_value(problem, quick) + 1
+    return found if below is None else min(below, found)
+
+
+def _most_pieces(problem: StageProblem) -> int:
+    """Pieces up to which this is faster than CP-SAT, which is quick where blocks and devices are alike."""
+    if len(set(problem.kinds)) > 1 or problem.device_of:
+        return MOST_PIECES
+    own = (row for row in problem.memory if row.capacity_bytes is None)
+    several = any(len({chunk for _, chunk, _ in row.terms}) > 1 for row in own)  # chunks of a rank
+    return MOST_OF_SEVERAL if several else MOST_ALIKE
+
+
+def with_fitting_chunks(problem: StageProblem, below: int) -> StageProblem:
     """The problem with no larger chunks than a path below `below` leaves room for when all others are as small as
-    they can be."""
+    they can be, and no smaller ones than all others being as large leaves to them."""
+    units, last = len(problem.kinds), None
+    while problem != last and all(a <= b for a, b in zip(problem.least, problem.most, strict=True)):
+        last, most = problem, _most_below(problem, below)
+        least = [max(a, units - sum(most) + b) for a, b in zip(problem.least, most, strict=True)]
+        problem = replace(problem, least=tuple(least), most=tuple(most))
+    return problem
+
+
+def _most_below(problem: StageProblem, below: int) -> list[int]:
+    """Units that each chunk may have in a deal below `below`."""
     kinds = _kinds_within(problem)
     least, each = [], []  # by quantity and chunk: of the fewest units, and of each further one
     for quantity in problem.quantities:
@@ -107,7 +122,7 @@ def with_smaller_chunks(problem: StageProblem, below: int) -> StageProblem:
         for c, rate in more.items():
             if rate > 0:
                 most[c] = min(most[c], problem.least[c] + room // rate)
-    return replace(problem, most=tuple(most))
+    return most
 
 
 def _kinds_within(problem: StageProblem) -> list[tuple[int, ...]]:

@@ -24,9 +24,6 @@ class Pieces:
     end: Ints
     recomputed: Ints
 
-    def take(self, rows: NDArray[np.bool_]) -> Pieces:
-        return Pieces(start=self.start[rows], end=self.end[rows], recomputed=self.recomputed[rows])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -62,31 +59,43 @@ def layers_of(problem: StageProblem) -> list[Layer]:
     return found
 
 
-def _pieces(problem: StageProblem) -> list[Pieces]:
-    """The pieces that each chunk may hold when all chunks get what they must have."""
-    units = len(problem.kinds)
+def starts_of(problem: StageProblem) -> list[range]:
+    """Where each chunk may start when all chunks get what they must have, and no more than they may."""
+    units, found = len(problem.kinds), []
+    before, before_most = 0, 0
+    after, after_most = sum(problem.least), sum(problem.most)
+    for least, most in zip(problem.least, problem.most, strict=True):
+        found.append(range(max(before, units - after_most), min(before_most, units - after) + 1))
+        before, before_most = before + least, before_most + most
+        after, after_most = after - least, after_most - most
+    return found
+
+
+def pieces_at_most(problem: StageProblem) -> list[int]:
+    """No fewer than the pieces of each chunk."""
     again = problem.recompute or problem.recomputed is not None
-    every = [
-        (start, start + n, k)
-        for start in range(units + 1)
-        for n in range(min(units - start, max(problem.most)) + 1)
-        for k in range(n + 1 if again else 1)
+    return [
+        len(starts) * sum(n + 1 if again else 1 for n in range(least, most + 1))
+        for starts, least, most in zip(starts_of(problem), problem.least, problem.most, strict=True)
     ]
-    start, end, recomputed = np.array(every, dtype=np.int64).T
-    whole, size = Pieces(start=start, end=end, recomputed=recomputed), end - start
-    found, before = [], list(accumulate(problem.least, initial=0))
-    for chunk in range(problem.chunks):
-        fits = (size >= problem.least[chunk]) & (size <= problem.most[chunk]) & (start >= before[chunk])
-        fits &= end <= units - (before[-1] - before[chunk + 1])
-        if chunk == 0:
-            fits &= start == 0
-        if chunk == problem.chunks - 1:
-            fits &= end == units
-        if problem.blocks is not None:
-            fits &= size == problem.blocks[chunk]
-        if problem.recomputed is not None:
-            fits &= recomputed == problem.recomputed[chunk]
-        found.append(whole.take(fits))
+
+
+def _pieces(problem: StageProblem) -> list[Pieces]:
+    """The pieces that each chunk may hold, by start, end and recomputed units."""
+    again, starts = problem.recompute or problem.recomputed is not None, starts_of(problem)
+    ends = [*starts[1:], range(len(problem.kinds), len(problem.kinds) + 1)]
+    found = []
+    for chunk, (least, most) in enumerate(zip(problem.least, problem.most, strict=True)):
+        every = [
+            (start, start + n, k)
+            for start in starts[chunk]
+            for n in range(least, most + 1)
+            if start + n in ends[chunk] and (problem.blocks is None or n == problem.blocks[chunk])
+            for k in range(n + 1 if again else 1)
+            if problem.recomputed is None or k == problem.recomputed[chunk]
+        ]
+        start, end, recomputed = np.array(every, dtype=np.int64).reshape(-1, 3).T
+        found.append(Pieces(start=start, end=end, recomputed=recomputed))
     return found
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.planner.search.stages.deals import balanced_blocks
-from autoparallel.planner.search.stages.layers import solve_in_layers, with_smaller_chunks
+from autoparallel.planner.search.stages.layers import solve_in_layers, with_fitting_chunks
 from autoparallel.planner.search.stages.peaks import last_kinds
 from autoparallel.planner.search.stages.problem import (
     Deal,
@@ -154,7 +154,7 @@ def test_chunks_too_large_for_the_limit_are_in_no_deal_below_it(
     kinds: tuple[int, ...], chunks: int, capacity: int, below: int, ends: int
 ) -> None:
     problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
-    smaller = with_smaller_chunks(problem, below)
+    smaller = with_fitting_chunks(problem, below)
     found = [deal for deal in deals(problem) if deal_value(problem, deal) < below]
     assert all(deal_fits(smaller, deal) for deal in found)
     small_enough, answer = solve_in_layers(problem, (), below)
