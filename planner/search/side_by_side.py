@@ -6,12 +6,15 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
 T = TypeVar("T")
+
+PATIENCE_S, PATIENCE = 5.0, 4.0  # waited for the other half: so long, and so many times what this half took
 
 
 def usable_processes() -> int:
@@ -23,7 +26,7 @@ def side_by_side(pieces: Sequence[Callable[[], T]], weights: Sequence[float], pr
     """The results of all pieces, in their order; about half of the `weights` in a forked process if `processes` > 1.
 
     What a piece in the other process remembers is lost, its result alone comes back (pickled). Forked only on Linux;
-    elsewhere, and should the other process die, all is done here. Raises what a piece raises.
+    elsewhere, and should the other process die or not be heard of, all is done here. Raises what a piece raises.
     """
     theirs = _half(weights) if processes > 1 and sys.platform == "linux" else []
     if not theirs:
@@ -33,10 +36,13 @@ def side_by_side(pieces: Sequence[Callable[[], T]], weights: Sequence[float], pr
     process = fork.Process(target=_send_results, args=([pieces[i] for i in theirs], other), daemon=True)
     process.start()
     other.close()
+    started_s = time.monotonic()
     try:
         done = {i: piece() for i, piece in enumerate(pieces) if i not in theirs}
+        patience_s = PATIENCE_S + PATIENCE * (time.monotonic() - started_s)
         with suppress(EOFError, OSError):  # it died: its pieces are done here
-            done |= dict(zip(theirs, ours.recv(), strict=True))
+            if ours.poll(patience_s):
+                done |= dict(zip(theirs, ours.recv(), strict=True))
     finally:
         process.kill()
         process.join()

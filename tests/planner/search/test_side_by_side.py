@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -49,6 +50,20 @@ def test_pieces_of_a_process_that_dies_are_done_in_the_first() -> None:
 
     pieces: list[Callable[[], int]] = [partial(die_elsewhere, n) for n in range(4)]
     assert side_by_side(pieces, [1.0] * 4, 2) == [0, 1, 2, 3]
+
+
+def test_pieces_of_a_process_that_is_not_heard_of_are_done_in_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoparallel.planner.search.side_by_side.PATIENCE_S", 0.2)
+    first = os.getpid()
+
+    def hang_elsewhere(n: int) -> int:
+        if os.getpid() != first:
+            time.sleep(60.0)
+        return n
+
+    assert side_by_side([partial(hang_elsewhere, n) for n in range(4)], [1.0] * 4, 2) == [0, 1, 2, 3]
 
 
 def test_prices_made_in_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
