@@ -9,13 +9,14 @@ from math import inf
 import numpy as np
 
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
+from autoparallel.planner.search.columns import joined
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_DIVED = 3  # shapes of each size of pp, tp and cp looked at
 VARIANTS_DIVED = 24  # of these shapes' variants, that are bounded rank by rank
-MOST_ACTIONS = 20_000  # of a schedule: larger ones take a second to lay out. Kind: measured
+MOST_ACTIONS = 20_000  # of a schedule: larger ones take over a sixth of a second to lay out. Kind: measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +38,7 @@ def promising(
     with the least bound, best first; and how many variants were looked at. Not more than `most_groups` sizes, those with
     the most promising shapes."""
     space = outer.space
-    sizes = space.shapes.pp
-    for other in (space.shapes.tp, space.shapes.cp):
-        sizes = sizes * (other.max(initial=0) + 1) + other
+    sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
     rows = _first_of_each(sizes[order], order, SHAPES_DIVED)
     if most_groups is not None:
         groups, first = np.unique(sizes[rows], return_index=True)

@@ -103,14 +103,18 @@ def alternatives(
 
     `seen` are the strategies that the search simulated: the best of a kind among them is where the kind's own
     search begins, which ends with its proof or after `work`. Kinds with the same best strategy are one. They are looked
-    for in so many `processes`; an interrupt leaves none.
+    for in so many `processes`; an interrupt leaves those that this one has found.
     """
     cluster = outer.problem.cluster
     reference = score(outer.problem.graph, cluster, best.strategy, outer.book.expander)
-    kinds = kinds_besides(best.strategy)
-    pieces = [partial(_best_of, outer, kind, best, reference, seen, work) for kind in kinds]
     found: list[Alternative | None] = []
-    with suppress(KeyboardInterrupt):  # the plan is there
+
+    def look(kind: Kind) -> Alternative | None:
+        found.append(_best_of(outer, kind, best, reference, seen, work))
+        return found[-1]
+
+    pieces = [partial(look, kind) for kind in kinds_besides(best.strategy)]
+    with suppress(KeyboardInterrupt):  # the plan is there; what is missing is said of fewer kinds
         found = side_by_side(pieces, [1.0] * len(pieces), processes if outer.counts.sum() > FEW else 1)
     kept: dict[Strategy, Alternative] = {}
     for one in found:

@@ -23,6 +23,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.tables import Units, take_units
+from autoparallel.planner.search.columns import joined
 from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
@@ -97,10 +98,7 @@ class Rows:
     def filled(self) -> Ints:
         """The sum of `before` over the ranks."""
         columns = (self.shapes.pp, self.chunks, self.least_per_chunk, self.least_per_end, self.most_per_chunk)
-        numbers = np.zeros(len(self.zero), dtype=np.int64)
-        for column in columns:
-            numbers = numbers * (int(column.max(initial=0)) + 1) + column
-        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+        _, first, which = np.unique(joined(*columns), return_index=True, return_inverse=True)
         sums = np.zeros(len(first), dtype=np.int64)
         for at, (pp, chunks, least, end, most) in enumerate(np.stack(columns)[:, first].T.tolist()):
             rank = np.arange(pp)
@@ -230,11 +228,12 @@ class RankBounds:
             (flight.part * freed, part),
             (flight.least * freed, None),
         )
-        peak = self._base_bytes(problem, rows, pp)
+        gathered, reduced = _moving_bytes(problem, rows)
+        peak = self._base_bytes(rows, pp, gathered, reduced)
         base = peak + self._end_bytes(rows, rates, flight)
         # A rank with a unit of the kinds that count runs it on top of what all of these save; of several chunks the fullest
         # moment may be another one's.
-        own = np.maximum(u.counted_peak, u.counted_backward_peak + self.reduced) + self.gathered
+        own = np.maximum(u.counted_peak, u.counted_backward_peak + reduced) + gathered
         self.running_bytes = np.maximum(own - peak, 0.0) * (bool(rows.repeated) & (rows.chunks == 1))
         if rows.lacking_bytes:
             base = base + np.array(rows.lacking_bytes)[:, None]
@@ -242,15 +241,9 @@ class RankBounds:
         self.base_bytes = base + spread * (u.any_least_saved if rows.others else u.saved)
         self.base_all_bytes = base + spread * (u.any_least_saved if rows.others else u.least_saved)
 
-    def _base_bytes(self, problem: Problem, rows: Rows, pp: int) -> Floats:
+    def _base_bytes(self, rows: Rows, pp: int, gathered: Floats, reduced: Floats) -> Floats:
         """The peak of one action above what is held."""
-        u, execution = rows.units, problem.execution
-        sharded = rows.shapes.dp_shard * rows.shapes.cp > 1
-        item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
-        gathered = np.where((rows.zero == 3) & sharded, item * u.unit_parameters, 0.0)
-        whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
-        reduced = np.where((rows.zero >= 2) & sharded, whole, 0.0)
-        self.gathered, self.reduced = gathered, reduced
+        u = rows.units
         several = pp == 1 and rows.repeated > 2  # the next unit's parameters, the last one's gradients
         peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered * (1 + several)
         if several:
@@ -348,6 +341,18 @@ class RankBounds:
             if most is None:
                 break
         return found
+
+
+def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
+    """Parameters of a unit gathered to run it, and whole gradients of one on their way to a reduction."""
+    u, execution = rows.units, problem.execution
+    sharded = rows.shapes.dp_shard * rows.shapes.cp > 1
+    item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
+    whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
+    return (
+        np.where((rows.zero == 3) & sharded, item * u.unit_parameters, 0.0),
+        np.where((rows.zero >= 2) & sharded, whole, 0.0),
+    )
 
 
 def _passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, Floats]:

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoparallel.planner.search.columns import joined
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 from autoparallel.planner.search.stages.pieces import Layer
-
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 AT_ONCE = 256  # partial deals compared with each other at once. Kind: formula
 
@@ -42,10 +39,9 @@ def measures(layers: Sequence[Layer], offsets: Floats, paths: int) -> list[Measu
     is_path = np.arange(len(offsets)) < paths
     found = []
     for chunk, (past, future) in enumerate(zip(so_far, to_come, strict=True)):
-        ended = ~np.any(added[chunk + 1 :], axis=0) if chunk + 1 < len(added) else is_path | True
-        columns: dict[
-            tuple[bool, int], dict[int, int]
-        ] = {}  # by what is to come: what was, and the row most ahead
+        ended = ~np.array(added[chunk + 1 :]).reshape(-1, len(offsets)).any(axis=0)
+        # By what is to come: what was, and the row most ahead.
+        columns: dict[tuple[bool, int], dict[int, int]] = {}
         for row in np.flatnonzero(is_path | ~ended).tolist():
             ahead = columns.setdefault((row < paths, int(future[row])), {})
             if offsets[row] > offsets[ahead.setdefault(int(past[row]), row)]:
@@ -71,9 +67,8 @@ def _numbered(added: Sequence[Ints]) -> list[Ints]:
 
 def distinct_pairs(first: Ints, second: Ints) -> tuple[Ints, Ints, Ints]:
     """The distinct pairs of two numbers, and which of them each pair is."""
-    width = int(second.max(initial=0)) + 1
-    pairs, which = np.unique(first * width + second, return_inverse=True)
-    return pairs // width, pairs % width, which.reshape(-1)
+    _, at, which = np.unique(joined(first, second), return_index=True, return_inverse=True)
+    return first[at], second[at], which.reshape(-1)
 
 
 def undominated(ends: Ints, columns: Floats, powerless: Bools) -> Bools:

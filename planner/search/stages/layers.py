@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.dominance import Measures, distinct_pairs, measures, undominated
 from autoparallel.planner.search.stages.pieces import Layer, layers_of, pieces_at_most
 from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, StageProblem, deal_value
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-# Sizes up to which this is faster than CP-SAT: pieces, and numbers in the table of partial deals. Kind: measured.
+# Sizes up to which this is faster than CP-SAT: pieces (of unlike blocks, of alike ones, and of these where ranks have
+# several chunks), and numbers made for partial deals. Kind: measured.
 MOST_PIECES, MOST_ALIKE, MOST_OF_SEVERAL, MOST_NUMBERS = 200_000, 6_000, 600, 4_000_000
 MOST_PARTIAL = (
     1_000  # partial deals after a chunk: where ranks have several chunks few are dominated. Kind: measured

@@ -39,7 +39,7 @@ def forward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     last = _least(ends, by_kind)
     first_tail = chain.tail[0].gather_bytes if chain.tail else 0
     every = [True] * chain.chunks
-    on_units = _on_last(saved, _and_last(last, first_tail - tail_saved), by_kind, ends)
+    on_units = _on_last(saved, _and_last([0] * chain.chunks, first_tail - tail_saved), by_kind, ends)
     tail = _running(chain.tail, _forward_of) if chain.tail else last[-1] - tail_saved
     on_tail = _shifted(saved, [*last[:-1], tail], units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_forward_of(link) for link in chain.head), default=0))
@@ -67,8 +67,7 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     # Where activations are on the host, a recomputed unit, which has fewer to bring back, may need less than a kept one.
     more = min(b - a for a, b in zip(kept, again, strict=True)) if chain.kept else 0
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
-    waiting = [value + coming for value in kept]
-    on_units = _on_last(saved, _and_last(waiting, reducing - tail_saved), by_kind, ends)
+    on_units = _on_last(saved, _and_last([coming] * chain.chunks, reducing - tail_saved), by_kind, ends)
     on_units = replace(on_units, when_all=more, when_few=-coming)
     tail = 0 if chain.tail else kept[-1]  # a last chunk may hold the tail alone
     held, before = 0, 0
@@ -91,13 +90,12 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
 
 
 def _on_last(form: Form, more: Sequence[int], by_kind: Sequence[int], ends: Ends) -> Form:
-    """The form and `more` in each chunk that has units, `by_kind` of its last unit at least in it: and what that unit needs
-    beyond the least, where a chunk's last unit may be of kinds that need unlike much."""
-    least = _least(ends, by_kind)
-    if all(len({by_kind[kind] for kind in kinds}) <= 1 for kinds in ends):
-        return _shifted(form, more, units=[True] * len(more))
-    bare = _shifted(form, [a - b for a, b in zip(more, least, strict=True)], units=[True] * len(more))
-    return replace(bare, last=tuple(by_kind))
+    """The form, and in each chunk that has units `more` and what its last unit needs, `by_kind`."""
+    every = [True] * len(more)
+    if any(len({by_kind[kind] for kind in kinds}) > 1 for kinds in ends):
+        return replace(_shifted(form, more, units=every), last=tuple(by_kind))
+    alike = [a + b for a, b in zip(more, _least(ends, by_kind), strict=True)]
+    return _shifted(form, alike, units=every)
 
 
 def _by_kind(chain: PricedChain) -> list[tuple[Links, Links]]:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.problem import Form, Quantity, StageProblem
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
 
 
