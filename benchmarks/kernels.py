@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.kernels import device_s
 from autoparallel.costmodel.program import AttentionShape, Kernel
 from autoparallel.profiles import load_device
 
@@ -76,7 +76,7 @@ def score(rows: Sequence[Row]) -> list[tuple[Row, float, float]]:
     for row in rows:
         kernel = attention_kernel(row) if row["op"].startswith("sdp") else gemm_kernel(row)
         measured_s = kernel.flops / (float(row["achieved_tflops"]) * 1e12)
-        scored.append((row, kernel_s(kernel, devices[row["gpu"]], "fused"), measured_s))
+        scored.append((row, device_s(kernel, devices[row["gpu"]], "fused"), measured_s))
     return scored
 
 

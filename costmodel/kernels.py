@@ -70,9 +70,12 @@ def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
 
 
 def launches(kernel: Kernel, kernels: str) -> int:
-    """Launches: one each, but for unfused attention its products and the passes over its scores."""
+    """Launches: one each, but for unfused attention its products and the passes over its scores, and for a grouped
+    product of `fused` kernels one an expert (Transformer Engine's GroupedLinear: a loop over cuBLAS calls)."""
     if kernel.kind in (OpKind.VIEW, PER_TENSOR, PIECES):
         return 0
+    if kernel.kind == OpKind.GROUPED_GEMM and kernel.product is not None and kernels == "fused":
+        return kernel.count * kernel.product[0]
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
         return kernel.count * ((4 if kernel.backward else 2) + _SCORE_KERNELS[kernels])
     return kernel.count

@@ -14,6 +14,7 @@ from itertools import takewhile
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.contention import Shares, excess, port_shares
+from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.kernels import HOST_COPY, SERVED, device_s, host_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
@@ -22,6 +23,7 @@ from autoparallel.costmodel.program import (
     Axis,
     BlockWork,
     Collective,
+    CollectiveOp,
     Kernel,
     Program,
     StageWork,
@@ -54,6 +56,16 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """What a pass does before its host must know how many tokens each expert gets, which the device tells: seconds of
+    kernels in line, of launches, and the number of collectives."""
+
+    inline_s: float
+    launches_s: float
+    collectives: int
+
+
+@dataclass(frozen=True, slots=True)
 class PassKernels:
     """What the kernels of a pass take, those in line and those beside them, by breakdown key ("" is the pass's own);
     and its collectives, whose seconds depend on the mesh. Whoever keeps this keeps the `steps`."""
@@ -63,6 +75,7 @@ class PassKernels:
     beside: Parts
     launches_s: float
     collectives: tuple[Collective, ...]
+    routing: Routing | None  # of a forward (or recomputation) with experts
 
 
 @dataclass(slots=True)
@@ -92,15 +105,20 @@ class Pricer:
         if key not in self.passes:
             inline: Parts = {}
             beside: Parts = {}
-            launches_s = 0.0
+            launches_s, calls = 0.0, 0
+            routing: Routing | None = None
             for step in steps:
-                if isinstance(step, Kernel):
+                if routing is None and _needs_counts(step, mode):
+                    routing = Routing(sum(inline.values()), launches_s, calls)
+                if isinstance(step, Collective):
+                    calls += 1
+                else:
                     seconds, launch_s = self.kernel_times(step, device, mode)
                     where, into = _kernel_key(step, ""), beside if step.beside else inline
                     into[where] = into.get(where, 0.0) + seconds
                     launches_s += launch_s
             collectives = tuple(step for step in steps if isinstance(step, Collective))
-            self.passes[key] = PassKernels(steps, inline, beside, launches_s, collectives)
+            self.passes[key] = PassKernels(steps, inline, beside, launches_s, collectives, routing)
         return self.passes[key]
 
     def collective_s(self, collective: Collective, axes: tuple[Axis, ...]) -> float:
@@ -201,7 +219,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
     """Seconds of the steps of a block: kernels under the key of their pass, collectives under `LABEL_comm`.
 
     Where launching a pass takes the host longer than the device takes to run it, the pass takes what the host
-    needs; the difference stands under the key of the pass. Under `blocking_launches` the pass takes both.
+    needs; the difference stands under the key of the pass. Under `blocking_launches` the pass takes both. A host that
+    waits for the routing of tokens launches the rest after the device has done what is before it.
     """
 
     call_s = device.constants.get("collective.host_s", 0.0)
@@ -221,6 +240,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
         beside_s = sum(beside.values())
         if (exposed_s := beside_s - total.get(key, 0.0)) > 0.0:
             total = _sum(total, {where: exposed_s * (own_s / beside_s) for where, own_s in beside.items()})
+        if kernels.routing is not None and key != "backward":  # which knows the counts
+            launches_s += _routing_wait_s(kernels.routing, kernels.collectives, call_s, program, pricer)
         hidden_s = 0.0 if program.blocking_launches else sum(total.values())
         if (waiting_s := launches_s - hidden_s) > 0.0:
             total[key] = total.get(key, 0.0) + waiting_s
@@ -237,6 +258,23 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
             if gather is not None
         ),
     )
+
+
+def _needs_counts(step: Step, mode: str) -> bool:
+    """Whether the host must know how many tokens go where to launch a step of a forward: the exchange of experts' tokens,
+    whose sizes it passes, and the grouped products of `fused` kernels, which it launches expert by expert."""
+    if isinstance(step, Collective):
+        return step.op is CollectiveOp.ALL_TO_ALL and step.axes == ("ep",)
+    return step.kind == OpKind.GROUPED_GEMM and mode == "fused" and not step.backward
+
+
+def _routing_wait_s(
+    routing: Routing, collectives: Sequence[Collective], call_s: float, program: Program, pricer: Pricer
+) -> float:
+    """Seconds that the host waits for the device to have routed the tokens, all launches up to there done."""
+    before = [pricer.collective_s(one, program.axes) for one in collectives[: routing.collectives]]
+    launched_s = routing.launches_s + call_s * sum(seconds > 0.0 for seconds in before)
+    return max(0.0, routing.inline_s + sum(before) - launched_s)
 
 
 def contended_s(block: BlockWork, program: Program, pricer: Pricer) -> tuple[float, float]:

@@ -105,6 +105,13 @@ def test_tiny_kernels_cost_what_the_host_needs(name: str) -> None:
     assert device_s(tiny, device, "eager") < eager == kernel_s(tiny, device, "eager")
 
 
+def test_fused_kernels_launch_grouped_products_expert_by_expert_and_others_at_once() -> None:
+    device, grouped = DEVICES["h100-sxm"], product(16, 512, 512, 512, kind=OpKind.GROUPED_GEMM)
+    one = product(1, 512, 512, 512)
+    assert host_s(grouped, device, "fused") == pytest.approx(16 * host_s(one, device, "fused"))
+    assert host_s(grouped, device, "eager") == host_s(one, device, "eager")
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_one_tile_too_many_costs_part_of_a_wave(name: str) -> None:
     device = DEVICES[name]

@@ -78,6 +78,17 @@ def test_a_host_that_waits_for_each_kernel_hides_no_launch() -> None:
     assert more_s == pytest.approx(2 * host_s(gemm(), CLUSTER.device, "fused"))
 
 
+def test_a_host_that_waits_for_the_routing_of_tokens_launches_what_follows_after_the_device() -> None:
+    exchange = collective(CollectiveOp.ALL_TO_ALL, MEBI, "ep", "ep")
+    axes = (Axis(name="dp_shard", size=8, stride=2), Axis(name="ep", size=2, stride=1))
+    many = (gemm(64, 64),) * 200  # that the host takes longer to launch than the device to run
+    block = toy_block(forward=(gemm(), exchange, *many))
+    cost = priced(toy_stage(((block, 1),), last=True), axes=axes)
+    call_s = CLUSTER.device.constants["collective.host_s"]
+    launched_s = 200 * host_s(many[0], CLUSTER.device, "fused") + call_s
+    assert cost.forward.total_s == pytest.approx(GEMM_S + launched_s)
+
+
 def test_recomputation_runs_with_the_input_gradient() -> None:
     cost = priced(toy_stage(((toy_block(recompute=(gemm(),)), 2),), last=True))
     assert dict(cost.backward.parts)["recompute"] == pytest.approx(2 * GEMM_S)
