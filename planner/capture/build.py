@@ -103,11 +103,14 @@ def _warnings(fit: Fit, rules: Rules) -> tuple[str, ...]:
 
 def _check_fold(plan: FoldPlan, blocks: Sequence[Block], of_path: dict[str, int]) -> None:
     """Raises FoldError unless the modules that ran prove what those between them do."""
+    for second, last in (*plan.pairs, *plan.lasts):
+        if (second in of_path) != (last in of_path):
+            raise FoldError(f"of {second} and {last} one is called and the other is not")
     for second, last in plan.pairs:
-        if of_path[second] != of_path[last]:
+        if of_path.get(second) != of_path.get(last):
             raise FoldError(f"{second} and {last} trace to different blocks")
     for second, last in plan.lasts:
-        if _forward_of(blocks[of_path[second]]) != _forward_of(blocks[of_path[last]]):
+        if second in of_path and _forward_of(blocks[of_path[second]]) != _forward_of(blocks[of_path[last]]):
             raise FoldError(f"{second} and {last} do different things")
 
 
@@ -124,6 +127,13 @@ def _check_alike(traces: Sequence[Trace]) -> None:
                 f"the model runs other operators with a batch of {other.micro_batch} than with one of "
                 f"{first.micro_batch}: make its forward independent of the batch size"
             )
+        for call, same in zip(first.calls, other.calls, strict=True):
+            if (len(call.inputs), len(call.outputs)) != (len(same.inputs), len(same.outputs)):
+                where = first.frames[call.frame].path or "the model"
+                raise ModelError(
+                    f"{where} calls {call.name} on as many tensors as there are samples in a batch, one by one: let it "
+                    "compute on the whole batch"
+                )
 
 
 def _flow(trace: Trace, links: Sequence[Link]) -> Flow:

@@ -155,6 +155,8 @@ def positions_hidden(module: nn.Module, plan: FoldPlan) -> Iterator[None]:
         for path, attributes in plan.positions.items()
         for inside, name in attributes
     ]
+    if any(name not in table for table, name in hidden):
+        raise FoldError("a submodule was replaced while the model ran")
     values = [table[name] for table, name in hidden]
     try:
         for table, name in hidden:

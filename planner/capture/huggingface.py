@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` files: the architecture they name on the meta device, and inputs that train it."""
+"""Hugging Face `config.json` files: the architecture they name on the meta device (its inputs: huggingface_inputs)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from typing import Any
 import torch
 
 from autoparallel.planner.capture.errors import ModelError
-
-# The sequence length where neither the user nor the model says one (kind: chosen).
-DEFAULT_SEQ_LEN = 4096
-USUAL_IMAGE_SIZE = 224  # pixels. Kind: chosen. Source: the usual crop of ImageNet
-
-# Samples in the example inputs. Capture chooses its own batch sizes.
-_SAMPLES = 2
+from autoparallel.planner.capture.huggingface_inputs import example_inputs
 
 # For a config without `architectures`: the first of these tables of transformers that knows the model type.
 _TASKS = (
@@ -39,7 +33,7 @@ def load_huggingface(
     module = _build(file, raw, config)
     module.train()
     try:
-        inputs = _example_inputs(file, module, config, seq_len)
+        inputs = example_inputs(file, module, config, seq_len)
     except (RuntimeError, OverflowError, MemoryError) as error:
         if seq_len is None:
             raise
@@ -139,93 +133,3 @@ def _architecture(config: Any) -> str | None:
         if found:
             return str(found if isinstance(found, str) else found[0])
     return None
-
-
-def _example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) -> dict[str, Any]:
-    """Inputs that reach the loss: what the model is made for, and labels where `forward` takes them."""
-    accepted = inspect.signature(module.forward).parameters
-    main = module.main_input_name
-    text = config.get_text_config()
-    length = seq_len or _default_length(text)
-    inputs: dict[str, Any] = {}
-    if main == "input_ids":
-        _check_length(file, module, text, length)
-        inputs["input_ids"] = _tokens(text, length)
-    elif main == "pixel_values":
-        height, width = _image_size(config)
-        inputs["pixel_values"] = _floats(module, getattr(config, "num_channels", 3), height, width)
-    elif main == "input_features":
-        frames = 2 * config.max_source_positions  # Whisper's second convolution halves the frames
-        inputs["input_features"] = _floats(module, config.num_mel_bins, frames)
-        length = seq_len or config.max_target_positions
-    else:
-        raise ModelError(
-            f"{file}: {type(module).__name__} is fed {main}, for which no example is known; build it in a file of "
-            "your own and pass FILE.py:NAME"
-        )
-    if "labels" in accepted:
-        inputs["labels"] = _labels(module, text, length)
-        if "next_sentence_label" in accepted:
-            inputs["next_sentence_label"] = torch.zeros(_SAMPLES, dtype=torch.int64)
-    elif main == "input_ids" and config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = _tokens(text, length)
-    return inputs
-
-
-def _default_length(config: Any) -> int:
-    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len"):
-        length = getattr(config, key, None)
-        if isinstance(length, int) and length > 0:
-            return min(length, DEFAULT_SEQ_LEN)
-    return DEFAULT_SEQ_LEN
-
-
-def _check_length(file: Path, module: torch.nn.Module, config: Any, length: int) -> None:
-    """A learned table of positions bounds the sequence; rotary and relative positions do not."""
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is None or length <= longest:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, torch.nn.Embedding) and part.num_embeddings == longest:
-            raise ModelError(
-                f"{file}: sequence length {length} is more than the {longest} positions of {name}; use --seq-len "
-                f"{longest} or less, or raise max_position_embeddings"
-            )
-
-
-def _tokens(config: Any, length: int) -> torch.Tensor:
-    row = torch.arange(length) % max(getattr(config, "vocab_size", length), 1)
-    return row.expand(_SAMPLES, length).contiguous()
-
-
-def _labels(module: torch.nn.Module, config: Any, length: int) -> torch.Tensor:
-    from transformers.models.auto import modeling_auto
-
-    one_per_sample = {
-        name
-        for task in (
-            "MODEL_FOR_SEQUENCE_CLASSIFICATION",
-            "MODEL_FOR_IMAGE_CLASSIFICATION",
-            "MODEL_FOR_MULTIPLE_CHOICE",
-        )
-        for found in getattr(modeling_auto, f"{task}_MAPPING_NAMES").values()
-        for name in ([found] if isinstance(found, str) else found)
-    }
-    if type(module).__name__ in one_per_sample:
-        return torch.zeros(_SAMPLES, dtype=torch.int64)
-    return _tokens(config, length)
-
-
-def _image_size(config: Any) -> tuple[int, int]:
-    """The model's own; convolutional ones have none and take any."""
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, list | tuple) and len(size) == 2:
-        return int(size[0]), int(size[1])
-    return USUAL_IMAGE_SIZE, USUAL_IMAGE_SIZE
-
-
-def _floats(module: torch.nn.Module, *shape: int) -> torch.Tensor:
-    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-    return torch.empty((_SAMPLES, *shape), dtype=dtype, device="meta")

@@ -4,6 +4,7 @@ integer tensors, so that code that looks at position ids or an attention mask ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ KNOWN_VALUES_LIMIT = 1 << 23
 _FACTORIES = frozenset(
     {"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "linspace", "tril_indices", "triu_indices"}
 )
+
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -86,6 +89,7 @@ class MetaMode(TorchDispatchMode):
             return self._item(args[0])
         real = self._run_known(func, args, kwargs)
         if real is None:
+            args = self._where_known(func, args)
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
         else:
@@ -100,6 +104,16 @@ class MetaMode(TorchDispatchMode):
         if isinstance(leaf, torch.device):
             return _META
         return leaf
+
+    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an indexing, with masks whose values are known as the places that they pick."""
+        if func._schema.name not in _INDEXING:
+            return args
+        places: list[Any] = []
+        for index in args[1]:
+            values = self.known(index) if index is not None and index.dtype is torch.bool else None
+            places += [index] if values is None else map(self.to_meta, values.nonzero().unbind(1))
+        return (args[0], places, *args[2:])
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = self.known(tensor)
@@ -116,6 +130,8 @@ class MetaMode(TorchDispatchMode):
             return torch.tensor(1.0 - torch.finfo(torch.float32).eps)
         if not inputs and name not in _FACTORIES:
             return None
+        if inputs and (answer := _if_finite(name, args)) is not None:
+            return torch.tensor(answer).expand(inputs[0].shape)
         values: dict[int, torch.Tensor] = {}
         for tensor in inputs:
             value = self.known(tensor) if tensor.numel() <= KNOWN_VALUES_LIMIT else None
@@ -172,6 +188,16 @@ class MetaMode(TorchDispatchMode):
         for leaf in tensors(args[0]):
             storage = storage_key(leaf)
             self._known = {k: v for k, v in self._known.items() if k[0] != storage}
+
+
+def _if_finite(name: str, args: tuple[Any, ...]) -> bool | None:
+    """What a test for infinities or NaNs says of numbers as they are in training: there are none. None: no such test."""
+    if name in {"isinf", "isnan"}:
+        return False
+    if name in {"eq", "ne"} and len(args) == 2 and args[0].is_floating_point():
+        same, infinite = args[1] is args[0], isinstance(args[1], float) and math.isinf(args[1])
+        return (name == "eq") == same if same or infinite else None
+    return None
 
 
 @dataclass(frozen=True, slots=True)

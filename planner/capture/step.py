@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,18 @@ from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_repl
 from autoparallel.planner.capture.records import Trace
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
+
+
+@contextmanager
+def _trusting() -> Iterator[None]:
+    """While inside, distributions do not look at the values of their parameters, which a trace has not."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def trace_step(
@@ -32,7 +45,12 @@ def trace_step(
     for position, tensor in enumerate(tensors(inputs)):
         tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
     try:
-        with positions_hidden(module, plan), forwards_replaced(module, plan, tracer), tracer.recording():
+        with (
+            positions_hidden(module, plan),
+            forwards_replaced(module, plan, tracer),
+            _trusting(),
+            tracer.recording(),
+        ):
             result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
     except (FoldError, ModelError):
         raise

@@ -1,5 +1,6 @@
 """Functions that stay one operator: attention, whose unfused form the meta device would otherwise show; products
-of experts, which it knows for one dtype only; and dropout, whose form on a CPU is not that of an accelerator."""
+of experts, which it knows for one dtype only; a loss that it does not know; and dropout, whose form on a CPU is not
+that of an accelerator."""
 
 # The signatures are torch's; what shapes and storages do not depend on is not used.
 # ruff: noqa: ARG001
@@ -120,6 +121,40 @@ def dropout(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Te
     return torch.native_dropout(input, p, train)[0]
 
 
+class CtcLoss(torch.autograd.Function):
+    """The loss of each sample of ctc_loss, and what it keeps: the probabilities and those of every prefix.
+
+    Source: native_ctc_loss in torch's LossCTC.cpp (log_alpha is samples x time x (2 longest target + 1)) and its saved
+    tensors in derivatives.yaml.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        time, samples = log_probs.shape[0], log_probs.shape[1]
+        longest = targets.shape[-1] if targets.dim() == 2 else -(-targets.shape[0] // samples)
+        losses = log_probs.new_empty(samples)
+        ctx.save_for_backward(log_probs, losses, log_probs.new_empty((samples, time, 2 * longest + 1)))
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return torch.empty_like(ctx.saved_tensors[0]), None
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 0,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Same signature as torch.ctc_loss, whose reductions are none, mean and sum."""
+    losses: torch.Tensor = CtcLoss.apply(log_probs, targets)
+    return (losses.clone, losses.mean, losses.sum)[reduction]()
+
+
 GROUPED_PRODUCTS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 
 
@@ -127,7 +162,9 @@ def replacement(name: str) -> Callable[..., Any] | None:
     """What runs instead of torch's function called `name`; None for almost all."""
     if name in GROUPED_PRODUCTS:
         return grouped_product
-    kept: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention, "dropout": dropout}
+    kept: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": attention, "dropout": dropout, "ctc_loss": ctc_loss,
+    }  # fmt: skip
     return kept.get(name)
 
 

@@ -1,0 +1,58 @@
+"""What models of sound, of pictures with words and of series are fed, by the names of their arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoparallel.planner.capture.load import load_model
+
+_SMALL = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_VISION = {**_SMALL, "image_size": 16, "patch_size": 8}
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "images and texts that belong together": (
+        {"model_type": "clip", "architectures": ["CLIPModel"], "text_config": _SMALL, "vision_config": _VISION},
+        {"input_ids": (2, 24), "pixel_values": (2, 3, 16, 16)},
+    ),
+    "an image in front of a text": (
+        {
+            "model_type": "paligemma", "architectures": ["PaliGemmaForConditionalGeneration"], "image_token_index": 63,
+            "text_config": {**_SMALL, "model_type": "gemma", "num_key_value_heads": 2, "head_dim": 8},
+            "vision_config": {**_VISION, "model_type": "siglip_vision_model", "projection_dim": 16},
+            "projection_dim": 16,
+        },
+        {"input_ids": (2, 24), "pixel_values": (2, 3, 16, 16), "labels": (2, 24)},
+    ),
+    "sound as it is recorded": (
+        {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], **_SMALL, "conv_stride": [4, 4],
+         "conv_kernel": [4, 4], "conv_dim": [8, 8], "num_feat_extract_layers": 2},
+        {"input_values": (2, 24 * 16), "labels": (2, 24)},
+    ),
+    "a time series and what comes after it": (
+        {"model_type": "time_series_transformer", "architectures": ["TimeSeriesTransformerForPrediction"],
+         "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 3], "num_time_features": 2},
+        {"past_values": (2, 11), "past_time_features": (2, 11, 2), "past_observed_mask": (2, 11),
+         "future_values": (2, 4), "future_time_features": (2, 4, 2)},
+    ),
+    "a map of classes": (
+        {"model_type": "segformer", "architectures": ["SegformerForSemanticSegmentation"], "image_size": 32},
+        {"pixel_values": (2, 3, 32, 32), "labels": (2, 32, 32)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_is_fed_what_it_is_made_for(kind: str, tmp_path: Path) -> None:
+    raw, shapes = CONFIGS[kind]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    inputs = load_model(f"hf:{tmp_path}", model_args={}, seq_len=24).example_inputs
+    assert {k: tuple(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)} == shapes
+    if raw["model_type"] == "paligemma":
+        assert (inputs["input_ids"] == 63).sum(1).tolist() == [4, 4]  # the patches of an image

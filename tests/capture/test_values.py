@@ -1,0 +1,125 @@
+"""Values that a trace has or takes for granted, and code that looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.planner.capture import capture
+
+
+class _Guarded(nn.Module):
+    def __init__(self, guard: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.guard, self.linear = guard, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y.clamp(max=0.0) if self.guard(y) else y
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [lambda y: y.isinf().any(), lambda y: torch.isnan(y).any(), lambda y: ~torch.isfinite(y).all(), lambda y: (y != y).any()],
+    ids=["infinite", "not a number", "not finite", "unlike itself"],
+)  # fmt: skip
+def test_a_guard_against_infinities_finds_none(guard: Callable[[Tensor], Tensor]) -> None:
+    graph = capture(_Guarded(guard), torch.randn(2, 4), name="x")
+    assert not graph.warnings
+    assert "aten.clamp" not in {op.target for block in graph.blocks for op in block.operators}
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, known: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        y[known < 2] = 0.0
+        return y[known > 0]
+
+
+def test_a_mask_of_known_values_picks_as_many_as_it_has() -> None:
+    graph = capture(_Masked(), (torch.randn(2, 4, 4), torch.arange(4).expand(2, 4).clone()), name="x")
+    assert not graph.warnings
+    (last,) = [op for block in graph.blocks for op in block.operators if op.target.endswith("getitem")]
+    assert [size.at(2) for size in last.outputs[0].shape] == [2 * 3, 4]
+
+
+class _Recognised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        scores = F.log_softmax(self.linear(x), dim=-1).transpose(0, 1)
+        lengths = torch.full((len(x),), x.shape[1])
+        return F.ctc_loss(scores, targets, lengths, torch.full((len(x),), targets.shape[1]))
+
+
+def test_a_loss_over_alignments_keeps_what_torch_keeps() -> None:
+    module, inputs = _Recognised(), (torch.randn(2, 6, 4), torch.ones(2, 3, dtype=torch.int64))
+    graph = capture(module, inputs, name="x")
+    assert not graph.warnings
+    (loss,) = [op for block in graph.blocks for op in block.operators if op.target == "aten.ctc_loss"]
+    assert loss.outputs[0].shape == ()
+    kept = {tuple(size.at(2) for size in saved.spec.shape) for saved in loss.saved}
+    scores = torch.randn(6, 2, 5).log_softmax(-1)
+    *_, prefixes = torch._ctc_loss(scores, inputs[1], [6, 6], [3, 3])
+    assert tuple(prefixes.shape) in kept
+
+
+class _Settled(nn.Module):
+    """Its first call puts other attention in place of what it has, as some models do for short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Numbered(i) for i in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.settle()
+            x = layer(x)
+        return x
+
+
+class _Numbered(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner, self.seed = nn.Linear(4, 4), seed
+
+    def settle(self) -> None:
+        vars(self).pop("seed", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x))
+
+
+def test_layers_that_change_while_they_run_are_traced_all_the_same() -> None:
+    graph = capture(_Settled(), torch.randn(2, 4), name="x")
+    assert not graph.warnings
+    assert len(graph.repeated_positions) == 5
+
+
+class _Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.unused = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.used:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_are_never_called_do_not_stop_the_others_from_being_traced() -> None:
+    module = _Idle()
+    graph = capture(module, torch.randn(2, 4), name="x")
+    assert graph.parameter_count == sum(p.numel() for p in module.parameters())
+    assert [warning for warning in graph.warnings if "unused" in warning]
