@@ -65,17 +65,17 @@ def kernel_s(kernel: Kernel, device: Device, kernels: str) -> float:
 
 
 def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
-    """Seconds that the host needs to launch the kernel; it runs ahead while the device computes."""
+    """Seconds that the host needs to launch the kernel; it runs ahead while the device computes. `fused` kernels launch
+    a grouped product expert by expert (Transformer Engine's GroupedLinear: a loop over cuBLAS calls and casts)."""
+    if kernel.kind == OpKind.GROUPED_GEMM and kernel.product is not None and kernels == "fused":
+        return kernel.count * kernel.product[0] * device.constants["launch_s.expert"]
     return launches(kernel, kernels) * device.constants[f"launch_s.{kernels}"]
 
 
 def launches(kernel: Kernel, kernels: str) -> int:
-    """Launches: one each, but for unfused attention its products and the passes over its scores, and for a grouped
-    product of `fused` kernels one an expert (Transformer Engine's GroupedLinear: a loop over cuBLAS calls)."""
+    """Launches: one each, but for unfused attention its products and the passes over its scores."""
     if kernel.kind in (OpKind.VIEW, PER_TENSOR, PIECES):
         return 0
-    if kernel.kind == OpKind.GROUPED_GEMM and kernel.product is not None and kernels == "fused":
-        return kernel.count * kernel.product[0]
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
         return kernel.count * ((4 if kernel.backward else 2) + _SCORE_KERNELS[kernels])
     return kernel.count

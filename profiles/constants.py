@@ -71,6 +71,7 @@ CONSTANTS: dict[str, str] = {
         for side in ("forward", "backward")
         for mode in KERNEL_MODES
     },
+    "launch_s.expert": "host time per expert of a grouped product, its casts with it, kernels = fused",
     **{f"launch_s.{mode}": f"host time per kernel launch, kernels = {mode}" for mode in KERNEL_MODES},
     **{f"gemm.tile.{tile}": f"main-loop efficiency of a {tile} tile relative to the best" for tile in TILES},
     **{f"memory.efficiency.{kind}": f"share of memory bandwidth, {kind} kernels" for kind in MEMORY_KINDS},
@@ -86,6 +87,7 @@ CONSTANTS: dict[str, str] = {
 UNSTATED = "stated by no file: the default of profiles/constants.py"
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {
+    "launch_s.expert": "launch_s.fused",
     "memory.efficiency.batch_norm": "memory.efficiency.norm",
     "memory.efficiency.pool": "memory.efficiency.reduction",
     "attention.v2": 1.0,

@@ -210,12 +210,9 @@ class LocalBlock:
         else:
             elements = b * m * k  # the output's gradient, contracted over n
         width = ITEM_BYTES[self.setting.tensor_dtype] + QUANTISED_COPIES * QUANTISED_BYTES[kernel.dtype]
-        # Transformer Engine casts the operands of a grouped product expert by expert.
-        pieces = b if kernel.kind is OpKind.GROUPED_GEMM and self.setting.execution.kernels == "fused" else 1
         return Kernel(
             kind=OpKind.ELEMENTWISE, dtype=SHORT_DTYPE[self.setting.tensor_dtype], flops=0,
-            bytes_moved=round(elements * width / pieces), backward=kernel.backward,
-            count=pieces if elements else 0,
+            bytes_moved=round(elements * width), backward=kernel.backward, count=1 if elements else 0,
         )  # fmt: skip
 
 
