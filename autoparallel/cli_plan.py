@@ -173,14 +173,17 @@ def captured(request: Request, save_graph: Path | None, console: Console) -> tup
     """Check every input, capture the model, keep its graph if asked."""
     from autoparallel.cli_progress import hinted, working
     from autoparallel.costmodel.graph_json import graph_to_json
-    from autoparallel.inputs import check_request, load_graph
+    from autoparallel.inputs import check_request
     from autoparallel.planner.strategy.write import check_writable, write_text
+    from autoparallel.startup import begun_capture, import_planner
 
     if save_graph:
         check_writable(save_graph)
     checked = check_request(request)
-    with working(console, f"reading {request.model}"), hinted(console, SLOW_MODEL):
-        graph = load_graph(checked)
+    with begun_capture(checked) as wait:  # before there is a thread that shows how it goes
+        import_planner()
+        with working(console, f"reading {request.model}"), hinted(console, SLOW_MODEL):
+            graph = wait()
     for warning in graph.warnings:
         console.print(f"warning: {warning}", markup=False, style="yellow")
     if save_graph:
@@ -202,7 +205,7 @@ def search(
     from autoparallel.cli_progress import progress_text, working
     from autoparallel.inputs import make_problem
     from autoparallel.planner.search.plan import plan as plan_problem
-    from autoparallel.planner.search.side_by_side import usable_processes
+    from autoparallel.planner.side_by_side import usable_processes
 
     problem = make_problem(checked, graph)
     with working(console, "searching") as say:
@@ -228,19 +231,20 @@ def run_plan(
     started: float,
 ) -> None:
     """Capture, search, write, tell."""
-    from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table
     from autoparallel.cli_progress import stderr_console
-    from autoparallel.cli_words import print_explanation, print_plan
-    from autoparallel.costmodel.graph_json import graph_hash
-    from autoparallel.inputs import make_problem
-    from autoparallel.planner.expand.expander import Expander
     from autoparallel.planner.strategy.write import check_writable, write_strategy
-    from autoparallel.profiles import cluster_to_dict
 
     console = stderr_console()
     if output:
         check_writable(output)
-    checked, graph = captured(request, save_graph, console)
+    checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
+    from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table
+    from autoparallel.cli_words import print_explanation, print_plan
+    from autoparallel.costmodel.graph_json import graph_hash
+    from autoparallel.inputs import make_problem
+    from autoparallel.planner.expand.expander import Expander
+    from autoparallel.profiles import cluster_to_dict
+
     capture_s = time.monotonic() - started
     expander = Expander(graph=graph, cluster=checked.cluster)
     result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander)
@@ -269,13 +273,14 @@ def run_plan(
 
 def run_score(request: Request, save_graph: Path | None, time_limit_s: float | None, *, json_: bool) -> None:
     """Capture, fill in what is missing, price, tell."""
-    from autoparallel.answer import predicted_table, score_answer
     from autoparallel.cli_progress import stderr_console
+
+    console = stderr_console()
+    checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
+    from autoparallel.answer import predicted_table, score_answer
     from autoparallel.cli_words import print_score
     from autoparallel.planner.expand.expander import Expander
 
-    console = stderr_console()
-    checked, graph = captured(request, save_graph, console)
     expander = Expander(graph=graph, cluster=checked.cluster)
     strategy, prediction = scored(checked, expander, time_limit_s, console)
     predicted = predicted_table(expander, strategy, prediction)

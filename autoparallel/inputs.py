@@ -61,6 +61,11 @@ class Checked:
     model_args: Mapping[str, str]
     objective: Objective
 
+    @property
+    def is_saved_graph(self) -> bool:
+        """Whether the model is a graph captured before: it is read without torch."""
+        return self.request.model.endswith(".json") and not self.request.model.startswith("hf:")
+
 
 def check_request(request: Request) -> Checked:
     """Read everything but the model. Raises UserError."""
@@ -153,8 +158,7 @@ def parse_model_args(given: Sequence[str], record: ProblemRecord | None = None) 
 def load_graph(checked: Checked) -> ModelGraph:
     """Capture the model, or read a saved graph; checked against the strategy file's hash. Raises UserError."""
     spec = checked.request.model
-    is_graph = spec.endswith(".json") and not spec.startswith("hf:")
-    graph = _read_graph(spec, checked) if is_graph else _capture(spec, checked)
+    graph = _read_graph(spec, checked) if checked.is_saved_graph else _capture(spec, checked)
     record = checked.record
     if record and record.graph_hash is not None and record.graph_hash != graph_hash(graph):
         raise UserError(

@@ -100,7 +100,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     from autoparallel.planner.problem import Problem
     from autoparallel.planner.search.bounds.outer import outer_of
     from autoparallel.planner.search.plan import plan
-    from autoparallel.planner.search.side_by_side import usable_processes
+    from autoparallel.planner.side_by_side import usable_processes
     from autoparallel.profiles.load import load_cluster
 
     imported = time.perf_counter()

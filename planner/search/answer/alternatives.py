@@ -18,12 +18,12 @@ from autoparallel.planner.search.answer.reasons import reason
 from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
-from autoparallel.planner.search.side_by_side import side_by_side
 from autoparallel.planner.search.space.build import MODES, Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.problem import Deal
+from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.planner.strategy.types import Offload, Strategy
 
 # Work (`Frontier.work`) that is spent on each kind: enough to see its best strategy or one near it, and little

@@ -13,13 +13,13 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
-from autoparallel.planner.search.side_by_side import side_by_side
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.forms import Chain
 from autoparallel.planner.sharding.rules import NotShardable
+from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Offload, Strategy
 
 if TYPE_CHECKING:

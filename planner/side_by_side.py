@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -22,31 +22,50 @@ def usable_processes() -> int:
     return 2 if sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 else 1
 
 
+class Elsewhere(Generic[T]):
+    """Pieces of work begun in a forked process, on Linux.
+
+    What a piece remembers there is lost, its result alone comes back (pickled). The process ends with the `with` block.
+    """
+
+    def __init__(self, pieces: Sequence[Callable[[], T]]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._ours, other = fork.Pipe(duplex=False)
+        self._process = fork.Process(target=_send_results, args=(pieces, other), daemon=True)
+        self._process.start()
+        other.close()
+
+    def __enter__(self) -> Elsewhere[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._ours.close()
+
+    def results(self, patience_s: float | None = None) -> list[T] | None:
+        """All results; None where a piece raised, or the process died or was not heard of in this time."""
+        with suppress(EOFError, OSError):
+            if self._ours.poll(patience_s):
+                return list(self._ours.recv())
+        return None
+
+
 def side_by_side(pieces: Sequence[Callable[[], T]], weights: Sequence[float], processes: int) -> list[T]:
     """The results of all pieces, in their order; about half of the `weights` in a forked process if `processes` > 1.
 
-    What a piece in the other process remembers is lost, its result alone comes back (pickled). Forked only on Linux;
-    elsewhere, and should the other process die or not be heard of, all is done here. Raises what a piece raises.
+    Forked only on Linux; elsewhere, and should the other process die or not be heard of, all is done here. Raises what a
+    piece raises.
     """
     theirs = _half(weights) if processes > 1 and sys.platform == "linux" else []
     if not theirs:
         return [piece() for piece in pieces]
-    fork = multiprocessing.get_context("fork")
-    ours, other = fork.Pipe(duplex=False)
-    process = fork.Process(target=_send_results, args=([pieces[i] for i in theirs], other), daemon=True)
-    process.start()
-    other.close()
-    started_s = time.monotonic()
-    try:
+    with Elsewhere([pieces[i] for i in theirs]) as elsewhere:
+        started_s = time.monotonic()
         done = {i: piece() for i, piece in enumerate(pieces) if i not in theirs}
-        patience_s = PATIENCE_S + PATIENCE * (time.monotonic() - started_s)
-        with suppress(EOFError, OSError):  # it died: its pieces are done here
-            if ours.poll(patience_s):
-                done |= dict(zip(theirs, ours.recv(), strict=True))
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+        others = elsewhere.results(PATIENCE_S + PATIENCE * (time.monotonic() - started_s))
+    if others is not None:
+        done |= dict(zip(theirs, others, strict=True))
     return [done[i] if i in done else piece() for i, piece in enumerate(pieces)]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.outer import outer_of
-from autoparallel.planner.search.side_by_side import side_by_side
+from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.profiles import load_cluster
 from tests.toy_graphs import toy_transformer
 
@@ -55,7 +55,7 @@ def test_pieces_of_a_process_that_dies_are_done_in_the_first() -> None:
 def test_pieces_of_a_process_that_is_not_heard_of_are_done_in_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autoparallel.planner.search.side_by_side.PATIENCE_S", 0.2)
+    monkeypatch.setattr("autoparallel.planner.side_by_side.PATIENCE_S", 0.2)
     first = os.getpid()
 
     def hang_elsewhere(n: int) -> int:

@@ -1,0 +1,77 @@
+"""What a command's own process does to be ready sooner. None of it is done to a process that is the caller's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+from autoparallel.costmodel.collecting import without_collection
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.errors import UserError
+from autoparallel.inputs import Checked, load_graph
+from autoparallel.planner.side_by_side import Elsewhere, usable_processes
+
+# What planning imports, and the capture of a model does not.
+PLANNER = ("autoparallel.answer", "autoparallel.cli_words", "autoparallel.planner.search.plan")
+SOLVER = "ortools.sat.python.cp_model"
+
+
+@without_collection()
+def import_planner() -> None:
+    """Import all that a plan needs once there is a graph."""
+    _import_solver()
+    for name in PLANNER:
+        import_module(name)
+
+
+def _import_solver() -> None:
+    """OR-tools without pandas: it types its series of variables with pandas' classes and needs nothing else of them,
+    and pandas takes a quarter of a second to import."""
+    if SOLVER in sys.modules or "pandas" in sys.modules:
+        return
+    stand_in = ModuleType("pandas")
+    for name in ("DataFrame", "Index", "Series"):
+        setattr(stand_in, name, type(name, (), {}))
+    sys.modules["pandas"] = stand_in
+    try:
+        import_module(SOLVER)
+    except (AttributeError, ImportError):  # another version of OR-tools asks for more: then with pandas
+        sys.modules.pop(SOLVER, None)
+    finally:
+        del sys.modules["pandas"]
+
+
+@contextmanager
+def begun_capture(checked: Checked) -> Iterator[Callable[[], ModelGraph]]:
+    """Begin to read or capture a model; what is yielded waits for it, and raises what that raises.
+
+    A capture imports torch and all of the model: where there are two processors it has a process of its own, so that this
+    one can import the planner meanwhile. Once torch is here it may have threads, and this process is not forked.
+    """
+    if checked.is_saved_graph or "torch" in sys.modules or usable_processes() == 1:
+        yield partial(load_graph, checked)
+        return
+    with Elsewhere([partial(_graph_or_error, checked)]) as elsewhere:
+
+        def wait() -> ModelGraph:
+            found = elsewhere.results()
+            if found is None:  # done again where its error can be seen
+                return load_graph(checked)
+            if isinstance(found[0], UserError):
+                raise found[0]
+            return found[0]
+
+        yield wait
+
+
+def _graph_or_error(checked: Checked) -> ModelGraph | UserError:
+    try:
+        return load_graph(checked)
+    except UserError as error:
+        return UserError(
+            str(error)
+        )  # its own class may be torch's neighbour, which the first process has not imported
