@@ -34,7 +34,7 @@ from autoparallel.planner.search.twins import Twins
 TOLERANCE = 1e-6
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
-MUCH = 0.02  # share by which a stage problem promises more than the incumbent, to be simulated at once
+MUCH = 0.005  # share by which a stage problem promises more than the incumbent, to be simulated at once
 DIVES = 12  # strategies simulated before the search proper
 ROOMS_TRIED = 5  # deals of a variant tried, each with as much more room as the one before lacked
 SHORT = 0.1  # of the effort, for a first look at a stage problem

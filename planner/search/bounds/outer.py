@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 import numpy as np
@@ -22,9 +22,10 @@ from autoparallel.planner.search.bounds.tables import (
     unit_table,
 )
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds, shape_bounds, variant_bounds
-from autoparallel.planner.search.bounds.wires import WireBook
+from autoparallel.planner.search.bounds.wires import WireBook, Wires
 from autoparallel.planner.search.space.build import (
     UNEVEN_CHUNKS_BLOCKS,
+    WHOLE_BACKWARD,
     Space,
     Variants,
     build_space,
@@ -35,6 +36,8 @@ from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.forms import Chain, units_of
 from autoparallel.planner.search.stages.unlike import capacities, fastest, lacking_bytes, rank_devices
 from autoparallel.planner.strategy.types import Mesh
+
+PROMISING = 12_000  # shapes that are bounded with what they exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +97,22 @@ def build_outer(
     bounds = shape_bounds(problem, space, units, _counted(chain))
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, units, pace)
-    return Outer(
+    outer = Outer(
         problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
         wires=WireBook.of(problem, space, units, book),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
+    return with_exchanges(outer)
+
+
+def with_exchanges(outer: Outer) -> Outer:
+    """The most promising shapes bounded again, with what they exchange."""
+    bounds = outer.bounds
+    fits = np.flatnonzero(bounds.memory_bytes <= outer.capacity_bytes)
+    rows = fits[np.argsort(bounds.time_s[fits], kind="stable")][:PROMISING]
+    time_s = bounds.time_s.copy()
+    time_s[rows] = exchange_bounds(outer, rows)
+    return replace(outer, bounds=Bounds(time_s=time_s, memory_bytes=bounds.memory_bytes))
 
 
 def _counted(chain: Chain) -> int:
@@ -135,6 +149,45 @@ def expand_quickly(outer: Outer, rows: Ints) -> tuple[Variants, Bounds]:
     )
 
 
+def exchange_bounds(outer: Outer, rows: Ints) -> Floats:
+    """Seconds that no variant of these shapes goes below, the least that gradients and parameters take to exchange among
+    them: every level of ZeRO with the placement that suits it best, and chunks of any number of blocks."""
+    space, least_s = outer.space, np.full(len(outer.space.shapes), np.inf)
+    for kind in ("whole", "looped", "split"):
+        plans = [plan for plan in space.schedules if _kind_of(plan) == kind]
+        shapes = space.shapes.take(rows)
+        planned = rows[np.any([space.plan_fits(shapes, *plan) for plan in plans], axis=0)] if plans else rows[:0]
+        for zero in space.zeros if len(planned) else ():
+            hit = planned[space.zero_fits(space.shapes.take(planned), zero)]
+            bounds = quick_bounds(outer.problem, _least_rows(outer, hit, plans[0], zero), outer.capacity_bytes)
+            least_s[hit] = np.minimum(least_s[hit], bounds.time_s)
+    return np.maximum(least_s[rows], outer.bounds.time_s[rows])
+
+
+def _kind_of(plan: tuple[int, int]) -> str:
+    """Schedules whose variants have bounds alike: the backward whole, one chunk a rank or several; or split."""
+    schedule, chunks = plan
+    if schedule >= len(WHOLE_BACKWARD):
+        return "split"
+    return "whole" if chunks == 1 else "looped"
+
+
+def _least_rows(outer: Outer, hit: Ints, plan: tuple[int, int], zero: int) -> Rows:
+    """For each shape a row that no variant with such a schedule and this level of ZeRO is below."""
+    same, nothing = np.ones(len(hit), dtype=np.int64), np.zeros(len(hit))
+    found = Variants(
+        shape=hit, zero=zero * same, schedule=plan[0] * same, virtual_stages=plan[1] * same, order=0 * same,
+        compression=0 * same,
+    )  # fmt: skip
+    reduce_s, gather_s = outer.wires.least(outer.space.shapes.mesh[hit], zero)
+    wires = Wires(
+        reduce_s=reduce_s, gather_s=nothing, gather_each_s=gather_s, step_s=nothing, reduce_expert_s=nothing,
+        gather_expert_s=nothing, step_expert_s=nothing, send_s=nothing,
+    )  # fmt: skip
+    sizes = None if _kind_of(plan) == "whole" else (0 * same, 0 * same, outer.space.repeated * same)
+    return _rows(outer, found, wires=wires, sizes=sizes)
+
+
 def bound_variants(
     outer: Outer, found: Variants, below_s: float, *, memory: bool = False, units: Units | None = None
 ) -> Bounds:
@@ -146,14 +199,20 @@ def bound_variants(
     return no_faster_than(bounds, rows.shapes, rows.units, outer.pace[:, found.shape])
 
 
-def _rows(outer: Outer, found: Variants, units: Units | None = None) -> Rows:
-    """Variants with their prices."""
+def _rows(
+    outer: Outer,
+    found: Variants,
+    units: Units | None = None,
+    wires: Wires | None = None,
+    sizes: tuple[Ints, Ints, Ints] | None = None,
+) -> Rows:
+    """Variants with their prices, and the numbers of blocks that their chunks may have (`_blocks_per_chunk`)."""
     shapes = outer.space.shapes.take(found.shape)
     constants = outer.book.device.constants
-    wires = outer.wires.price(found)
+    wires = outer.wires.price(found) if wires is None else wires
     units = take_units(outer.units, found.shape) if units is None else units
     gather_s = wires.gather_s + wires.gather_expert_s * units.unit_experts
-    least, ends, most = _blocks_per_chunk(outer, shapes.pp, found.virtual_stages)
+    least, ends, most = _blocks_per_chunk(outer, shapes.pp, found.virtual_stages) if sizes is None else sizes
     return Rows(
         shapes=shapes,
         units=units,

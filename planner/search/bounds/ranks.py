@@ -316,7 +316,10 @@ class RankBounds:
         limit_s = time_s * (1 + EPSILON)
         for _ in range(ROUNDS):
             with np.errstate(invalid="ignore"):
-                again = self._recomputed(n * self.per_block_bytes - room)
+                lacking_bytes = n * self.per_block_bytes - room
+                if not ((lacking_bytes > 0) & (n > 0)).any():
+                    break
+                again = self._recomputed(lacking_bytes)
                 late_s = self.recompute_s * again
                 late = (base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
                 late |= drained_base_s + n * self.drained_per_block_s + late_s > limit_s

@@ -17,12 +17,12 @@ from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook, least_message_bytes
 from autoparallel.planner.search.bounds.tables import Units
-from autoparallel.planner.search.space.build import Space, Variants
-from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.build import Shapes, Space, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of, sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
 from autoparallel.planner.search.stages.problem import Deal
-from autoparallel.planner.strategy.types import AXES, Mesh, Strategy
+from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Shard, Strategy
 
 Axes = tuple[Axis, ...]
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
@@ -56,7 +56,11 @@ class WireBook:
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
     held: Ints  # by shape: the number of what its units hold
     away: Ints  # by shape: the number of the share of the optimizer's state on the host
+    pipelines: tuple[list[tuple[int, int]], Ints]  # `_pipelines`
+    messages: tuple[list[int], Ints]  # `_messages`
     known: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _least: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _sends: dict[int, float] = field(default_factory=dict, repr=False)
     _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
 
@@ -74,14 +78,45 @@ class WireBook:
             placed=_placements(space),
             held=held.reshape(-1),
             away=np.unique(space.shapes.optimizer_away, return_inverse=True)[1].reshape(-1),
+            pipelines=_pipelines(space),
+            messages=_messages(problem, space.shapes),
         )
 
     def price(self, found: Variants) -> Wires:
         """The communication of some variants."""
         few, which = _without_schedules(self.space, found)
         data = self._data_parallel(few)[which]
-        sends_s = _sends_s(self.problem, self.space, self.book, few)[which]
+        sends_s = self._sends_s(few)[which]
         return Wires(**{name: data[:, i] for i, name in enumerate(DATA_PRICES)}, send_s=sends_s)
+
+    def least(self, meshes: Ints, zero: int) -> tuple[Floats, Floats]:
+        """By row of `Meshes`: seconds to reduce the gradient of a parameter, and to gather a parameter when all are
+        gathered at once, at least, wherever the mesh is placed; experts aside."""
+        zero = 1 if zero == 2 else zero  # which exchange the same, if not as often
+        distinct, which = np.unique(meshes, return_inverse=True)
+        rates = np.full((len(distinct), 2), np.inf)
+        for row, mesh in enumerate(distinct.tolist()):
+            orders = np.flatnonzero(self.space.meshes.placed[mesh])
+            where, first = np.unique(self.placed[mesh, orders], return_index=True)
+            for placed, order in zip(where.tolist(), orders[first].tolist(), strict=True):
+                if (placed, zero) not in self._least:
+                    self._least[placed, zero] = self._least_rates(mesh, order, zero)
+                rates[row] = np.minimum(rates[row], self._least[placed, zero])
+        reduce_s, gather_s = rates[which.reshape(-1)].T
+        return reduce_s, gather_s
+
+    def _least_rates(self, mesh: int, order: int, zero: int) -> tuple[float, float]:
+        sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
+        placed = Mesh(**sizes, order=self.space.meshes.orders[order])
+        replicas = placed.dp_replicate * placed.dp_shard
+        found = []
+        for compression in self.space.compressions:
+            strategy = Strategy(
+                batch=Batch(global_=replicas, micro=1), mesh=placed, shard=Shard(zero=zero),
+                grad_sync=sync_of(self.problem, compression), execution=self.problem.execution,
+            )  # fmt: skip
+            found.append(_least_dense_s(self.problem, self.book, strategy, mesh_axes(strategy)))
+        return min(r for r, _ in found), min(g for _, g in found)
 
     def inner_placements(self, found: Variants) -> Ints:
         """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
@@ -106,6 +141,19 @@ class WireBook:
         if where == crossed(nearest):
             return 0
         return self._numbers.setdefault(where, len(self._numbers) + 1)
+
+    def _sends_s(self, found: Variants) -> Floats:
+        """The shortest message between neighbouring stages."""
+        columns, pipeline = self.pipelines
+        messages, message = self.messages
+        keys = pipeline[self.space.shapes.mesh[found.shape], found.order] * len(messages) + message[found.shape]
+        distinct, which = _dense(keys, len(columns) * len(messages))
+        for key in distinct.tolist():
+            if key not in self._sends:
+                (pp, stride), size_bytes = columns[key // len(messages)], messages[key % len(messages)]
+                axis = Axis(name="pp", size=pp, stride=stride)
+                self._sends[key] = self.book.send_s((axis,), size_bytes) if pp > 1 else 0.0
+        return np.array([self._sends[key] for key in distinct.tolist()], dtype=np.float64)[which]
 
     def _data_parallel(self, found: Variants) -> Floats:
         """Columns DATA_PRICES."""
@@ -145,42 +193,25 @@ def _dense(numbers: Ints, size: int) -> tuple[Ints, Ints]:
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
-def _axis_columns(space: Space, found: Variants, name: str) -> tuple[list[tuple[int, int]], Ints]:
-    """The distinct (size, stride) of an axis among some variants, and which of them each has."""
-    orders = space.meshes.orders
-    placed, which = np.unique(space.shapes.mesh[found.shape] * len(orders) + found.order, return_inverse=True)
-    columns = []
-    for key in placed.tolist():
-        mesh, order = divmod(key, len(orders))
-        sizes = dict(zip(MESH_KEYS, space.meshes.sizes[mesh].tolist(), strict=True))
-        inside = orders[order][orders[order].index(name) + 1 :]
-        columns.append((sizes[name], int(np.prod([sizes[n] for n in inside] or [1]))))
-    distinct = list(dict.fromkeys(columns))
-    number = {column: n for n, column in enumerate(distinct)}
-    return distinct, np.array([number[c] for c in columns], dtype=np.int64)[which.reshape(-1)]
-
-
-def _sends_s(problem: Problem, space: Space, book: PriceBook, found: Variants) -> Floats:
-    shapes = space.shapes.take(found.shape)
-    columns, which = _axis_columns(space, found, "pp")
+def _messages(problem: Problem, shapes: Shapes) -> tuple[list[int], Ints]:
+    """The distinct sizes of the shortest message between neighbouring stages, in bytes, and which of them each shape has."""
     # Never fewer parts than `planner.expand.scatters_messages` has it.
     shared = (shapes.sequence_parallel > 0) | (problem.execution.kernels == "fused")
     parts = shapes.cp * np.where(shared, shapes.tp, 1)
-    sizes, size = np.unique(shapes.micro * (parts.max(initial=1) + 1) + parts, return_inverse=True)
-    messages = [
-        least_message_bytes(problem, *divmod(key, int(parts.max(initial=1)) + 1)) for key in sizes.tolist()
-    ]
-    table = np.array(
-        [
-            [
-                book.send_s((Axis(name="pp", size=pp, stride=stride),), message) if pp > 1 else 0.0
-                for message in messages
-            ]
-            for pp, stride in columns
-        ],
-        dtype=np.float64,
-    ).reshape(len(columns), len(messages))
-    return np.asarray(table[which, size.reshape(-1)])
+    most = int(parts.max(initial=1)) + 1
+    sizes, which = np.unique(shapes.micro * most + parts, return_inverse=True)
+    return [least_message_bytes(problem, *divmod(key, most)) for key in sizes.tolist()], which.reshape(-1)
+
+
+def _pipelines(space: Space) -> tuple[list[tuple[int, int]], Ints]:
+    """The distinct (size, stride) of the pipeline axis, and which of them it has by mesh and order."""
+    sizes, columns = space.meshes.sizes, []
+    for order in space.meshes.orders:
+        inside = [MESH_KEYS.index(name) for name in order[order.index("pp") + 1 :]]
+        columns.append(np.stack([sizes[:, MESH_KEYS.index("pp")], sizes[:, inside].prod(axis=1)], axis=1))
+    every = np.stack(columns, axis=1).reshape(-1, 2)
+    distinct, which = np.unique(every, axis=0, return_inverse=True)
+    return [(pp, stride) for pp, stride in distinct.tolist()], which.reshape(len(sizes), -1)
 
 
 def _placements(space: Space) -> Ints:
@@ -233,9 +264,7 @@ def _dense_s(
 ) -> tuple[float, float, float]:
     """reduce_s, gather_s and gather_each_s."""
     if state.zero_level(strategy) < 3:
-        item = state.dtype_bytes(strategy.execution.grad_dtype)
-        bucket = round(widest_bucket_mib(problem) * MIB)
-        return book.reduce_rate(strategy, axes, bucket) * item, 0.0, 0.0
+        return _bucket_s(problem, book, strategy, axes), 0.0, 0.0
     # Shards of experts and of the rest are summed over replicas by one collective.
     most = max(int(units.most_trainable[shape]), 1) + int(units.all_experts[shape])
     reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most
@@ -246,6 +275,28 @@ def _dense_s(
         _gather_s(book, strategy, axes, unit, 0),
         _gather_s(book, strategy, axes, whole, 0) / whole,
     )
+
+
+def _least_dense_s(
+    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes
+) -> tuple[float, float]:
+    """No more than reduce_s and gather_each_s: ZeRO-3 reduces everything at once."""
+    if not _reduces(strategy):
+        return 0.0, 0.0
+    if state.zero_level(strategy) < 3:
+        return _bucket_s(problem, book, strategy, axes), 0.0
+    whole = max(problem.graph.parameter_count, 1)
+    reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(whole, strategy)) / whole
+    return reduce_s, _gather_s(book, strategy, axes, whole, 0) / whole
+
+
+def _bucket_s(
+    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, *, experts: bool = False
+) -> float:
+    """To reduce the gradient of one parameter in the widest bucket."""
+    item = state.dtype_bytes(strategy.execution.grad_dtype)
+    bucket = round(widest_bucket_mib(problem) * MIB)
+    return book.reduce_rate(strategy, axes, bucket, experts=experts) * item
 
 
 def _gather_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
@@ -262,8 +313,6 @@ def _reduce_expert_s(
 ) -> float:
     """To reduce the gradient of one of so many parameters."""
     if state.zero_level(strategy) < 3:
-        item = state.dtype_bytes(strategy.execution.grad_dtype)
-        bucket = round(widest_bucket_mib(problem) * MIB)
-        return book.reduce_rate(strategy, axes, bucket, experts=True) * item
+        return _bucket_s(problem, book, strategy, axes, experts=True)
     reduction = state.reduction_of(experts, strategy, experts)
     return sum(book.pricer.collective_s(c, axes) for c in reduction) / experts

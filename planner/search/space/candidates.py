@@ -80,11 +80,6 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
     """The complete strategy, tensor placements aside: those follow from it. Without `bucketed` the size of buckets
     is left as it is."""
     fixed = problem.constraints
-    sync: dict[str, Any] = {
-        key: fixed[f"grad_sync.{key}"]
-        for key in ("algorithm", "bucket_mib", "overlap")
-        if f"grad_sync.{key}" in fixed
-    }
     keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
     groups, zero = problem.fixed_ints("mesh.groups"), problem.fixed_int("shard.zero")
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
@@ -98,13 +93,24 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
         recompute=Recompute(mode=chosen.mode, per_stage=deal.recomputed if keeps else ()),
         offload=chosen.offload,
         execution=problem.execution,
-        grad_sync=GradSync(**sync, compression=chosen.compression),
+        grad_sync=sync_of(problem, chosen.compression),
         tensor=rules_of(problem),
         embedding_access=access_of(problem),
     )
-    if "bucket_mib" in sync or not bucketed:
+    if "grad_sync.bucket_mib" in fixed or not bucketed:
         return strategy
     return with_bucket(strategy, problem.graph.parameter_count, problem.cluster)
+
+
+def sync_of(problem: Problem, compression: tuple[str, ...]) -> GradSync:
+    """How gradients are synchronised with this compression: as the user says, or as it is by default."""
+    fixed = problem.constraints
+    given: dict[str, Any] = {
+        key: fixed[f"grad_sync.{key}"]
+        for key in ("algorithm", "bucket_mib", "overlap")
+        if f"grad_sync.{key}" in fixed
+    }
+    return GradSync(**given, compression=compression)
 
 
 def access_of(problem: Problem) -> EmbeddingAccess:
