@@ -150,16 +150,20 @@ def expand_quickly(outer: Outer, rows: Ints) -> tuple[Variants, Bounds]:
 
 
 def exchange_bounds(outer: Outer, rows: Ints) -> Floats:
-    """Seconds that no variant of these shapes goes below, the least that gradients and parameters take to exchange among
-    them: every level of ZeRO with the placement that suits it best, and chunks of any number of blocks."""
+    """Seconds that no variant of these shapes whose state fits goes below, the least that gradients and parameters take to
+    exchange among them: every level of ZeRO with the placement that suits it best, and chunks of any number of blocks."""
     space, least_s = outer.space, np.full(len(outer.space.shapes), np.inf)
     for kind in ("whole", "looped", "split"):
         plans = [plan for plan in space.schedules if _kind_of(plan) == kind]
         shapes = space.shapes.take(rows)
-        planned = rows[np.any([space.plan_fits(shapes, *plan) for plan in plans], axis=0)] if plans else rows[:0]
+        planned = (
+            rows[np.any([space.plan_fits(shapes, *plan) for plan in plans], axis=0)] if plans else rows[:0]
+        )
         for zero in space.zeros if len(planned) else ():
             hit = planned[space.zero_fits(space.shapes.take(planned), zero)]
-            bounds = quick_bounds(outer.problem, _least_rows(outer, hit, plans[0], zero), outer.capacity_bytes)
+            bounds = quick_bounds(
+                outer.problem, _least_rows(outer, hit, plans[0], zero), outer.capacity_bytes
+            )
             least_s[hit] = np.minimum(least_s[hit], bounds.time_s)
     return np.maximum(least_s[rows], outer.bounds.time_s[rows])
 

@@ -146,7 +146,9 @@ class WireBook:
         """The shortest message between neighbouring stages."""
         columns, pipeline = self.pipelines
         messages, message = self.messages
-        keys = pipeline[self.space.shapes.mesh[found.shape], found.order] * len(messages) + message[found.shape]
+        keys = (
+            pipeline[self.space.shapes.mesh[found.shape], found.order] * len(messages) + message[found.shape]
+        )
         distinct, which = _dense(keys, len(columns) * len(messages))
         for key in distinct.tolist():
             if key not in self._sends:
@@ -277,9 +279,7 @@ def _dense_s(
     )
 
 
-def _least_dense_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes
-) -> tuple[float, float]:
+def _least_dense_s(problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes) -> tuple[float, float]:
     """No more than reduce_s and gather_each_s: ZeRO-3 reduces everything at once."""
     if not _reduces(strategy):
         return 0.0, 0.0

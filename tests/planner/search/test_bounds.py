@@ -12,10 +12,13 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.outer import (
     Outer,
     bound_variants,
+    exchange_bounds,
+    expand_quickly,
     expand_shapes,
     outer_of,
     refined_bounds,
 )
+from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
@@ -132,3 +135,19 @@ def test_what_cannot_fit_has_no_time() -> None:
     outer = outer_for("h100-sxm:1x4", 8, "fused")
     _, bounds = expand_shapes(replace(outer, capacity_bytes=1e4), np.arange(len(outer.space.shapes)), FOREVER)
     assert np.all(np.isinf(bounds.time_s))
+
+
+@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[:2])
+def test_what_a_shape_exchanges_at_least_is_no_more_than_what_any_of_its_variants_does(
+    cluster: str, scale: int, kernels: str
+) -> None:
+    outer = outer_for(cluster, scale, kernels)
+    rows = np.arange(len(outer.space.shapes))
+    least_s = exchange_bounds(outer, rows)
+    bare = replace(outer, bounds=Bounds(time_s=0.0 * rows, memory_bytes=0.0 * rows))
+    every, bounds = expand_quickly(bare, rows)
+    fastest_s = np.full(len(rows), np.inf)
+    np.minimum.at(fastest_s, every.shape, bounds.time_s)
+    assert np.all(least_s <= fastest_s * (1 + 1e-9))
+    closest = (least_s / fastest_s)[np.isfinite(fastest_s)]
+    assert np.median(closest) > 0.9
