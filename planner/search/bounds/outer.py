@@ -165,7 +165,7 @@ def exchange_bounds(outer: Outer, rows: Ints) -> Floats:
                 outer.problem, _least_rows(outer, hit, plans[0], zero), outer.capacity_bytes
             )
             least_s[hit] = np.minimum(least_s[hit], bounds.time_s)
-    return np.maximum(least_s[rows], outer.bounds.time_s[rows])
+    return np.asarray(np.maximum(least_s[rows], outer.bounds.time_s[rows]))
 
 
 def _kind_of(plan: tuple[int, int]) -> str:
