@@ -122,7 +122,7 @@ def _tracing_inputs(inputs: Any, device: torch.device) -> Any:
         shape = (2, *leaf.shape[1:]) if single and leaf.dim() else leaf.shape
         if leaf.is_meta and device.type != "meta":
             return torch.zeros(shape, dtype=leaf.dtype, device=device)
-        return leaf.detach().expand(shape).to(device)
+        return leaf.detach().expand(shape).contiguous().to(device)  # code may ask for a view of it
 
     return pytree.tree_map(prepare, inputs)
 

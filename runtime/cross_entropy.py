@@ -11,24 +11,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.overrides import TorchFunctionMode
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
-class VocabParallel(TorchFunctionMode):
-    """Runs `F.cross_entropy` on class-sharded DTensors in parts; every other call is untouched."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.cross_entropy:
-            call = _SIGNATURE.bind(*args, **kwargs)
-            call.apply_defaults()
-            if _handles(call.arguments):
-                names = ("ignore_index", "reduction")
-                options = {name: call.arguments[name] for name in names}
-                return cross_entropy(call.arguments["input"], call.arguments["target"], **options)
-        return func(*args, **kwargs)
+def in_parts(args: Any, kwargs: Any) -> Tensor | None:
+    """What `F.cross_entropy` returns for these arguments, from parts; None where the logits are not class-sharded."""
+    call = _SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    if not _handles(call.arguments):
+        return None
+    options = {name: call.arguments[name] for name in ("ignore_index", "reduction")}
+    return cross_entropy(call.arguments["input"], call.arguments["target"], **options)
 
 
 def _handles(call: Mapping[str, Any]) -> bool:

@@ -25,7 +25,6 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
-from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut
 from autoparallel.runtime.expert_modules import ExpertModule
 from autoparallel.runtime.experts import Sharing, check_experts, experts_within
@@ -233,7 +232,7 @@ class _Step:
     def _forward(self, index: int, received: list[Tensor], inputs: Any) -> list[Tensor]:
         stage, is_last = self._stages[index], index == len(self._stages) - 1
         args, kwargs = ((received, inputs), {}) if isinstance(stage, StageModule) else as_call(inputs)
-        with numerics(self._strategy, self._dtypes, self._mesh), VocabParallel():
+        with numerics(self._strategy, self._dtypes, self._mesh):
             try:
                 output = stage(*args, **kwargs)
             except Exception as error:

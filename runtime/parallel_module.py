@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradients
 from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.materialise import share_of
@@ -88,7 +87,7 @@ class ParallelModule(nn.Module):
         if loss_fn is not None:
             return scalar(to_plain(loss_fn(self(*args, **kwargs), target)))
         # Only the loss is made plain: logits sharded over tp are never gathered.
-        with self._run.numerics(), VocabParallel():
+        with self._run.numerics():
             return to_plain(loss_of(super().__call__(*args, **kwargs)))  # type: ignore[no-any-return]
 
     @property

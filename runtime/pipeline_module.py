@@ -15,7 +15,6 @@ from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import Strategy, TensorRule
-from autoparallel.runtime.cross_entropy import VocabParallel
 from autoparallel.runtime.cut import StageModule, cut, release
 from autoparallel.runtime.experts import Sharing, experts_within
 from autoparallel.runtime.gradients import gradient_norm_squared
@@ -180,7 +179,6 @@ class PipelineModule(nn.Module):
         self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
         self._names = aliases
-        self._fused_loss = False
         down = pipeline_group(mesh, range(mesh.sizes.pp))
         assert down is not None, "every rank is on a pipeline"
         self._ties = TiedGradients(stages, mesh)
@@ -208,7 +206,6 @@ class PipelineModule(nn.Module):
         batches = split(inputs, micro=micro, count=count, what="inputs")
         wanted = split(targets, micro=micro, count=count, what="targets")
         batches, wanted = to_device((batches, wanted), self._mesh.device)
-        self._fused_loss = loss_fn is None
 
         def loss(output: Any, target: Any) -> Tensor:
             if loss_fn is None:
@@ -226,9 +223,6 @@ class PipelineModule(nn.Module):
 
     def _run_stage(self, stage: StageModule, received: Sequence[Tensor], inputs: Any) -> Any:
         with numerics(self._strategy, self._dtypes, self._mesh):
-            if stage.stage_cut.is_last and self._fused_loss:
-                with VocabParallel():
-                    return stage(received, inputs)
             return stage(received, inputs)
 
     def _before_backward(self, stage: int, last: bool) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.errors import UserError
 from autoparallel.planner.capture.kernels import named_kind
+from autoparallel.planner.capture.meta_mode import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -75,21 +78,52 @@ def recompute_blocks(
         block = module.get_submodule(path)
         own = "full" if position < full else mode
         if own == "full":
-            block.forward = _recomputed(block.forward, _same_attention(attention))
+            block.forward = _recomputed(path, block.forward, _same_attention(attention))
         elif own == "operators":
-            block.forward = _recomputed(block.forward, _keeping_products)
+            block.forward = _recomputed(path, block.forward, functools.partial(_keeping_products, path))
         elif own == "selective":
             block.forward = _attention_recomputed(block.forward, attention)
 
 
-def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
+def _recomputed(path: str, forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
+    first = True
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return _checkpoint(forward, contexts, *args, **kwargs)
+        before = _remembered((args, kwargs)) if first else None
+        output = _checkpoint(forward, contexts, *args, **kwargs)
+        if before and before != _remembered((args, kwargs)):
+            raise UserError(
+                f"{path} is to be recomputed, but changes what it is called with, which a second run would change again: "
+                'if that is a cache of keys and values, set use_cache = False in the config; else recompute.mode = "none"'
+            )
+        first = False
+        return output
 
     return run
+
+
+def _remembered(values: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors in the attributes of objects that are no tensors, by class and place."""
+    objects = [
+        v for v in tree_leaves(values) if hasattr(v, "__dict__") and not isinstance(v, Tensor | nn.Module)
+    ]
+    return {f"{type(o).__name__} {i}": tuple(_held(o, depth=3)) for i, o in enumerate(objects)}
+
+
+def _held(value: Any, depth: int) -> Iterator[int]:
+    """Identities of the tensors in an object, its attributes and theirs."""
+    if isinstance(value, Tensor):
+        yield id(value)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _held(item, depth)
+    elif depth and hasattr(value, "__dict__") and not callable(value):
+        for item in vars(value).values():
+            yield from _held(item, depth - 1)
 
 
 def _attention_recomputed(forward: Callable[..., Any], attention: str) -> Callable[..., Any]:
@@ -101,11 +135,55 @@ def _attention_recomputed(forward: Callable[..., Any], attention: str) -> Callab
     return run
 
 
-def _policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Keep the results of matrix products, of attention and of sums over ranks; run all else again."""
+class _Products:
+    """Keeps the results of matrix products, of attention and of sums over ranks, and sees that nothing is written into
+    them: a second run would start from that. (torch looks at the tensors that it knows, not at a rank's parts of them.)"""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._kept: set[int] = set()
+        self._changed = False
+
+    def policy(self, context: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+        """Which results are kept."""
+        kept = is_kept(operator)
+        if not context.is_recompute:
+            if kept:
+                self._kept |= _storages(getattr(context, "op_output", None))  # torch 2.13 says what it is
+            if operator._schema.is_mutable:
+                named = zip(args, operator._schema.arguments, strict=False)
+                written = [
+                    arg for arg, own in named if own.alias_info is not None and own.alias_info.is_write
+                ]
+                self._changed |= not self._kept.isdisjoint(_storages(written))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @contextmanager
+    def watched(self, first: AbstractContextManager[Any]) -> Iterator[None]:
+        """The context of the first run, with a look at its end."""
+        with first:
+            yield
+        if self._changed:
+            raise UserError(
+                f'recompute.mode = "operators": {self._path} writes into the result of a matrix product, which is kept; '
+                'choose "full", "selective" or "none"'
+            )
+
+
+def is_kept(operator: Any) -> bool:
+    """Whether the results of an operator are kept where operators are recomputed."""
     name = operator.name().partition("::")[2].partition(".")[0]
-    kept = named_kind(name) in PRODUCTS or name in _SUMS or name.startswith(_ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return named_kind(name) in PRODUCTS or name in _SUMS or name.startswith(_ATTENTION)
 
 
-_keeping_products: Contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+def _storages(values: Any) -> set[int]:
+    """What holds the tensors among the values, or this rank's parts of them."""
+    found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    with torch.no_grad():
+        return {storage_key(t.to_local() if isinstance(t, DTensor) else t) for t in found}
+
+
+def _keeping_products(path: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    products = _Products(path)
+    first, again = create_selective_checkpoint_contexts(products.policy)
+    return products.watched(first), again

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.coarse import CoarseGraph, writes
+from autoparallel.runtime.coarse import CoarseGraph, tensor_leaf, writes
 
 
 class Split:
@@ -61,7 +61,8 @@ class Split:
             if node.op in ("call_module", "call_function") and (
                 bound or any(parent in placed or parent in reads for parent in node.all_input_nodes)
             ):
-                placed[node] = current
+                # What a submodule returned is taken apart where it ran.
+                placed[node] = placed.get(node.args[0], current) if node.target is tensor_leaf else current
             if done == len(stage_of_block):
                 current = self.stages - 1  # what follows the last block belongs to the last stage
         return placed

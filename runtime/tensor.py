@@ -25,8 +25,15 @@ from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.fused_parts import cut_parts_apart
 from autoparallel.runtime.islands import run_replicated_locally
+from autoparallel.runtime.tensor_mode import run_with_rules
 from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
-from autoparallel.runtime.torch_private import distribute_in_parts, knows_parts, parts_of, shard_in_parts
+from autoparallel.runtime.torch_private import (
+    distribute_in_parts,
+    knows_parts,
+    parts_of,
+    replicate_without_rule,
+    shard_in_parts,
+)
 
 _SHARD = re.compile(r"shard\((-?\d+)(?:, strided (\d+))?\)")
 
@@ -135,6 +142,7 @@ def shard_tensors(
     if not resolved:
         return
     register_missing_rules()
+    replicate_without_rule("tp")
     allow_plain_tensors()
     _distribute_parameters(module, resolved, mesh)
     for rule in resolved:
@@ -149,6 +157,7 @@ def shard_tensors(
         [rule for rule in resolved if any(map(parts_of, rule.params.values()))], blocks
     ):
         cut_parts_apart(module.get_submodule(path))
+    run_with_rules(module, blocks)
 
 
 def _around_fused(rules: Sequence[ModuleRule], blocks: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 # What the names below were seen to work with; a test compares. Torch 2.11 does not keep the parts of a strided
 # shard apart in views: there capture offers no `shard(DIM, strided PARTS)`, and a strategy with one is refused.
@@ -151,6 +154,37 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
     name = mesh.get_group(mesh_dim).group_name
     result: Tensor = torch.ops._dtensor.shard_dim_alltoall(part, gather_dim, shard_dim, name)
     return result
+
+
+def replicate_without_rule(axis: str) -> None:
+    """Let operators for which DTensor has no rule run on whole tensors, on every rank alike, where these lie on a mesh
+    of the one axis called `axis`. For the process; idempotent."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    known = propagator.propagate_op_sharding_non_cached
+    if getattr(known, "axis", None) == axis:
+        return
+
+    def propagate(schema: Any) -> Any:
+        try:
+            return known(schema)
+        except NotImplementedError:
+            # What is made of other operators is taken apart by DTensor itself.
+            composite = torch._C.DispatchKey.CompositeImplicitAutograd
+            is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(schema.op.name(), composite)
+            if is_composite or schema.get_mesh_from_args().mesh_dim_names != (axis,):
+                raise
+            register_sharding(schema.op)(functools.partial(_replicated, len(schema.op._schema.returns)))
+            return known(schema)
+
+    propagate.axis = axis  # type: ignore[attr-defined]
+    propagator.propagate_op_sharding_non_cached = propagate  # type: ignore[assignment, method-assign]
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
+
+
+def _replicated(results: int, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+    """The one row of a rule by which all tensors are whole."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensorSpec)]
+    return [([Replicate()] * results, [Replicate()] * len(given))]
 
 
 def seen_through(function: Callable[..., Any]) -> Callable[..., Any]:

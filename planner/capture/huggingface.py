@@ -99,7 +99,9 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
         ) from error
     except Exception as error:
         raise ModelError(f"{file}: not a valid {raw['model_type']} config: {error}") from error
-    config.use_cache = False  # a cache of keys and values is for generation
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.use_cache = False  # a cache of keys and values is for generation
     return config
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from autoparallel.planner.capture.fold import FoldError
 from autoparallel.planner.capture.records import Trace
 
 
@@ -53,7 +54,7 @@ def _is_repeated(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def split(trace: Trace, paths: tuple[str, ...]) -> list[Link]:
-    """The links of the chain, in execution order."""
+    """The links of the chain, in execution order. Raises FoldError where a module was stood in for in the glue."""
     known = set(paths)
     owner: list[int] = []  # frame -> the frame of the repeated module it stands in, -1 outside
     for index, frame in enumerate(trace.frames):
@@ -62,6 +63,8 @@ def split(trace: Trace, paths: tuple[str, ...]) -> list[Link]:
     links: list[Link] = []
     for index, call in enumerate(trace.calls):
         frame_index = owner[call.frame]
+        if index in trace.stand_ins and frame_index < 0:  # its `forward` is called, not the module
+            raise FoldError(f"what {trace.stand_ins[index]} stands for is called past the module")
         if not links or links[-1].frame != frame_index:
             path = trace.frames[frame_index].path if frame_index >= 0 else ""
             links.append(Link(path=path, frame=frame_index))

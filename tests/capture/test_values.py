@@ -106,6 +106,22 @@ def test_layers_that_change_while_they_run_are_traced_all_the_same() -> None:
     assert len(graph.repeated_positions) == 5
 
 
+class _Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.forward(x).tanh()
+        return x
+
+
+def test_layers_whose_forward_is_called_past_the_module_all_count() -> None:
+    graph = capture(_Direct(), torch.randn(2, 4), name="x")
+    assert graph.model_flops(2) == (3 * 5 - 1) * 2 * 2 * 4 * 4  # the first layer's input needs no gradient
+
+
 class _Idle(nn.Module):
     def __init__(self) -> None:
         super().__init__()

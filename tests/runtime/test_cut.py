@@ -194,6 +194,33 @@ def test_stages_without_blocks_and_unused_parameters_keep_the_whole_state() -> N
         torch.testing.assert_close(_chain(stages, inputs), module(*args, **kwargs))
 
 
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return y, y.tanh()
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Pair() for _ in range(2))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, side = layer(x)
+        return (x + side).flatten() @ target.view(-1)
+
+
+def test_what_the_last_block_returns_is_taken_apart_where_it_ran() -> None:
+    module, inputs = _Pairs(), (torch.randn(1, 4), torch.randn(1, 4))  # and a batch of one may be viewed
+    stages = cut(module, inputs, repeated_paths=["layers.0", "layers.1"], stage_blocks=(1, 1, 0))
+    torch.testing.assert_close(_chain(stages, inputs), module(*inputs))
+
+
 def test_a_batch_of_another_size_and_of_one_run_through_the_same_cut() -> None:
     module, inputs, paths = _make("llama")
     for example in (inputs, {key: value[:1] for key, value in inputs.items()}):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy
 
+from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Recompute, Strategy
 from autoparallel.profiles.load import load_cluster
-from autoparallel.runtime.recompute import _policy
+from autoparallel.runtime.recompute import is_kept, recompute_blocks
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.models import EXAMPLES
 
@@ -31,7 +31,7 @@ class _Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if _policy(None, func) == CheckpointPolicy.MUST_SAVE:
+        if is_kept(func):
             tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
             self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         return output
@@ -66,3 +66,37 @@ def test_what_recomputation_of_operators_keeps_is_what_is_priced(name: str) -> N
     priced = Expander(graph, load_cluster("cpu-gloo:1x1")).work(strategy, link.block, "operators")
     kept = _kept_by(module.get_submodule(link.path), lambda: module(**inputs))
     assert priced.saved_bytes == kept
+
+
+class _Scaled(nn.Module):
+    """Divides what its projection returns in place, or remembers it in what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, memory: _Memory | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        if memory is not None:
+            memory.kept.append(y)
+            return torch.cat(memory.kept).sum(0)
+        return y.div_(2.0).tanh()
+
+
+class _Memory:
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "message"),
+    [("operators", (), "writes into the result of a matrix product"), ("full", (_Memory(),), "use_cache = False")],
+    ids=["a result is changed", "an argument is changed"],
+)  # fmt: skip
+def test_a_block_that_a_second_run_would_not_repeat_is_named(
+    mode: str, arguments: tuple[Any, ...], message: str
+) -> None:
+    module = nn.Sequential(_Scaled(), nn.Linear(4, 4))
+    recompute_blocks(module, ["0"], mode=mode)
+    with pytest.raises(UserError, match=message):
+        module[0](torch.randn(2, 4, requires_grad=True), *arguments)

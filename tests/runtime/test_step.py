@@ -53,6 +53,10 @@ def test_two_ranks_give_the_gradients_of_one(gloo: Processes, model: str, option
     _check(gloo, 2, model, options, MODELS[model])
 
 
+def test_operators_without_a_rule_run_on_whole_tensors(gloo: Processes) -> None:
+    _check(gloo, 2, "odd", {"tp": 2, "recompute": "full", "micro_batches": 2}, "float64")
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_unfused_attention_is_recomputed_unfused(gloo: Processes, recompute: str) -> None:
     _check(gloo, 2, "llama", {"tp": 2, "attention": "unfused", "recompute": recompute}, "float32")
