@@ -15,7 +15,8 @@ class BlockIndex:
     """A block with its values looked up.
 
     `aliases` are the operators without a kernel (views, and dropout where it is off): their outputs share the
-    storage of their first input. `needs_grad` are the values that a gradient flows to.
+    storage of their first input. `needs_grad` are the values that a gradient flows to, `containers` the modules with
+    operators in modules inside them, the block itself ("") among them.
     """
 
     block: Block
@@ -25,6 +26,7 @@ class BlockIndex:
     storage: Mapping[str, str]
     aliases: frozenset[int]
     needs_grad: frozenset[str]
+    containers: frozenset[str]
 
     def is_activation(self, value: str) -> bool:
         return not value.startswith(("param:", "buffer:"))
@@ -67,9 +69,10 @@ def index_block(block: Block, *, carried: tuple[int, ...], dropout: bool) -> Blo
             storage[name] = storage.get(source, name) if alias and source else name
             if flows and spec.dtype in FLOATING:
                 grads.add(name)
+    around = (outer for op in block.operators for outer in enclosing(op.module.rpartition(".")[0]))
     return BlockIndex(
         block=block, specs=specs, producer=producer, consumers={v: tuple(c) for v, c in consumers.items()},
-        storage=storage, aliases=frozenset(aliases), needs_grad=frozenset(grads),
+        storage=storage, aliases=frozenset(aliases), needs_grad=frozenset(grads), containers=frozenset(("", *around)),
     )  # fmt: skip
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf
 
 import numpy as np
 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import tensor_stride
-from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, refined_bounds
@@ -19,6 +19,7 @@ from autoparallel.planner.search.bounds.runs import Known, Run, Value, Values, p
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.nearby import improve, leave_room
 from autoparallel.planner.search.nodes import Node
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
@@ -26,7 +27,7 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.forms import PS
 from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice, with_less_room
+from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
 
@@ -35,8 +36,8 @@ TOLERANCE = 1e-6
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MUCH = 0.005  # share by which a stage problem promises more than the incumbent, to be simulated at once
+NEAR = 0.15  # share by which a simulated strategy may be slower than the incumbent to have its deal improved
 DIVES = 12  # strategies simulated before the search proper
-ROOMS_TRIED = 5  # deals of a variant tried, each with as much more room as the one before lacked
 SHORT = 0.1  # of the effort, for a first look at a stage problem
 NOTHING: Value = (inf, inf)
 
@@ -298,7 +299,7 @@ class Frontier:
             if problem is None or deal is None:
                 continue
             left -= 1
-            self._leave_room(chosen, problem, self._evaluate(chosen, deal))
+            self._look_around(chosen, problem, deal, self._evaluate(chosen, deal))
 
     def _tried(self, chosen: Candidate, bound: Value, problem: StageProblem) -> StageProblem:
         """Where solving takes longer than simulating and much could be won, an easily found deal is simulated first:
@@ -310,7 +311,7 @@ class Frontier:
         if deal is None:
             return problem
         found = self._evaluate(chosen, deal)
-        self._leave_room(chosen, problem, found)
+        self._look_around(chosen, problem, deal, found)
         return with_paths(problem, self._learn(chosen, found))
 
     def _learn(self, chosen: Candidate, found: Evaluation) -> list[Row]:
@@ -321,18 +322,13 @@ class Frontier:
             rows.append(row)
         return rows
 
-    def _leave_room(self, chosen: Candidate, problem: StageProblem, found: Evaluation) -> None:
-        """Where a simulated deal does not fit, as rows bound memory from below: one that leaves as much room there."""
-        last, home = None, rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
-        for _ in range(ROOMS_TRIED):
-            if self.outer.excess_bytes(found) <= 0:
-                return
-            problem = with_less_room(problem, home, self.outer.lacking_bytes(found))
-            deal = quick_deal(problem)
-            if deal is None:
-                return
-            if deal != last:
-                found, last = self._evaluate(chosen, deal), deal
+    def _look_around(self, chosen: Candidate, problem: StageProblem, deal: Deal, found: Evaluation) -> None:
+        """Simulate deals near one that was simulated: those that fit where it does not, and better ones."""
+        simulate = partial(self._evaluate, chosen)
+        found, deal = leave_room(self.outer, problem, chosen, deal, found, simulate)
+        if not self._by_memory and self.outer.fits(found):
+            limit_s = self._below_s(chosen.mesh.devices) * (1 + NEAR)
+            improve(self.outer, problem, deal, found, limit_s, simulate)
 
     def _resolve(self, node: Node, share: float = 1.0) -> None:
         """Solve a node's stage problem with a share of the effort; it goes back with the bound that it has now."""
@@ -376,7 +372,7 @@ class Frontier:
         if not has_choice(node.problem):
             return
         if not node.excluded:
-            self._leave_room(node.chosen, node.problem, found)
+            self._look_around(node.chosen, node.problem, node.deal, found)
         rows = self._learn(node.chosen, found)
         excluded = (*node.excluded, node.deal)
         self._resolve(replace(node, problem=with_paths(node.problem, rows), excluded=excluded), SHORT)

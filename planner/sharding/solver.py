@@ -260,8 +260,7 @@ def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
     cost, where = block.costs.changes[edge][change], block.problem.edges[edge]
     if edge in block.pins:
         return cost
-    operators = block.problem.index.block.operators
-    container = where.module == "" or any(op.module.startswith(f"{where.module}.") for op in operators)
+    container = where.module in block.problem.index.containers
     ties = 1 + container + (container and where.side == "output")
     return Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + ties)
 

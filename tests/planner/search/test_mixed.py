@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -117,3 +118,18 @@ def test_proportional_blocks_sum_to_all_and_keep_their_limits(
     blocks = proportional(shares, (1,) * len(shares), (8,) * len(shares))
     assert sum(blocks) == round(sum(shares))
     assert sorted(blocks) == sorted(found)
+
+
+def test_of_interleaved_stages_no_single_block_stands_better_elsewhere() -> None:
+    problem = problem_of(mixed(2, 2), mesh__groups=(1, 0), pipeline__schedule="interleaved-1f1b")
+    outer, found = outer_of(problem), plan(problem, advise=False)
+    assert outer is not None
+    blocks, strategy = found.strategy.pipeline.stage_blocks, found.strategy
+    for off, to in permutations(range(len(blocks)), 2):
+        moved = tuple(n - (c == off) + (c == to) for c, n in enumerate(blocks))
+        if min(moved) < 1 or any(strategy.recompute.per_stage):
+            continue
+        other = evaluate(
+            outer.book.expander, replace(strategy, pipeline=replace(strategy.pipeline, stage_blocks=moved))
+        )
+        assert not outer.fits(other) or other.step_time_s >= found.prediction.step_time_s * (1 - 1e-6), moved

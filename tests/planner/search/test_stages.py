@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from autoparallel.planner.search.stages.deals import balanced_blocks
 from autoparallel.planner.search.stages.layers import solve_in_layers, with_fitting_chunks
+from autoparallel.planner.search.stages.moves import TRIED, moves
 from autoparallel.planner.search.stages.peaks import last_kinds
 from autoparallel.planner.search.stages.problem import (
     Deal,
@@ -230,3 +231,33 @@ def test_layers_find_deal_after_deal_best_first_though_they_drop_dominated_ones(
         values.append(answer.value)
     assert values == expected[:6]
     assert len(set(found)) == len(found)
+
+
+@settings(max_examples=40)
+@given(
+    kinds=st.lists(st.integers(0, 1), min_size=3, max_size=6).map(tuple),
+    chunks=st.integers(2, 3), capacity=st.integers(30, 200), path=st.integers(0, 2),
+)  # fmt: skip
+def test_moves_take_one_block_off_what_decides(
+    kinds: tuple[int, ...], chunks: int, capacity: int, path: int
+) -> None:
+    problem = problem_of(kinds, chunks, capacity=capacity)
+    row = problem.paths[path % chunks]
+    weight = {chunk: factor for _, chunk, factor in row.terms}
+    for deal in deals(problem):
+        found = list(moves(problem, deal, row))
+        assert len(found) <= TRIED
+        gains = []
+        for moved in found:
+            assert deal_fits(problem, moved)
+            changed = [b - a for a, b in zip(deal.blocks, moved.blocks, strict=True)]
+            off, to = changed.index(-1), changed.index(1)
+            assert sum(map(abs, changed)) == 2
+            gains.append(weight.get(off, 0) - weight.get(to, 0))
+        assert all(gain > 0 for gain in gains)
+        assert gains == sorted(gains, reverse=True)
+
+
+def test_what_the_user_deals_is_not_moved() -> None:
+    problem = replace(problem_of((0, 0, 0, 0), 2), blocks=(3, 1))
+    assert not list(moves(problem, Deal(blocks=(3, 1), recomputed=(0, 0)), problem.paths[0]))
