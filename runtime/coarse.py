@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.errors import UserError
 from autoparallel.runtime.opaque import Call, hidden_submodules
+from autoparallel.runtime.torch_private import is_open
 
 HIDDEN = torch.ops.autoparallel.submodule.default
 
@@ -70,21 +71,39 @@ def coarse_graph(
     does not call its repeated blocks in the order given.
     """
     home = next((p.device for p in module.parameters()), device)
-    args, kwargs = _tracing_inputs(flatten_inputs(example_inputs), home)
+    given, blocks = flatten_inputs(example_inputs), frozenset(repeated_paths)
+    args, kwargs = _tracing_inputs(given, home, doubled=True)
+    program, calls = _traced(module, args, kwargs, blocks)
+    if _is_fixed(program):  # code that counts its samples in Python: it is traced with as many as there are
+        args, kwargs = _tracing_inputs(given, home, doubled=False)
+        program, calls = _traced(module, args, kwargs, blocks)
+    _check_order([c.path for c in calls.values()], repeated_paths)
+    return _Builder(module, program, calls, home, device).build(pytree.tree_structure((args, kwargs)))
+
+
+def _traced(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: frozenset[str]
+) -> tuple[ExportedProgram, dict[int, Call]]:
     dynamic = pytree.tree_map(
         lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None, (args, kwargs)
     )
     shapes = _by_name(*dynamic)
-    blocks = frozenset(repeated_paths)
     try:
-        program, calls = _export(module, args, kwargs, shapes, blocks, eager_view=True)
+        return _export(module, args, kwargs, shapes, blocks, eager_view=True)
     except UserError:
         raise
     except Exception:
         # Eager code that branches on its inputs (is there padding?) has another way under export.
-        program, calls = _export(module, args, kwargs, shapes, blocks, eager_view=False)
-    _check_order([c.path for c in calls.values()], repeated_paths)
-    return _Builder(module, program, calls, home, device).build(pytree.tree_structure((args, kwargs)))
+        return _export(module, args, kwargs, shapes, blocks, eager_view=False)
+
+
+def _is_fixed(program: ExportedProgram) -> bool:
+    """Whether the trace holds for the batch size of its inputs only."""
+    kinds = program.graph_signature.input_specs
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    values = [n.meta.get("val") for n, s in zip(nodes, kinds, strict=True) if s.kind == InputKind.USER_INPUT]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    return bool(shapes) and not any(is_open(shape[0]) for shape in shapes)
 
 
 def _export(
@@ -111,10 +130,10 @@ def _export(
         ) from error
 
 
-def _tracing_inputs(inputs: Any, device: torch.device) -> Any:
-    """Inputs on the parameters' device; a batch of one is doubled, because export would fix it as a constant."""
+def _tracing_inputs(inputs: Any, device: torch.device, *, doubled: bool) -> Any:
+    """Inputs on the parameters' device; a batch of one is `doubled`, because export would fix it as a constant."""
     tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
-    single = bool(tensors) and all(t.shape[0] == 1 for t in tensors)
+    single = doubled and bool(tensors) and all(t.shape[0] == 1 for t in tensors)
 
     def prepare(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

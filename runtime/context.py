@@ -26,8 +26,9 @@ from autoparallel.runtime.context_attention import attention, in_shares
 from autoparallel.runtime.context_loss import cross_entropy
 from autoparallel.runtime.context_products import product
 from autoparallel.runtime.context_random import drawn_apart
-from autoparallel.runtime.context_values import cut, on_mesh, onto, whole
+from autoparallel.runtime.context_values import cut, on_mesh, onto, placed, whole
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
+from autoparallel.runtime.tensor_tools import is_counted_out, is_in_place
 from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
 
 # Along a dim of space DTensor's rule exchanges edges, and only in some layouts; of grouped products it knows those in
@@ -35,11 +36,10 @@ from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
 _GATHERED = frozenset({
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, *GROUPED_PRODUCTS,
 })  # fmt: skip
+# Their indices are those of the whole sequence, which DTensor does not always see to.
+_BY_INDEX = frozenset({"index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce"})
 _heads = seen_through(F.multi_head_attention_forward)
 _DROPOUT = frozenset({F.dropout, torch.dropout})
-_WRITES = frozenset(
-    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"}
-)
 
 
 class ContextParallel(TorchFunctionMode):
@@ -59,8 +59,10 @@ class ContextParallel(TorchFunctionMode):
             return attention(mesh, *args, **kwargs)
         if func is F.cross_entropy and (loss := cross_entropy(mesh, *args, **kwargs)) is not None:
             return loss
-        if func in _GATHERED or self._writes_elsewhere(func, args, kwargs):
+        if func in _GATHERED or is_counted_out(func, args) or self._writes_elsewhere(func, args, kwargs):
             return self._gathered(func, args, kwargs)
+        if (name := getattr(func, "__name__", "").rstrip("_")) in _BY_INDEX:
+            return self._by_index(name, func, args, kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return _heads(*args, **kwargs)
@@ -88,10 +90,17 @@ class ContextParallel(TorchFunctionMode):
 
     def _writes_elsewhere(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether something of the sequence is written into a tensor that every rank has whole."""
-        name = getattr(func, "__name__", "")
-        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        target = args[0] if in_place and args else kwargs.get("out")
+        if not is_in_place(func, kwargs):
+            return False
+        target = kwargs.get("out", args[0] if args else None)
         return isinstance(target, Tensor) and not on_mesh(target, self._mesh)
+
+    def _by_index(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """What is written to places of the whole sequence; in place, each rank then takes its share of it."""
+        made = self._gathered(getattr(Tensor, name), args, kwargs)
+        if not is_in_place(func, kwargs):
+            return made
+        return args[0].copy_(placed(onto(made, self._mesh), args[0].placements[0]))
 
     def _gathered(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, lambda t: whole(t, self._mesh), (args, kwargs))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.errors import UserError
 from autoparallel.runtime.known_values import EagerView
-from autoparallel.runtime.torch_private import traced_as
+from autoparallel.runtime.torch_private import sizes_of_its_own, traced_as
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -56,7 +56,7 @@ class Call:
         for at, value in zip([*self.tensor_at, *self.size_at], [*tensors, *sizes], strict=True):
             flat[at] = value
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
-        with _Watch(tensors) as watch:
+        with _Watch(tensors) as watch, sizes_of_its_own():
             leaves, spec = pytree.tree_flatten(self.run(args, kwargs))
         at_tensor = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         return Outcome(

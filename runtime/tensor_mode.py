@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from autoparallel.runtime.cross_entropy import in_parts
-from autoparallel.runtime.tensor_tools import to_plain
+from autoparallel.runtime.tensor_tools import is_counted_out, is_in_place, to_plain
+from autoparallel.runtime.torch_private import GROUPED_PRODUCTS
 
 # The places that `as_strided` names are those of the whole tensor (the pooling calls it, out of sight); and a meta device,
 # which DTensor asks for shapes, does not know the loss.
@@ -56,30 +57,41 @@ def _with_rules(forward: Callable[..., Any], active: threading.local) -> Callabl
 
 
 class TensorParallel(TorchFunctionMode):
-    """Runs `F.cross_entropy` on class-sharded DTensors in parts, and a few functions on whole tensors, on every rank
-    alike. Every other call is untouched."""
+    """Runs `F.cross_entropy` on class-sharded DTensors in parts, a few functions on whole tensors, on every rank alike,
+    and lets plain tensors meet DTensors. Every other call is untouched."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = [leaf for value in (*args, *kwargs.values()) for leaf in _within(value)]
+        mesh = next((tensor.device_mesh for tensor in given if isinstance(tensor, DTensor)), None)
+        if mesh is None or mesh.ndim > 1:  # shares of the sequence: see `context`
+            return func(*args, **kwargs)
         if func is F.cross_entropy and (loss := in_parts(args, kwargs)) is not None:
             return loss
-        if func in _WHOLE and (mesh := _mesh(args, kwargs)) is not None:
-            return _on_whole(mesh, func, args, kwargs)
+        odd = (
+            func in GROUPED_PRODUCTS and given[0].dtype is not torch.bfloat16
+        )  # DTensor knows those in bfloat16
+        if odd or func in _WHOLE or is_counted_out(func, args):
+            made = func(*to_plain(args), **to_plain(kwargs))
+            return tree_map_only(Tensor, lambda tensor: _replicated(tensor, mesh), made)
+        if is_in_place(func, kwargs) and not isinstance(
+            kwargs.get("out", args[0] if args else None), DTensor
+        ):
+            return func(*to_plain(args), **to_plain(kwargs))
+        if any(tensor.requires_grad and not isinstance(tensor, DTensor) for tensor in given):
+            args, kwargs = tree_map_only(Tensor, lambda tensor: _replicated(tensor, mesh), (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _mesh(args: Any, kwargs: Any) -> DeviceMesh | None:
-    """The axis tp, if one of the arguments lies on it alone (see `context` for others)."""
-    found = next(
-        (leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)), None
-    )
-    return found if found is not None and found.ndim == 1 else None
+def _within(value: Any) -> Iterator[Tensor]:
+    """A tensor, or those in a list of them."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, Tensor):
+            yield item
 
 
-def _on_whole(mesh: DeviceMesh, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`func` of gathered tensors; its results are replicated."""
-
-    def replicated(tensor: Tensor) -> DTensor:
-        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-
-    return tree_map_only(Tensor, replicated, func(*to_plain(args), **to_plain(kwargs)))
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor, if it is plain, as one that every rank has; so is its gradient."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+
+_WRITES = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"}
+)
+_COUNTED = frozenset({
+    torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.masked_select, Tensor.masked_select,
+    torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive,
+})  # fmt: skip
 
 
 def is_replicated(tensor: Tensor) -> bool:
@@ -35,6 +43,24 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name, parameter
+
+
+def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch writes into one of its arguments, by its name."""
+    name = getattr(func, "__name__", "")
+    return (
+        name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None
+    )
+
+
+def is_counted_out(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the values of a function's arguments say how large its result is: no rule of DTensor's can."""
+    if func is torch.where:
+        return len(args) == 1
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype is torch.bool for part in index)
+    return func in _COUNTED
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,9 +58,21 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
+def sizes_of_its_own() -> AbstractContextManager[None]:
+    """Inside, code on fake tensors may make sizes that hang on values (which rows are an expert's?) and forget them."""
+    mode = torch._guards.detect_fake_mode()
+    environment = mode.shape_env if mode is not None else None
+    return environment.ignore_fresh_unbacked_symbols() if environment is not None else nullcontext()
+
+
 def size_hint(size: torch.SymInt) -> int:
     """The value that a symbolic size had in the example inputs, without fixing it."""
     return int(size.node.hint)
+
+
+def is_open(size: int | torch.SymInt) -> bool:
+    """Whether a traced size may have other values than in the example inputs."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -87,7 +87,7 @@ def build_graph(
         chain=tuple(chain),
         tokens_per_sample=_tokens_per_sample(trace),
         has_loss=trace.loss >= 0,
-        pipeline_cuts=_linear(chain),
+        pipeline_cuts=_cuttable(chain),
         warnings=_warnings(fit, rules),
     )
 
@@ -190,14 +190,15 @@ def _sends(traces: Sequence[Trace], flow: Flow, fit: Fit, position: int) -> tupl
     return tuple(fit.spec([t.values[v].meta for t in traces]) for v in alive)
 
 
-def _linear(chain: Sequence[Instance]) -> bool:
-    """One activation, and nothing else, passes from each repeated instance to the rest of the model."""
+def _cuttable(chain: Sequence[Instance]) -> bool:
+    """Each repeated module runs once, and something passes from it to the rest of the model: what that is (a skip, the
+    encoder's result beside the decoder's) is handed from stage to stage."""
     repeated = [i for i, link in enumerate(chain) if link.repeated]
     paths = [chain[i].path for i in repeated]
     return (
         len(repeated) > 1
         and len(set(paths)) == len(paths)
-        and all(len(chain[i].sends) == 1 for i in range(repeated[0], repeated[-1]))
+        and all(chain[i].sends for i in range(repeated[0], repeated[-1]))
     )
 
 

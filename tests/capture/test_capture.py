@@ -38,11 +38,13 @@ def test_a_decoder_is_embedding_blocks_and_head() -> None:
     assert [[size.at(SAMPLES) for size in spec.shape] for spec in hidden] == [[SAMPLES, SEQ, 32]]
 
 
-def test_an_encoder_decoder_is_two_runs_of_blocks_and_is_not_cut() -> None:
+def test_an_encoder_decoder_is_two_runs_of_blocks_and_what_passes_between_them_is_sent() -> None:
     graph = captured("t5")[2]
     paths = [link.path for link in graph.chain if link.repeated]
     assert paths == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    assert not graph.pipeline_cuts
+    assert graph.pipeline_cuts
+    sends = [len(link.sends) for link in graph.chain if link.repeated]
+    assert sends[2] > sends[0]  # the decoder's own activation, and the encoder's result
 
 
 def test_every_value_that_an_operator_reads_is_made_before_it_or_comes_in() -> None:

@@ -251,7 +251,7 @@ def resnet(batch: int) -> Example:
     )
 
 
-class OddBlock(MlpBlock):
+class RulelessBlock(MlpBlock):
     """Between its two projections: what DTensor has no rule for forwards, or backwards, or only says of itself."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -262,13 +262,31 @@ class OddBlock(MlpBlock):
         return x + self.scale * self.down(y)
 
 
-def odd(batch: int) -> Example:
+def without_rules(batch: int) -> Example:
     plain = mlp(batch)
     model = Mlp()
-    model.blocks = nn.ModuleList(OddBlock(16) for _ in range(3))
+    model.blocks = nn.ModuleList(RulelessBlock(16) for _ in range(3))
     return replace(plain, module=model)
 
 
+class Beside(Mlp):
+    """An activation that goes past all blocks beside the one that goes through them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.stem(x)
+        for block in self.blocks:
+            x = first + block(x)
+        return self.head(x * first)
+
+
+def beside(batch: int) -> Example:
+    return replace(mlp(batch), module=Beside())
+
+
 EXAMPLES: dict[str, Callable[[int], Example]] = {
-    f.__name__: f for f in (llama, llama_with_labels, qwen3, gpt2, vit, mlp, resnet, odd)
+    f.__name__: f for f in (llama, llama_with_labels, qwen3, gpt2, vit, mlp, resnet, without_rules, beside)
 }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.models import LENGTH, VOCABULARY, Example, language_loss, llama
+from tests.runtime.models import LENGTH, VOCABULARY, Example, language_loss, llama, rule
 
 WIDTH, HEADS = 32, 4
 
@@ -105,6 +105,35 @@ class _Odd(nn.Module):
         return loss + 0.1 * self.head.weight.square().mean() + 0.1 * logits.logsumexp(-1).square().mean()
 
 
+class _ListedBlock(nn.Module):
+    """Experts as modules of their own, each called with the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        by, chosen = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        made, also = torch.zeros_like(tokens), torch.zeros(tokens.shape, dtype=x.dtype)
+        for number, expert in enumerate(self.experts):
+            row, choice = torch.where(chosen == number)
+            weighted = expert(tokens[row]) * by[row, choice, None]
+            made.index_add_(0, row, weighted)
+            also[row] += weighted.tanh()
+        return x + (made + also).view(x.shape)
+
+
+class _Listed(_Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_ListedBlock() for _ in range(2))
+
+
 def _sequence(module: nn.Module, batch: int, *, loss: bool) -> Example:
     ids = torch.randint(0, VOCABULARY, (batch, LENGTH))
     return Example(
@@ -117,6 +146,14 @@ def _sequence(module: nn.Module, batch: int, *, loss: bool) -> Example:
         else None,
         rules=lambda _: [],
     )
+
+
+def listed(batch: int) -> Example:
+    rules = [
+        rule("blocks.*.experts.*.0", "shard(-1)", params={"weight": "shard(0)", "bias": "shard(0)"}),
+        rule("blocks.*.experts.*.2", "replicate", params={"weight": "shard(1)"}),
+    ]
+    return replace(_sequence(_Listed(), batch, loss=True), rules=lambda _: rules)
 
 
 def own(batch: int) -> Example:
@@ -164,5 +201,5 @@ def bert_with_labels(batch: int) -> Example:
 
 
 SEQUENCES: dict[str, Callable[[int], Example]] = {
-    f.__name__: f for f in (own, odd, eager_llama, bert, bert_with_labels)
+    f.__name__: f for f in (own, odd, listed, eager_llama, bert, bert_with_labels)
 }

@@ -31,6 +31,8 @@ ON_TWO: list[tuple[str, str, dict[str, Any]]] = [
     ("eager_llama", "float32", {}),
     ("bert_with_labels", "float64", {"zero": 1}),
     ("odd", "float64", {"recompute": "full"}),
+    ("listed", "float64", {}),
+    ("listed", "float64", {"cp": 1, "tp": 2, "recompute": "full"}),
 ]
 ON_FOUR: list[tuple[str, str, dict[str, Any]]] = [
     ("own", "float64", {"cp": 4, "zero": 3, "recompute": "operators", "micro_batches": 2}),

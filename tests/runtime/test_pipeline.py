@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 DTYPE = {
     "llama": "float32", "llama_with_labels": "float32", "qwen3": "float32", "gpt2": "float64", "vit": "float64",
-    "mlp": "float64", "resnet": "float64",
+    "mlp": "float64", "resnet": "float64", "beside": "float64",
 }  # fmt: skip
 GPIPE = {"schedule": "gpipe", "stage_blocks": (2, 2)}
 ONE_F_ONE_B = {"schedule": "1f1b", "stage_blocks": (2, 2)}
@@ -42,6 +42,7 @@ ON_TWO: dict[str, Case] = {
     ),
     "resnet, zero bubble in a V": ("resnet", {**INTERLEAVED, "schedule": "zbv"}, {"micro_batches": 2}),
     "mlp, zero bubble": ("mlp", {**ONE_F_ONE_B, "schedule": "zb1p"}, {"micro_batches": 3}),
+    "an activation beside, interleaved": ("beside", INTERLEAVED, {"micro_batches": 2}),
     "micro-batch of one": ("llama", ONE_F_ONE_B, {"micro": 1, "micro_batches": 2}),
 }
 ON_FOUR: dict[str, Case] = {

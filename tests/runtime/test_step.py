@@ -54,7 +54,7 @@ def test_two_ranks_give_the_gradients_of_one(gloo: Processes, model: str, option
 
 
 def test_operators_without_a_rule_run_on_whole_tensors(gloo: Processes) -> None:
-    _check(gloo, 2, "odd", {"tp": 2, "recompute": "full", "micro_batches": 2}, "float64")
+    _check(gloo, 2, "without_rules", {"tp": 2, "recompute": "full", "micro_batches": 2}, "float64")
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
