@@ -30,6 +30,7 @@ class Framework:
     dropout: float = 0.0  # of attention's probabilities and after attention and MLP
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
+    added_gradients: bool = False  # to the sum, by a kernel of their own
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
@@ -47,10 +48,10 @@ IN_LINE = ("mxfp8", "nvfp4")
 FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
     # ZeRO ran in that engine, one without may have run in Megatron's own.
-    "megatron-deepspeed": Framework(blocking_sends=True),
+    "megatron-deepspeed": Framework(blocking_sends=True, added_gradients=True),
     # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
-    "megatron-2021": Framework(parameter_gathers=True),
+    "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
     # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
     # wherever tensor_model_parallel_size > 1; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
     "nemo": Framework(
@@ -70,7 +71,7 @@ FRAMEWORKS = {
     "megatron-2022": Framework(async_gradients=True),
     # InternLM/InternEvo: solver/optimizer/hybrid_zero_optim.py reduces gradients in the parameters' dtype;
     # reduce_bucket_size of its 7B configurations.
-    "internevo": Framework(half_gradients=True, bucket_elements=512 * 2**20),
+    "internevo": Framework(half_gradients=True, added_gradients=True, bucket_elements=512 * 2**20),
     # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining
     # configuration until it was removed in 2024 (c26309de5); its A100 tables are of 2023. loss_fn: fused_crossentropy,
     # whose kernel reads the half-precision logits.
@@ -79,7 +80,9 @@ FRAMEWORKS = {
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
     # examples/transformer_example/config.yml: dropout of 0.1 at the embedding, at attention's probabilities, and after attention and MLP.
-    "aleph-alpha-scaling": Framework(half_gradients=True, loss="kept", tensor=GATHERED_LOGITS, dropout=0.1),
+    "aleph-alpha-scaling": Framework(
+        half_gradients=True, added_gradients=True, loss="kept", tensor=GATHERED_LOGITS, dropout=0.1
+    ),
     # torch's scaled_dot_product_attention runs FlashAttention 2 unless told otherwise (pytorch/pytorch#138522), and
     # nothing newer before its release 2.5. IBM's fms-fsdp, fms_fsdp/policies: mixed precision over fp32 parameters.
     "fms-fsdp": Framework(flash="flash-v2", full_parameters=True),

@@ -155,11 +155,20 @@ class LocalBlock:
         if spec.kind is OpKind.CONV:  # the input is not read once per tap
             moved = moved / division
         else:
-            moved = b * (m * k + k * n + m * n) * self.item_bytes(spec.dtype)
+            item = self.item_bytes(spec.dtype)
+            moved = b * ((m * k + k * n) * item + m * n * self._result_bytes(spec, item))
         return Kernel(
             kind=spec.kind, dtype=dtype, flops=flops // division, bytes_moved=round(moved),
             product=(b, m, n, k), backward=backward,
         )  # fmt: skip
+
+    def _result_bytes(self, spec: KernelSpec, item: float) -> float:
+        """Bytes moved per element of a product's result: a weight gradient that is added to the sum of the step (Megatron's
+        gradient accumulation fusion) reads and writes it."""
+        execution = self.setting.execution
+        if spec.gradient_of != "weight" or execution.kernels != "fused" or execution.added_gradients:
+            return item
+        return 2.0 * ITEM_BYTES[TENSOR_DTYPE[execution.grad_dtype]]
 
     def _arithmetic_dtype(self, spec: KernelSpec) -> str:
         s = self.setting

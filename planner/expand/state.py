@@ -226,18 +226,23 @@ def offloaded_state_bytes(trainable: int, strategy: Strategy, experts: int = 0) 
 def accumulation_kernel(work: BlockWork, strategy: Strategy) -> tuple[Kernel, ...]:
     """Adds a micro-batch's gradients to the sum, where the weight gradient's product does not do it itself.
 
-    Fused kernels (Megatron's gradient accumulation fusion) write into the sum. Eager and compiled add when
-    there are several micro-batches, or when the sum has another dtype.
+    Fused kernels (Megatron's gradient accumulation fusion) write into the sum, but under `added_gradients`. Others add when
+    there are several micro-batches, or when the sum has another dtype; ZeRO-2 and 3 their shard of it, which has been reduced.
     """
     execution = strategy.execution
     produced = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]]
     summed = dtype_bytes(execution.grad_dtype)
-    if execution.kernels == "fused" or not work.trainable:
+    if (execution.kernels == "fused" and not execution.added_gradients) or not work.trainable:
         return ()
     if strategy.micro_batches == 1 and produced == summed:
         return ()
-    moved = work.trainable * (produced + 2 * summed)
-    return (Kernel(kind="elementwise", dtype="fp32", flops=work.trainable, bytes_moved=moved, backward=True),)
+    kinds = (
+        (work.trainable - work.expert_trainable, dense_shards(strategy)),
+        (work.expert_trainable, expert_shards(strategy)),
+    )
+    added = sum(share(count, shards.ranks) if shards.zero >= 2 else count for count, shards in kinds)
+    moved = added * (produced + 2 * summed)
+    return (Kernel(kind="elementwise", dtype="fp32", flops=added, bytes_moved=moved, backward=True),)
 
 
 def stage_buffers(parameters: int, trainable: int, gradient_bytes: int, strategy: Strategy) -> int:

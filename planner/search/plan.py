@@ -59,6 +59,7 @@ SCORED_ONLY = (
     "parameter_gathers",
     "blocking_launches",
     "merged_dispatch",
+    "added_gradients",
 )  # of `Execution`: ways of published runs that are scored, and not searched
 
 

@@ -121,6 +121,10 @@ class ExecutionSection(Section):
     parameter_gathers: bool | None = Field(
         None, description="ZeRO-3 fetches each parameter by itself and waits for it"
     )
+    added_gradients: bool | None = Field(
+        None,
+        description="fused kernels, but a micro-batch's gradients are added to the sum by one of their own",
+    )
     merged_dispatch: bool | None = Field(
         None, description="a token goes once to a rank and a node that hold several of its experts (DeepEP)"
     )

@@ -201,6 +201,24 @@ def test_optimizer_state_follows_the_dtype_policy(execution: Execution, per_para
     assert stage.optimizer_bytes == per_parameter * GRAPH.parameter_count
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_that_no_product_adds_up_are_read_and_written_once_more(zero: int) -> None:
+    strategy = plan(zero=zero, dp_shard=4)
+    adding = replace(strategy, execution=replace(strategy.execution, added_gradients=True))
+
+    def moved(found: Program) -> int:
+        steps = (step for block, _ in found.stages[0].blocks for step in block.backward_weight)
+        return sum(step.bytes_moved for step in steps if isinstance(step, Kernel))
+
+    blocks = [block for block, _ in program(strategy).stages[0].blocks]
+    own = sum(block.trainable for block in blocks) // (4 if zero >= 2 else 1)
+    bf16, fp32 = 2, 4
+    products = [step for block in blocks for step in block.backward_weight if isinstance(step, Kernel)]
+    results = sum(step.product[1] * step.product[2] for step in products if step.product)
+    written_once = results * (2 * fp32 - bf16)  # by fused products, which read the sum and write it
+    assert moved(program(adding)) - moved(program(strategy)) == own * (bf16 + 2 * fp32) - written_once
+
+
 def test_compression_and_algorithm_reach_the_gradient_collectives() -> None:
     sync = GradSync(algorithm="ring", compression=("none", "bf16"))
     (stage,) = program(replace(plan(dp_replicate=8), grad_sync=sync)).stages
