@@ -8,8 +8,11 @@ parameters, buffers (batch statistics), dropout and hooks stay its own, and dept
 
 from __future__ import annotations
 
+import io
 import operator
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +119,12 @@ def _export(
     eager_view: bool,
 ) -> tuple[ExportedProgram, dict[int, Call]]:
     """The exported program, and the calls of submodules in it. UserError if the last way fails."""
+    printed = io.StringIO()  # where export fails it prints the graph that it had got to
     try:
-        with hidden_submodules(module, blocks, eager_view=eager_view) as calls:
-            return export(module, args, kwargs, strict=False, dynamic_shapes=shapes), dict(calls)
+        with redirect_stderr(printed), hidden_submodules(module, blocks, eager_view=eager_view) as calls:
+            program = export(module, args, kwargs, strict=False, dynamic_shapes=shapes), dict(calls)
+        sys.stderr.write(printed.getvalue())
+        return program
     except UserError:
         raise
     except Exception as error:

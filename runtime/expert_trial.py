@@ -7,6 +7,7 @@ the meta device.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
@@ -103,8 +104,9 @@ class Trial:
         layer, held = self._layer, len(next(iter(values.values())))
         arguments = {layer.hidden: self._hidden, layer.index: index, layer.weights: weights}
         with _evaluating(self._owner), holding(self._owner, values, dict.fromkeys(counts, held)):
-            try:
-                found: object = self._owner.forward(**arguments)
+            try:  # by place: a decorator may say other names than what it decorates takes
+                given = inspect.signature(self._owner.forward).bind(**arguments)
+                found: object = self._owner.forward(*given.args, **given.kwargs)
             except Exception:  # whatever a forward of the user's says to being run like this
                 return None
         return found if isinstance(found, Tensor) else None

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -12,7 +15,7 @@ from autoparallel.runtime.expert_trial import Trial
 from autoparallel.runtime.limits import graph_limits
 from autoparallel.runtime.torch_private import shard_in_parts
 from tests.capture.models import captured
-from tests.runtime.expert_models import EXPERT_EXAMPLES
+from tests.runtime.expert_models import EXPERT_EXAMPLES, LoopedExperts
 
 
 @pytest.mark.parametrize(
@@ -76,3 +79,20 @@ def test_a_layer_that_is_called_otherwise_takes_ep_and_cp_out_of_a_search() -> N
     other = replace(graph, blocks=tuple(blocks))
     assert expert_modules(other) is None
     assert graph_limits(other) == {"mesh.ep": 1, "mesh.cp": 1}
+
+
+def _renamed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(forward)
+    def run(self: nn.Module, rows: torch.Tensor, weights: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+        return forward(self, rows, weights, picked)
+
+    return run
+
+
+class _Decorated(LoopedExperts):
+    forward = _renamed(LoopedExperts.forward)
+
+
+def test_a_layer_whose_decorator_has_other_names_for_its_arguments_is_tried_out_all_the_same() -> None:
+    layer = EXPERT_EXAMPLES["routed"](1).experts[0]
+    assert Trial(_Decorated(8, 8), layer).counts() is not None
