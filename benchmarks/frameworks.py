@@ -31,6 +31,7 @@ class Framework:
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     added_gradients: bool = False  # to the sum, by a kernel of their own
+    dtensor_gathers: bool = False  # of sequence parallelism: DTensor's, along the second dim
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
@@ -88,15 +89,17 @@ FRAMEWORKS = {
     "fms-fsdp": Framework(flash="flash-v2", full_parameters=True),
     # pytorch/torchtitan, torchtitan/config: mixed_precision_param bfloat16 over fp32 parameters, mixed_precision_reduce
     # float32. Asynchronous tensor parallelism is an option (enable_async_tensor_parallel) that some runs take.
-    "torchtitan": Framework(flash="flash-v2", full_parameters=True, full_reduction=True),
+    "torchtitan": Framework(
+        dtensor_gathers=True, flash="flash-v2", full_parameters=True, full_reduction=True
+    ),
     "torchtitan-async-tp": Framework(
-        flash="flash-v2", full_parameters=True, full_reduction=True, async_tp=True
+        dtensor_gathers=True, flash="flash-v2", full_parameters=True, full_reduction=True, async_tp=True
     ),
     # huggingface/nanotron@9b0de5be, parallel/pipeline_parallel/state.py: a message is waited for, its shape sent before
     # it; models/llama.py: attention of the flash_attn package, which on Hopper is its second generation.
     "nanotron": Framework(flash="flash-v2", blocking_sends=True),
     # KempnerInstitute/KempnerForge, kempnerforge/distributed/parallel.py: bf16 parameters, fp32 reduction.
-    "kempnerforge": Framework(flash="flash-v2", full_reduction=True),
+    "kempnerforge": Framework(dtensor_gathers=True, flash="flash-v2", full_reduction=True),
 }
 
 

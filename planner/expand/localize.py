@@ -12,7 +12,13 @@ from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, 
 from autoparallel.planner.expand import local_memory as memory
 from autoparallel.planner.expand.context import key_collectives
 from autoparallel.planner.expand.layout import Layout
-from autoparallel.planner.expand.local import SHORT_DTYPE, LocalBlock, Setting, inner_collectives
+from autoparallel.planner.expand.local import (
+    QUANTISED_BYTES,
+    SHORT_DTYPE,
+    LocalBlock,
+    Setting,
+    inner_collectives,
+)
 from autoparallel.planner.sharding.plan import Exchange, Reshard, conjugates
 
 # A norm's weight gradient reads its input and the gradient once more. Kind: formula.
@@ -149,7 +155,35 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[list[Step]]:
 def _communication(local: LocalBlock, move: Reshard | Exchange, *, backward: bool) -> list[Step]:
     if isinstance(move, Exchange):
         return _exchange(local, move, backward=backward)
-    return [*_collectives(local, move, backward=backward)]
+    return [*_collectives(local, move, backward=backward), *_rearranged(local, move, backward=backward)]
+
+
+def _rearranged(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list[Kernel]:
+    """Copies that torch makes of what it gathers or scatters along another dim than the first, which collectives cannot
+    (`execution.dtensor_gathers`): all chunks after one another become one tensor. One sample is a view.
+
+    Source: torch/distributed/_functional_collectives.py, all_gather_tensor (torch.cat of chunks), reduce_scatter_tensor.
+    """
+    execution = local.setting.execution
+    dims = {place for place in (reshard.before, reshard.after) if place.startswith("S")}
+    if not execution.dtensor_gathers or local.setting.tp == 1 or local.setting.micro == 1 or dims == {"S0"}:
+        return []
+    size, dtype = local.value_bytes(reshard.value, "R"), SHORT_DTYPE[local.setting.tensor_dtype]
+    moved = {CollectiveOp.ALL_GATHER: 2 * _gathered_bytes(local, size), CollectiveOp.REDUCE_SCATTER: 2 * size}
+    return [
+        Kernel(kind=OpKind.COPY, dtype=dtype, flops=0, bytes_moved=moved[op], backward=backward)
+        for is_backward, op in conjugates(reshard.before, reshard.after, reshard.partial_gradient)
+        if is_backward == backward and op in moved
+    ]
+
+
+def _gathered_bytes(local: LocalBlock, size: int) -> int:
+    """Bytes of a gathered tensor of `size` bytes in compute. DTensor gathers what an 8-bit product reads (or its backward the
+    gradient of its output) after the cast. Source: pytorch/ao, torchao/float8/float8_tensor_parallel.py."""
+    execution = local.setting.execution
+    if not execution.dtensor_gathers or execution.dtype not in QUANTISED_BYTES:
+        return size
+    return round(size * QUANTISED_BYTES[execution.dtype] / ITEM_BYTES[local.setting.tensor_dtype])
 
 
 def _exchange(local: LocalBlock, move: Exchange, *, backward: bool) -> list[Step]:
@@ -177,6 +211,8 @@ def _collectives(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list
     for is_backward, op in conjugates(reshard.before, reshard.after, reshard.partial_gradient):
         if is_backward == backward:
             local_size = size // local.setting.tp if op is CollectiveOp.ALL_TO_ALL else size
+            if op is CollectiveOp.ALL_GATHER:
+                local_size = _gathered_bytes(local, size)
             whole = Collective(op=op, axes=("tp",), size_bytes=local_size, label="tp")
             found += _asynchronous(local, whole, sums=backward and reshard.partial_gradient)
     return found

@@ -93,6 +93,23 @@ def test_what_megatron_gathers_again_runs_beside_the_backward() -> None:
     assert not [s for s in eager.backward_weight if isinstance(s, Collective)]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_dtensor_copies_what_it_gathers_and_scatters_along_the_sequence(dtype: str) -> None:
+    plain, copying = (
+        parallel(4, sequence=True, kernels="eager", dtype=dtype, dtensor_gathers=wanted).forward
+        for wanted in (False, True)
+    )
+    whole = 2 * SEQ * HIDDEN * 2  # bf16
+    gathered = whole // 2 if dtype == "fp8" else whole
+    sizes = {"all_gather": gathered, "reduce_scatter": whole}
+    moved = [(c.op.value, c.size_bytes) for c in copying if isinstance(c, Collective)]
+    assert moved == [(c.op.value, sizes[c.op.value]) for c in plain if isinstance(c, Collective)]
+    copies = [s.bytes_moved for s in copying if isinstance(s, Kernel) and s.kind is OpKind.COPY]
+    more = sorted(copies)[-len(moved) :]
+    assert sorted(more) == sorted(2 * size for _, size in moved)
+    assert len(copying) - len(plain) == len(moved)
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_asynchronous_gradient_sums_are_the_same_collectives_beside_the_products(sequence: bool) -> None:
     plain, beside = (
