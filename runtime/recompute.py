@@ -19,6 +19,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.capture.kernels import named_kind
 from autoparallel.planner.capture.meta_mode import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
+from autoparallel.runtime.torch_private import run_again
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 MODES = ("none", "selective", "full", "operators")
@@ -136,13 +137,13 @@ def _attention_recomputed(forward: Callable[..., Any], attention: str) -> Callab
 
 
 class _Products:
-    """Keeps the results of matrix products, of attention and of sums over ranks, and sees that nothing is written into
-    them: a second run would start from that. (torch looks at the tensors that it knows, not at a rank's parts of them.)"""
+    """Keeps the results of matrix products, of attention and of sums over ranks, but for those that something is
+    written into: a second run would start from that. (torch looks at the tensors that it knows, not at a rank's parts.)"""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._kept: set[int] = set()
-        self._changed = False
+        self._changed: set[int] = set()
 
     def policy(self, context: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
         """Which results are kept."""
@@ -155,7 +156,7 @@ class _Products:
                 written = [
                     arg for arg, own in named if own.alias_info is not None and own.alias_info.is_write
                 ]
-                self._changed |= not self._kept.isdisjoint(_storages(written))
+                self._changed |= self._kept & _storages(written)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     @contextmanager
@@ -163,7 +164,7 @@ class _Products:
         """The context of the first run, with a look at its end."""
         with first:
             yield
-        if self._changed:
+        if self._changed and not run_again(first, lambda tensor: bool(self._changed & _storages(tensor))):
             raise UserError(
                 f'recompute.mode = "operators": {self._path} writes into the result of a matrix product, which is kept; '
                 'choose "full", "selective" or "none"'

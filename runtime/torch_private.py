@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -197,6 +198,20 @@ def _replicated(results: int, *args: Any, **kwargs: Any) -> list[tuple[list[Any]
     """The one row of a rule by which all tensors are whole."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensorSpec)]
     return [([Replicate()] * results, [Replicate()] * len(given))]
+
+
+def run_again(kept: Any, which: Callable[[Tensor], bool]) -> bool:
+    """Of the results that the first context of selective checkpointing keeps, let those of which `which` is true run
+    again after all. False where this torch (before 2.13) has no way to."""
+    mark = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+    if mark is None:
+        return False
+    for entries in kept.storage.values():
+        for number, entry in entries.items():
+            values = [getattr(leaf, "val", None) for leaf in tree_leaves(entry)]
+            if any(isinstance(value, Tensor) and which(value) for value in values):
+                entries[number] = mark
+    return True
 
 
 def seen_through(function: Callable[..., Any]) -> Callable[..., Any]:
