@@ -29,7 +29,7 @@ from autoparallel.runtime.context_random import drawn_apart
 from autoparallel.runtime.context_values import cut, on_mesh, onto, placed, whole
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.tensor_tools import is_counted_out, is_in_place
-from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
+from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, replicate_without_rule, seen_through
 
 # Along a dim of space DTensor's rule exchanges edges, and only in some layouts; of grouped products it knows those in
 # bfloat16, and their rows are not in the order of the sequence.
@@ -132,6 +132,7 @@ def run_in_shares(module: nn.Module, blocks: Sequence[str], mesh: DeviceMesh) ->
     backward pass. Sets torch's process-wide permission to mix DTensors with plain (replicated) tensors.
     """
     register_missing_rules()
+    replicate_without_rule("tp")
     allow_plain_tensors()
     for path in dict.fromkeys(("", *blocks)):
         part = module.get_submodule(path)

@@ -170,8 +170,8 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
 
 
 def replicate_without_rule(axis: str) -> None:
-    """Let operators for which DTensor has no rule run on whole tensors, on every rank alike, where these lie on a mesh
-    of the one axis called `axis`. For the process; idempotent."""
+    """Let operators for which DTensor has no rule run on whole tensors, on every rank alike: on a mesh of the one axis
+    called `axis`, and in backward passes, which nobody else sees to. For the process; idempotent."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     known = propagator.propagate_op_sharding_non_cached
     if getattr(known, "axis", None) == axis:
@@ -184,7 +184,8 @@ def replicate_without_rule(axis: str) -> None:
             # What is made of other operators is taken apart by DTensor itself.
             composite = torch._C.DispatchKey.CompositeImplicitAutograd
             is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(schema.op.name(), composite)
-            if is_composite or schema.get_mesh_from_args().mesh_dim_names != (axis,):
+            in_backward = torch._C._current_autograd_node() is not None
+            if is_composite or not (in_backward or schema.get_mesh_from_args().mesh_dim_names == (axis,)):
                 raise
             register_sharding(schema.op)(functools.partial(_replicated, len(schema.op._schema.returns)))
             return known(schema)

@@ -39,7 +39,7 @@ def _weights(problem: StageProblem, path: Row) -> list[int]:
     weights = [0] * problem.chunks
     for quantity, chunk, factor in path.terms:
         form = problem.quantities[quantity].forms[0]
-        weights[chunk] += factor * sum(form.kept[kind] for kind in set(problem.kinds))
+        weights[chunk] += factor * sum(form.kept[kind] for kind in dict.fromkeys(problem.kinds))
     return weights
 
 
