@@ -344,7 +344,9 @@ class Frontier:
         else:
             below_s = self._below_s(chosen.mesh.devices)
             below = ceil(below_s * PS) if below_s < inf else None
-            answer = solve_stages(problem, excluded=excluded, below=below, effort=effort, spend=self._spend)
+            answer = solve_stages(
+                node.to_solve, excluded=excluded, below=below, effort=effort, spend=self._spend
+            )
             value = NOTHING
             if answer is not None:
                 value = max(bound, self.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
@@ -375,7 +377,8 @@ class Frontier:
             self._look_around(node.chosen, node.problem, node.deal, found)
         rows = self._learn(node.chosen, found)
         excluded = (*node.excluded, node.deal)
-        self._resolve(replace(node, problem=with_paths(node.problem, rows), excluded=excluded), SHORT)
+        problem, fits = with_paths(node.problem, rows), node.fits and self.outer.fits(found)
+        self._resolve(replace(node, problem=problem, excluded=excluded, fits=fits), SHORT)
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""

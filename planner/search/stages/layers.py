@@ -23,7 +23,7 @@ from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, 
 
 # Sizes up to which this is faster than CP-SAT: pieces (of unlike blocks, of alike ones, and of these where ranks have
 # several chunks), and numbers made for partial deals. Kind: measured.
-MOST_PIECES, MOST_ALIKE, MOST_OF_SEVERAL, MOST_NUMBERS = 200_000, 6_000, 600, 4_000_000
+MOST_PIECES, MOST_ALIKE, MOST_OF_SEVERAL, MOST_NUMBERS = 200_000, 40_000, 600, 4_000_000
 MOST_PARTIAL = (
     1_000  # partial deals after a chunk: where ranks have several chunks few are dominated. Kind: measured
 )

@@ -111,6 +111,20 @@ def without_idle_rows(problem: StageProblem) -> StageProblem:
     return replace(problem, memory=binding)
 
 
+def without_needless_recomputation(problem: StageProblem) -> StageProblem:
+    """The problem with nothing recomputed, where every deal fits without it and it only takes time."""
+    if not problem.recompute or problem.recomputed is not None or without_idle_rows(problem).memory:
+        return problem
+    on_paths = dict.fromkeys(quantity for row in problem.paths for quantity, _, _ in row.terms)
+    forms = [form for quantity in on_paths for form in problem.quantities[quantity].forms]
+    longer = all(
+        form.when_all >= 0 and all(a <= b for a, b in zip(form.kept, form.recomputed, strict=True))
+        for form in forms
+    )
+    least = min((factor for row in problem.paths for _, _, factor in row.terms), default=0)
+    return replace(problem, recompute=False) if longer and least >= 0 else problem
+
+
 def with_less_room(problem: StageProblem, home: Sequence[int], lacking: Sequence[float]) -> StageProblem:
     """The problem with so many bytes less on each rank that lacks some; `home` is the rank of each chunk."""
     rows = [

@@ -24,6 +24,7 @@ from autoparallel.planner.search.stages.problem import (
     deal_value,
     row_values,
     with_less_room,
+    without_needless_recomputation,
 )
 from autoparallel.planner.search.stages.solve import solve_stages, solve_with_cp_sat
 
@@ -75,8 +76,8 @@ def deals(problem: StageProblem) -> Iterator[Deal]:
 @settings(max_examples=60)
 @given(
     kinds=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
-    chunks=st.integers(1, 3), capacity=st.integers(4, 120), recompute=st.booleans(), one_kind=st.booleans(),
-    ends=st.integers(0, 1),
+    chunks=st.integers(1, 3), capacity=st.one_of(st.integers(4, 120), st.just(1000)), recompute=st.booleans(),
+    one_kind=st.booleans(), ends=st.integers(0, 1),
 )  # fmt: skip
 def test_no_deal_is_better_than_the_solvers(
     kinds: tuple[int, ...], chunks: int, capacity: int, recompute: bool, one_kind: bool, ends: int
@@ -92,6 +93,18 @@ def test_no_deal_is_better_than_the_solvers(
             assert answer.deal is not None
             assert (answer.value, answer.bound) == (best, best), problem
             assert deal_fits(problem, answer.deal)
+
+
+def test_nothing_is_recomputed_where_every_deal_fits_and_it_takes_time() -> None:
+    roomy, tight = problem_of((0, 0, 0, 0), 2, capacity=1000), problem_of((0, 0, 0, 0), 2, capacity=60)
+    assert not without_needless_recomputation(roomy).recompute
+    assert without_needless_recomputation(tight) == tight
+    (seconds, bytes_) = roomy.quantities
+    free = replace(seconds.forms[0], recomputed=(9, 17))
+    shorter = replace(roomy, quantities=(replace(seconds, forms=(free,)), bytes_))
+    assert without_needless_recomputation(shorter) == shorter
+    named = replace(roomy, recomputed=(1, 1))
+    assert without_needless_recomputation(named) == named
 
 
 def test_memory_that_just_fits_is_used_and_one_byte_less_is_not() -> None:
