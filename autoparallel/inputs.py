@@ -214,7 +214,8 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
     """The problem to plan. The global batch is one sequence per device unless told otherwise. Raises UserError."""
     constraints = checked.constraints
     if problems := constraint_problems(graph, checked.cluster, constraints):
-        raise UserError("\n".join(problems))
+        where = f"{checked.request.strategy}: " if checked.request.strategy else ""
+        raise UserError("\n".join(f"{where}{problem}" for problem in problems))
     if checked.request.runnable:
         constraints = {**graph_limits(graph), **constraints}
     chosen = {

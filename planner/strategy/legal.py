@@ -34,7 +34,20 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
 
 def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object]) -> list[str]:
     """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
-    return [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
+    found = [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
+    tp, pp = constraints.get("mesh.tp"), constraints.get("mesh.pp")
+    found += _tensor_degree(graph, tp) if isinstance(tp, int) and tp > 1 else ()
+    found += _uncuttable(graph, pp) if isinstance(pp, int) else ()
+    return found
+
+
+def _uncuttable(graph: ModelGraph, pp: int) -> Iterator[str]:
+    if pp > 1 and not graph.pipeline_cuts:
+        repeated = "that each run once" if graph.repeated_positions else "at all"
+        yield (
+            f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages: it has no repeated blocks {repeated}; use "
+            "mesh.pp = 1"
+        )
 
 
 def _compression(cluster: Cluster, constraints: Mapping[str, object]) -> Iterator[str]:
@@ -97,6 +110,15 @@ def _tensor(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         if strategy.shard.sequence_parallel:
             yield "shard.sequence_parallel = true needs mesh.tp > 1; set it to false or raise mesh.tp"
         return
+    yield from _tensor_degree(graph, tp)
+    if strategy.shard.sequence_parallel and graph.tokens_per_sample % tp:
+        yield (
+            f"shard.sequence_parallel = true: mesh.tp = {tp} does not divide the sequence length "
+            f"{graph.tokens_per_sample}; set it to false"
+        )
+
+
+def _tensor_degree(graph: ModelGraph, tp: int) -> Iterator[str]:
     sizes = tensor_sizes(graph)
     if not sizes:
         yield f"mesh.tp = {tp}: no operator of {graph.name} that holds parameters can be sharded; use mesh.tp = 1"
@@ -114,11 +136,6 @@ def _tensor(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield (
             f"mesh.tp = {tp} does not divide the attention heads of {graph.name} "
             f"({', '.join(map(str, heads))}, key-value heads included); try mesh.tp = {good[-1]}"
-        )
-    if strategy.shard.sequence_parallel and graph.tokens_per_sample % tp:
-        yield (
-            f"shard.sequence_parallel = true: mesh.tp = {tp} does not divide the sequence length "
-            f"{graph.tokens_per_sample}; set it to false"
         )
 
 
@@ -158,8 +175,7 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
     problem = schedule_problem(pipeline.schedule, pp, pipeline.virtual_stages, strategy.micro_batches)
     if problem is not None:
         yield f"pipeline.schedule: {problem}"
-    if pp > 1 and not graph.pipeline_cuts:
-        yield f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages; use mesh.pp = 1"
+    yield from _uncuttable(graph, pp)
     if chunks > max(repeated, 1) and not pipeline.stage_blocks:
         yield (
             f"mesh.pp x pipeline.virtual_stages = {chunks} chunks, but {graph.name} has {repeated} repeated "

@@ -8,7 +8,7 @@ import pytest
 
 from autoparallel.errors import UserError
 from autoparallel.planner.score import score
-from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.legal import constraint_problems, strategy_problems
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
@@ -81,6 +81,8 @@ def test_a_chain_that_cannot_be_cut_takes_no_pipeline() -> None:
     (message,) = strategy_problems(uncuttable, CLUSTER, PIPED)
     assert "mesh.pp = 2" in message
     assert "mesh.pp = 1" in message
+    assert constraint_problems(uncuttable, CLUSTER, {"mesh.pp": 2}) == [message]
+    assert not constraint_problems(uncuttable, CLUSTER, {"mesh.pp": 1, "mesh.tp": 2})
 
 
 def test_a_degree_that_divides_no_parameter_names_those_that_do() -> None:
