@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.buckets import fill_buckets
-from autoparallel.costmodel.graph import ITEM_BYTES
+from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program, Step
@@ -18,7 +18,6 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.stages.problem import Row
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
@@ -80,6 +79,7 @@ class PriceBook:
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
     _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
+    _messages: dict[tuple[str, int, int], int] = field(default_factory=dict, repr=False)
     _others: dict[str, PriceBook] = field(default_factory=dict, repr=False)
 
     def at_best(self) -> PriceBook:
@@ -166,6 +166,14 @@ class PriceBook:
             host_bytes=work.host_bytes,
         )
 
+    def least_message_bytes(self, dtype: str, micro: int, parts: int) -> int:
+        """The smallest message between neighbouring stages, of all places where the chain may be cut, on one of the
+        `parts` devices that share a micro-batch, when training in `dtype`."""
+        key = (dtype, micro, parts)
+        if key not in self._messages:
+            self._messages[key] = _least_message_bytes(self.expander.graph, TENSOR_DTYPE[dtype], micro, parts)
+        return self._messages[key]
+
     def send_s(self, axes: tuple[Axis, ...], size_bytes: int, *, wraps: bool = False) -> float:
         """Seconds of a message to the next stage, or back to the first rank."""
         message = Collective(
@@ -228,13 +236,9 @@ class PriceBook:
         return self._rates[key]
 
 
-def least_message_bytes(problem: Problem, micro: int, parts: int) -> int:
-    """The smallest message between neighbouring stages, of all places where the chain may be cut, on one of the
-    `parts` devices that share a micro-batch."""
-    graph = problem.graph
+def _least_message_bytes(graph: ModelGraph, dtype: str, micro: int, parts: int) -> int:
     starts = graph.repeated_positions
     ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[p].sends for p in starts[-1:]}
-    dtype = TENSOR_DTYPE[problem.execution.dtype]
     sizes = [
         sum(
             spec.numel(micro) * ITEM_BYTES[dtype if spec.dtype == graph.dtype else spec.dtype] // parts

@@ -15,7 +15,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest_axes
 from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.prices import PriceBook, least_message_bytes
+from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import Units
 from autoparallel.planner.search.space.build import Shapes, Space, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of, sync_of
@@ -79,7 +79,7 @@ class WireBook:
             held=held.reshape(-1),
             away=np.unique(space.shapes.optimizer_away, return_inverse=True)[1].reshape(-1),
             pipelines=_pipelines(space),
-            messages=_messages(problem, space.shapes),
+            messages=_messages(problem, book, space.shapes),
         )
 
     def price(self, found: Variants) -> Wires:
@@ -195,14 +195,16 @@ def _dense(numbers: Ints, size: int) -> tuple[Ints, Ints]:
     return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
 
 
-def _messages(problem: Problem, shapes: Shapes) -> tuple[list[int], Ints]:
+def _messages(problem: Problem, book: PriceBook, shapes: Shapes) -> tuple[list[int], Ints]:
     """The distinct sizes of the shortest message between neighbouring stages, in bytes, and which of them each shape has."""
     # Never fewer parts than `planner.expand.scatters_messages` has it.
     shared = (shapes.sequence_parallel > 0) | (problem.execution.kernels == "fused")
     parts = shapes.cp * np.where(shared, shapes.tp, 1)
     most = int(parts.max(initial=1)) + 1
     sizes, which = np.unique(shapes.micro * most + parts, return_inverse=True)
-    return [least_message_bytes(problem, *divmod(key, most)) for key in sizes.tolist()], which.reshape(-1)
+    dtype = problem.execution.dtype
+    messages = [book.least_message_bytes(dtype, *divmod(key, most)) for key in sizes.tolist()]
+    return messages, which.reshape(-1)
 
 
 def _pipelines(space: Space) -> tuple[list[tuple[int, int]], Ints]:

@@ -12,7 +12,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook, least_message_bytes
+from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal, proportional
 from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value
@@ -225,7 +225,8 @@ def _send_s(problem: Problem, book: PriceBook, strategy: Strategy, *, wraps: boo
         return 0.0
     shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
     shards = strategy.mesh.tp if shared else 1
-    size = least_message_bytes(problem, strategy.batch.micro, shards * strategy.mesh.cp)
+    dtype, micro = problem.execution.dtype, strategy.batch.micro
+    size = book.least_message_bytes(dtype, micro, shards * strategy.mesh.cp)
     return book.send_s(mesh_axes(strategy), size, wraps=wraps)
 
 
