@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,15 +86,15 @@ def _run(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    with (
-        FlopCounterMode(display=False) as forward,
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         result = trial(*args, **kwargs)
-    differentiable = [t for t in tensors(result) if t.requires_grad]
-    with FlopCounterMode(display=False) as backward:
-        if differentiable:
-            torch.autograd.backward(differentiable, [torch.ones_like(t) for t in differentiable])
+    with sdpa_kernel(SDPBackend.MATH):  # the products of fused attention on a CPU are not counted
+        with FlopCounterMode(display=False) as forward:
+            counted = trial(*args, **kwargs)
+        differentiable = [t for t in tensors(counted) if t.requires_grad]
+        with FlopCounterMode(display=False) as backward:
+            if differentiable:
+                torch.autograd.backward(differentiable, [torch.ones_like(t) for t in differentiable])
     touched = [*tensors((args, kwargs)), *tensors(result), *trial.parameters()]
     cost = LeafCost(
         forward_flops=int(forward.get_total_flops()),

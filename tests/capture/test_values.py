@@ -139,3 +139,21 @@ def test_layers_that_are_never_called_do_not_stop_the_others_from_being_traced()
     graph = capture(module, torch.randn(2, 4), name="x")
     assert graph.parameter_count == sum(p.numel() for p in module.parameters())
     assert [warning for warning in graph.warnings if "unused" in warning]
+
+
+class _Choosing(nn.Module):
+    """Attends where the values say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)[:, None]
+        return F.scaled_dot_product_attention(y, y, y)[:, 0] if bool((y < 9.0).all()) else x
+
+
+def test_the_attention_of_what_cannot_be_traced_counts() -> None:
+    graph = capture(_Choosing(), torch.randn(2, 6, 8), name="x")
+    assert graph.warnings
+    assert graph.model_flops(2) == 2 * (2 * 2 * 6 * 8 * 8) + 3 * 2 * (2 * 2 * 6 * 6 * 8)
