@@ -215,13 +215,17 @@ def _recomputed(problem: StageProblem, deal: Deal) -> Deal:
     """Raise each chunk's number of recomputed blocks until every row over it fits, or nothing is left."""
     chunks_of = [sorted({chunk for _, chunk, _ in row.terms}) for row in problem.memory]
     most, known = list(deal.blocks), dict[tuple[int, int, int], int]()
+
+    def fits(row: Row, deal: Deal) -> bool:
+        return _weight(problem, row.terms, deal, known) + row.constant <= problem.room(row)
+
     for row, chunks in zip(problem.memory, chunks_of, strict=True):
-        low, high = 0, sum(most[c] - deal.recomputed[c] for c in chunks)
+        if fits(row, deal):
+            continue
+        low, high = 1, sum(most[c] - deal.recomputed[c] for c in chunks)
         while low < high:  # the fewest further blocks, dealt round the row's chunks, with which the row fits
             middle = (low + high) // 2
-            if _weight(
-                problem, row.terms, _with_more(deal, chunks, middle), known
-            ) + row.constant <= problem.room(row):
+            if fits(row, _with_more(deal, chunks, middle)):
                 high = middle
             else:
                 low = middle + 1
