@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.program import Collective
 
+Sized = Sequence[tuple[Collective, int]]  # collectives without their sizes, and these in bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -27,8 +29,12 @@ def fill_buckets(reductions: Sequence[tuple[Collective, ...]], bucket_bytes: int
     buckets: list[Bucket] = []
     pending: dict[Collective, float] = {}
     held = 0.0
-    for number, collectives in enumerate(reductions):
-        size = max((collective.size_bytes for collective in collectives), default=0)
+    known: dict[int, Sized] = {}  # by reduction, as links that are the same block have the same one
+    for number, reduction in enumerate(reductions):
+        if id(reduction) not in known:
+            known[id(reduction)] = [(replace(one, size_bytes=0), one.size_bytes) for one in reduction]
+        collectives = known[id(reduction)]
+        size = max((size_bytes for _, size_bytes in collectives), default=0)
         done = 0.0
         full: tuple[Collective, ...] = ()  # what a bucket with nothing but this link's gradients reduces
         while size and bucket_bytes and held + size * (1.0 - done) >= bucket_bytes:
@@ -53,10 +59,9 @@ def fill_buckets(reductions: Sequence[tuple[Collective, ...]], bucket_bytes: int
     return tuple(buckets)
 
 
-def _add(pending: dict[Collective, float], collectives: Sequence[Collective], share: float) -> None:
-    for collective in collectives:
-        kind = replace(collective, size_bytes=0)
-        pending[kind] = pending.get(kind, 0.0) + collective.size_bytes * share
+def _add(pending: dict[Collective, float], collectives: Sized, share: float) -> None:
+    for kind, size_bytes in collectives:
+        pending[kind] = pending.get(kind, 0.0) + size_bytes * share
 
 
 def _close(link: int, fraction: float, pending: dict[Collective, float]) -> Bucket:

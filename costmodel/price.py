@@ -8,7 +8,7 @@ their own (costmodel/streams.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
@@ -174,18 +174,21 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         comm_slowdown=device.constants.get("overlap.comm_slowdown", 0.0),
     )
     shared = {id(block): contended_s(block, program, pricer) for block, _ in stage.blocks}
-    forward = [Pass(costs[id(link)].forward, costs[id(link)].gather_s, shared[id(link)][0]) for link in links]
+    forward_of: dict[int, Pass] = {}
+    input_of: dict[int, Pass] = {}
+    weight_of: dict[int, Pass] = {}
+    both_of: dict[int, Pass] = {}
+    for key, cost in costs.items():  # once for links that are the same block
+        (forward_s, backward_s), inputs = shared[key], _sum(cost.recompute, cost.backward_input)
+        forward_of[key] = Pass(cost.forward, cost.gather_s, forward_s)
+        input_of[key] = Pass(inputs, cost.gather_s, backward_s)
+        weight_of[key] = Pass(cost.backward_weight)
+        both_of[key] = Pass(_sum(inputs, cost.backward_weight), cost.gather_s, backward_s)
+    forward = [forward_of[id(link)] for link in links]
     backward_links = links[::-1]
-    inputs = [
-        Pass(
-            _sum(costs[id(link)].recompute, costs[id(link)].backward_input),
-            costs[id(link)].gather_s,
-            shared[id(link)][1],
-        )
-        for link in backward_links
-    ]
-    weights = [Pass(costs[id(link)].backward_weight) for link in backward_links]
-    both = [replace(i, parts=_sum(i.parts, w.parts)) for i, w in zip(inputs, weights, strict=True)]
+    input_passes, weights, both = (
+        [of[id(link)] for link in backward_links] for of in (input_of, weight_of, both_of)
+    )
     buckets = _priced_buckets(backward_links, program, pricer)
     reduce_s = sum(seconds for _, seconds in buckets)
     every, beside = program.reduce_every_micro, program.overlap
@@ -202,7 +205,7 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
     return StageCost(
         forward=_run(forward, [], interference)[0],
         backward=last_backward if every else _run(both, [], interference)[0],
-        backward_input=_run(inputs, [], interference)[0],
+        backward_input=_run(input_passes, [], interference)[0],
         backward_weight=last_weight if every else _run(weights, [], interference)[0],
         last_backward=last_backward,
         last_backward_weight=last_weight,

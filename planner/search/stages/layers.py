@@ -104,11 +104,12 @@ def _most_below(problem: StageProblem, below: int) -> list[int]:
     kinds = _kinds_within(problem)
     least, each = [], []  # by quantity and chunk: of the fewest units, and of each further one
     for quantity in problem.quantities:
-        rates = [[_rate(form, k) for k in kinds] for form in quantity.forms]
+        of = [{k: _rate(form, k) for k in dict.fromkeys(kinds)} for form in quantity.forms]
+        rates = [[known[k] for k in kinds] for known in of]
         floors = [
-            [fixed + rate * n + min(form.when_all, 0) + min(form.when_few, 0) + min((0, *form.when_none))
-             for fixed, rate, n in zip(form.fixed, own, problem.least, strict=True)]
+            [fixed + rate * n + less for fixed, rate, n in zip(form.fixed, own, problem.least, strict=True)]
             for form, own in zip(quantity.forms, rates, strict=True)
+            for less in (min(form.when_all, 0) + min(form.when_few, 0) + min((0, *form.when_none)),)
         ]  # fmt: skip
         least.append([max(values) for values in zip(*floors, strict=True)])
         each.append([min(values) for values in zip(*rates, strict=True)])
