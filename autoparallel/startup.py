@@ -69,9 +69,8 @@ def begun_capture(checked: Checked) -> Iterator[Callable[[], ModelGraph]]:
 
 
 def _graph_or_error(checked: Checked) -> ModelGraph | UserError:
+    """Its error as a plain one: the class it has may be torch's neighbour, which the first process has not imported."""
     try:
         return load_graph(checked)
     except UserError as error:
-        return UserError(
-            str(error)
-        )  # its own class may be torch's neighbour, which the first process has not imported
+        return UserError(str(error))

@@ -14,6 +14,9 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.search.stages.paths import Path, critical_path
 from autoparallel.planner.strategy.types import Strategy
 
+# Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
+TOLERANCE = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Held):

@@ -18,7 +18,7 @@ from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expa
 from autoparallel.planner.search.bounds.runs import Known, Run, Value, Values, priced_alike, values_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.dives import promising
-from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
 from autoparallel.planner.search.nearby import improve, leave_room
 from autoparallel.planner.search.nodes import Node
 from autoparallel.planner.search.space.build import Shapes, Variants
@@ -31,8 +31,6 @@ from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, 
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
 
-# Two plans closer than this are the same plan: below what rounding to picoseconds adds up to. Kind: formula.
-TOLERANCE = 1e-6
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MUCH = 0.005  # share by which a stage problem promises more than the incumbent, to be simulated at once

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.search.bounds.outer import Outer
-from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.inner import path_row
@@ -17,7 +17,6 @@ from autoparallel.planner.search.stages.unlike import on_devices
 Simulate = Callable[[Deal], Evaluation]
 
 ROOMS_TRIED = 5  # deals of a variant tried, each with as much more room as the one before lacked
-BETTER = 1e-6  # share by which a deal has to be faster to be taken instead
 
 
 def leave_room(
@@ -51,6 +50,6 @@ def improve(
         (path,) = on_devices(problem, [path_row(found.path())])
         for moved in moves(problem, deal, path):
             tried = simulate(moved)
-            if outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - BETTER):
+            if outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
                 found, deal, better = tried, moved, True
                 break

@@ -23,8 +23,8 @@ from autoparallel.planner.search.answer.reasons import reason
 from autoparallel.planner.search.answer.result import explored, proof_of, result_of, with_rules
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.bounds.runs import Value
-from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.frontier import NOTHING, TOLERANCE, Frontier, Stopped
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
+from autoparallel.planner.search.frontier import NOTHING, Frontier, Stopped
 from autoparallel.planner.search.space.assign import assign, talks
 from autoparallel.planner.search.space.irregular import every_part, on_nodes
 from autoparallel.planner.search.space.mixed import Part

@@ -30,7 +30,8 @@ from autoparallel.planner.search.bounds.outer import Outer, bound_variants, buil
 from autoparallel.planner.search.bounds.runs import values_of
 from autoparallel.planner.search.bounds.tables import representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
-from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.search.evaluate import TOLERANCE
+from autoparallel.planner.search.frontier import Frontier
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_cost

@@ -20,8 +20,8 @@ from autoparallel.planner.search.answer.relaxations import (
     without,
 )
 from autoparallel.planner.search.bounds.outer import Outer, build_outer
-from autoparallel.planner.search.evaluate import Evaluation, evaluate
-from autoparallel.planner.search.frontier import TOLERANCE, Frontier, Stopped
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
+from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, build_space
 from autoparallel.planner.search.space.meshes import divisors
 from autoparallel.planner.strategy.types import Strategy

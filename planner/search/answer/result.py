@@ -15,8 +15,8 @@ from autoparallel.planner.search.answer.outcome import GIB, Alternative, Constra
 from autoparallel.planner.search.answer.simplest import simplest
 from autoparallel.planner.search.answer.tradeoffs import tradeoffs
 from autoparallel.planner.search.bounds.outer import Outer
-from autoparallel.planner.search.evaluate import Evaluation, evaluate
-from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
+from autoparallel.planner.search.frontier import Frontier
 from autoparallel.planner.strategy.types import Strategy
 
 IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's place

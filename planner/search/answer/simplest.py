@@ -13,8 +13,8 @@ from autoparallel.errors import UserError
 from autoparallel.planner.search.answer.check import constraint_problems
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.bounds.runs import Value
-from autoparallel.planner.search.evaluate import Evaluation, evaluate, held_by
-from autoparallel.planner.search.frontier import TOLERANCE, Frontier
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate, held_by
+from autoparallel.planner.search.frontier import Frontier
 from autoparallel.planner.search.space.candidates import rules_of
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Offload, Recompute, Strategy

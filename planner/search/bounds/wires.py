@@ -271,7 +271,7 @@ def _dense_s(
         return _bucket_s(problem, book, strategy, axes), 0.0, 0.0
     # Shards of experts and of the rest are summed over replicas by one collective.
     most = max(int(units.most_trainable[shape]), 1) + int(units.all_experts[shape])
-    reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(most, strategy)) / most
+    reduce_s = _at_once_s(book, strategy, axes, most)
     whole = max(problem.graph.parameter_count, 1)
     unit = int(units.unit_parameters[shape])
     return (
@@ -288,8 +288,13 @@ def _least_dense_s(problem: Problem, book: PriceBook, strategy: Strategy, axes: 
     if state.zero_level(strategy) < 3:
         return _bucket_s(problem, book, strategy, axes), 0.0
     whole = max(problem.graph.parameter_count, 1)
-    reduce_s = sum(book.pricer.collective_s(c, axes) for c in state.reduction_of(whole, strategy)) / whole
-    return reduce_s, _gather_s(book, strategy, axes, whole, 0) / whole
+    return _at_once_s(book, strategy, axes, whole), _gather_s(book, strategy, axes, whole, 0) / whole
+
+
+def _at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:
+    """To reduce the gradient of one of so many parameters, all of them at once."""
+    reduction = state.reduction_of(parameters, strategy, experts)
+    return sum(book.pricer.collective_s(c, axes) for c in reduction) / parameters
 
 
 def _bucket_s(
@@ -316,5 +321,4 @@ def _reduce_expert_s(
     """To reduce the gradient of one of so many parameters."""
     if state.zero_level(strategy) < 3:
         return _bucket_s(problem, book, strategy, axes, experts=True)
-    reduction = state.reduction_of(experts, strategy, experts)
-    return sum(book.pricer.collective_s(c, axes) for c in reduction) / experts
+    return _at_once_s(book, strategy, axes, experts, experts)

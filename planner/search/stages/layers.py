@@ -106,10 +106,10 @@ def _most_below(problem: StageProblem, below: int) -> list[int]:
     for quantity in problem.quantities:
         of = [{k: _rate(form, k) for k in dict.fromkeys(kinds)} for form in quantity.forms]
         rates = [[known[k] for k in kinds] for known in of]
+        lowest = [min(f.when_all, 0) + min(f.when_few, 0) + min((0, *f.when_none)) for f in quantity.forms]
         floors = [
             [fixed + rate * n + less for fixed, rate, n in zip(form.fixed, own, problem.least, strict=True)]
-            for form, own in zip(quantity.forms, rates, strict=True)
-            for less in (min(form.when_all, 0) + min(form.when_few, 0) + min((0, *form.when_none)),)
+            for form, own, less in zip(quantity.forms, rates, lowest, strict=True)
         ]  # fmt: skip
         least.append([max(values) for values in zip(*floors, strict=True)])
         each.append([min(values) for values in zip(*rates, strict=True)])

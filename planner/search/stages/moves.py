@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, deal_fits
 
@@ -24,14 +25,8 @@ def moves(problem: StageProblem, deal: Deal, path: Row) -> Iterator[Deal]:
         and deal.blocks[off] > problem.least[off]
         and deal.blocks[to] < problem.most[to]
     ]
-    left = TRIED
-    for _, off, to in sorted(pairs):
-        moved = _moved(problem, deal, off, to)
-        if moved is not None:
-            yield moved
-            left -= 1
-        if not left:
-            return
+    moved = (_moved(problem, deal, off, to) for _, off, to in sorted(pairs))
+    yield from islice((one for one in moved if one is not None), TRIED)
 
 
 def _weights(problem: StageProblem, path: Row) -> list[int]:

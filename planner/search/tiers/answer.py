@@ -28,7 +28,8 @@ from autoparallel.planner.search.answer.outcome import (
 )
 from autoparallel.planner.search.answer.reasons import reason
 from autoparallel.planner.search.answer.result import proof_of
-from autoparallel.planner.search.frontier import TOLERANCE, Stopped
+from autoparallel.planner.search.evaluate import TOLERANCE
+from autoparallel.planner.search.frontier import Stopped
 from autoparallel.planner.search.tiers.options import classes_of, given_rules, without_tables
 from autoparallel.planner.search.tiers.search import Placed, TierSearch
 from autoparallel.planner.search.tiers.terms import Catalogue
