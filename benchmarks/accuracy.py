@@ -23,7 +23,9 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import score
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster, Device
+from benchmarks.beside import held_bytes, shown_bytes
 from benchmarks.losses import with_fused_loss
 from benchmarks.models import Shape, build
 from benchmarks.rows import Row, Run, Unscorable, parse, read_rows
@@ -82,7 +84,11 @@ class Scorer:
     expanders: dict[tuple[Shape, int, str], Expander] = field(default_factory=dict)
 
     def predict(self, run: Run, cluster: Cluster | None = None) -> Prediction:
-        """The first of the run's strategies that fits; the last if none does."""
+        """What the first of the run's strategies that fits needs; the last if none does."""
+        return self.chosen(run, cluster)[1]
+
+    def chosen(self, run: Run, cluster: Cluster | None = None) -> tuple[Strategy, Prediction]:
+        """The first of the run's strategies that fits, or the last if none does, and its prediction."""
         cluster = cluster or run.cluster
         graph = self.graphs.of(run.shape, run.layers)
         key = (run.shape, run.layers, repr((cluster.name, cluster.levels)))
@@ -94,10 +100,11 @@ class Scorer:
             prediction = score(graph, cluster, strategy, expander=expander)
             if prediction.feasible:
                 break
-        return prediction
+        return strategy, prediction
 
     def scored(self, run: Run) -> Scored:
-        prediction = self.predict(run)
+        strategy, prediction = self.chosen(run)
+        held = held_bytes(prediction, strategy, run.beside(strategy), run.output_bytes)
         return Scored(
             id=run.id,
             source=run.source,
@@ -106,7 +113,7 @@ class Scorer:
             predicted_s=prediction.step_time_s,
             measured_s=run.step_time_s,
             feasible=prediction.feasible,
-            predicted_gib=prediction.peak_bytes / GIB,
+            predicted_gib=shown_bytes(held, run.memory_kind, run.cluster.device) / GIB,
             measured_gib=run.peak_memory_gib,
             memory_kind=run.memory_kind,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from autoparallel.planner.strategy.types import TensorRule
+from autoparallel.planner.strategy.types import Strategy, TensorRule
+from benchmarks.beside import Beside, deepspeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,16 @@ class Framework:
     async_gradients: bool = False  # tensor-parallel sums of input gradients beside the weights' products
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
     dropout: float = 0.0  # of attention's probabilities and after attention and MLP
+    attention: Literal["", "unfused"] = ""  # what its launcher runs, where a row's kernel is an assumption
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     added_gradients: bool = False  # to the sum, by a kernel of their own
     dtensor_gathers: bool = False  # of sequence parallelism: DTensor's, along the second dim
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
+    vocab: int = 0  # likewise
+    beside: Callable[[Strategy], Beside] = lambda _: (
+        Beside()
+    )  # what it holds on a device that a program does not
     tensor: tuple[TensorRule, ...] = ()  # tensor-parallel placements that differ from Megatron's
 
 
@@ -42,6 +49,11 @@ BLOCKING_LAUNCHES = ("train/tr11-176B-ml/",)
 
 GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), outputs=("replicate",)),)
 
+# --attention-dropout and --hidden-dropout of Megatron-LM's scripts where they are not given (megatron/arguments.py), and whose
+# runs say that they kept them, by a part of their origin: bigscience, train/tr11-176B-ml/README.md.
+DROPOUT = 0.1
+DROPPING = ("bigscience-workshop/bigscience",)
+
 # Megatron-Bridge, perf_recipes/llama: tp_comm_overlap = False in every nvfp4 recipe. Transformer Engine refused MXFP8
 # under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
 IN_LINE = ("mxfp8", "nvfp4")
@@ -49,7 +61,7 @@ IN_LINE = ("mxfp8", "nvfp4")
 FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
     # ZeRO ran in that engine, one without may have run in Megatron's own.
-    "megatron-deepspeed": Framework(blocking_sends=True, added_gradients=True),
+    "megatron-deepspeed": Framework(blocking_sends=True, added_gradients=True, beside=deepspeed),
     # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
@@ -70,6 +82,9 @@ FRAMEWORKS = {
     # Megatron-LM since 2022 (02bb1f5, megatron/mpu/layers.py): async_tensor_model_parallel_allreduce by default, and the
     # same for the scatter of sequence parallelism.
     "megatron-2022": Framework(async_gradients=True),
+    # sail-sg/zero-bubble-pipeline-parallelism@f68d3879 (branch arxiv, of the paper), examples/pretrain_zero_bubble.sh: fp16
+    # without --use-flash-attn.
+    "megatron-zb": Framework(attention="unfused", vocab=32000, dropout=DROPOUT),
     # InternLM/InternEvo: solver/optimizer/hybrid_zero_optim.py reduces gradients in the parameters' dtype;
     # reduce_bucket_size of its 7B configurations.
     "internevo": Framework(half_gradients=True, added_gradients=True, bucket_elements=512 * 2**20),

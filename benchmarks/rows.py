@@ -7,7 +7,7 @@ that software generation do by default. Nothing here depends on a row's measurem
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from autoparallel.planner.strategy.types import (
 from autoparallel.profiles import load_device
 from autoparallel.profiles.hardware import Cluster, Group
 from autoparallel.profiles.parts import evenly_filled
-from benchmarks.frameworks import BLOCKING_LAUNCHES, framework_of
+from benchmarks.beside import HALF_BYTES, Beside
+from benchmarks.frameworks import BLOCKING_LAUNCHES, DROPOUT, DROPPING, framework_of
 from benchmarks.models import Shape
 
 Row = Mapping[str, str]
@@ -55,6 +56,8 @@ class Run:
     step_time_s: float | None
     peak_memory_gib: float | None
     memory_kind: str
+    beside: Callable[[Strategy], Beside]
+    output_bytes: int  # that one micro-batch sends from stage to stage, on one device
 
 
 # A node with less network than this for each of its devices has fewer ports than devices. Kind: formula. Source:
@@ -88,12 +91,23 @@ def _flag(row: Row, key: str, default: bool) -> bool:
     return {"True": True, "False": False}.get(row.get(key, ""), default)
 
 
+def _assumed(row: Row) -> bool:
+    """Whether the row's vocabulary and attention are what its reader took for likely."""
+    return "vocabulary, dtype, recomputation and attention kernel are assumptions" in row.get("note", "")
+
+
+def _dropout(row: Row) -> float:
+    kept = any(place in row.get("origin", "") for place in DROPPING)
+    return DROPOUT if kept else framework_of(row.get("framework", "")).dropout
+
+
 def shape_of(row: Row) -> Shape:
     """The model's shape, the vocabulary padded as Megatron pads it."""
     hidden, heads = _int(row, "hidden"), _int(row, "heads")
     framework = framework_of(row.get("framework", ""))
     multiple = VOCAB_MULTIPLE * _int(row, "tp", 1)
-    vocab = -(-_int(row, "vocab") // multiple) * multiple
+    said = framework.vocab if framework.vocab and _assumed(row) else _int(row, "vocab")
+    vocab = -(-said // multiple) * multiple
     return Shape(
         family=row["family"],
         hidden=hidden,
@@ -108,7 +122,7 @@ def shape_of(row: Row) -> Shape:
         rotary=row.get("positions") == "rope",
         experts=_int(row, "experts", 0),
         experts_per_token=_int(row, "experts_per_token", 0),
-        dropout=framework.dropout,
+        dropout=_dropout(row),
         loss=framework.loss,
     )
 
@@ -151,6 +165,8 @@ def _sequence_parallel(row: Row) -> bool:
 def _attention(row: Row) -> str:
     """The generation of flash attention that the row names, else its framework's."""
     attention, framework = row.get("attention") or "flash", framework_of(row.get("framework", ""))
+    if framework.attention and _assumed(row):
+        return framework.attention
     if attention != "flash":
         return attention
     kernel = row.get("attention_kernel", "")
@@ -180,7 +196,7 @@ def _execution(row: Row) -> Execution:
         grad_dtype=half if half_gradients else "fp32",
         attention=_attention(row),
         kernels=kernels,
-        dropout=framework.dropout,
+        dropout=_dropout(row),
         async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
         merged_dispatch=framework.merged_dispatch,
@@ -268,6 +284,11 @@ def _recomputed(base: Strategy, eighths: int) -> Recompute:
     return Recompute(per_stage=tuple(counts))
 
 
+def _output_bytes(row: Row, shape: Shape) -> int:
+    tokens = _int(row, "micro_batch") * shape.seq_len // _int(row, "cp", 1)
+    return HALF_BYTES * tokens * shape.hidden // (_int(row, "tp", 1) if _sequence_parallel(row) else 1)
+
+
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     """A run from its row. Raises Unscorable with the reason."""
     shape = shape_of(row)
@@ -285,4 +306,6 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
         step_time_s=_float(row, "step_time_s"),
         peak_memory_gib=_float(row, "peak_memory_gib"),
         memory_kind=row.get("memory_kind", ""),
+        beside=framework_of(row.get("framework", "")).beside,
+        output_bytes=_output_bytes(row, shape),
     )

@@ -44,6 +44,7 @@ SERVED = (
     "served"  # rows that a parameter server on a host gives or takes, while every device of the node asks it
 )
 HOST_UPDATE = "host_update"  # this device's share of what the processors of its host read and write
+_MASK_BYTES = 1  # an element of a dropout mask
 _SCORE_KERNELS = {"eager": 4, "fused": 1, "compiled": 2}  # that pass over the scores of unfused attention
 _MEMORY_KINDS = {
     OpKind.EMBEDDING: "memory.efficiency.embedding", OpKind.NORM: "memory.efficiency.norm",
@@ -77,7 +78,8 @@ def launches(kernel: Kernel, kernels: str) -> int:
     if kernel.kind in (OpKind.VIEW, PER_TENSOR, PIECES):
         return 0
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
-        return kernel.count * ((4 if kernel.backward else 2) + _SCORE_KERNELS[kernels])
+        over_scores = _SCORE_KERNELS[kernels] + (kernel.attention.dropout and kernels == "fused")
+        return kernel.count * ((4 if kernel.backward else 2) + over_scores)
     return kernel.count
 
 
@@ -257,7 +259,8 @@ def flash_attention_s(kernel: Kernel, shape: AttentionShape, device: Device) -> 
 def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, kernels: str) -> float:
     """softmax(Q K^T) V with the scores in memory: batched products, and passes over the scores.
 
-    Products forward: scores, output; backward: two for each. The mask saves nothing.
+    Products forward: scores, output; backward: two for each. The mask saves nothing. Beside the one kernel that scales,
+    masks and normalises stands the dropout's, which reads and writes the probabilities and writes (or reads) a mask.
     """
     constants = device.constants
     dtype = _attention_dtype(kernel.dtype)
@@ -277,6 +280,8 @@ def unfused_attention_s(kernel: Kernel, shape: AttentionShape, device: Device, k
         total += start_s + (gemm_s(part, device) if aligned else _vector_product_s(part, device))
     side = "backward" if kernel.backward else "forward"
     passes = constants[f"attention.score_passes_{side}.{kernels}"]
+    if shape.dropout and kernels == "fused":
+        passes += 2 + _MASK_BYTES / item
     scores = shape.batch * shape.heads * shape.query_length * shape.key_length * item * passes
     return total + start_s + memory_s(scores, device, "memory.efficiency.softmax")
 

@@ -65,6 +65,7 @@ class AttentionShape:
     flash: bool
     last: bool = False  # the queries are the last of the sequence: they see the keys before them, too
     generation: int = 0  # of flash kernels, FlashAttention 1 or 2; 0: the best of the device
+    dropout: bool = False  # of the probabilities, in a kernel of its own where attention is unfused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,7 +186,7 @@ class LocalBlock:
             batch=local.get("b", 1), heads=heads, kv_heads=min(local.get("g", heads), heads),
             query_length=max(local.get("s", 1) // s.cp, 1), key_length=local.get("t", local.get("s", 1)),
             head_size=local.get("d", 1), value_size=local.get("v", local.get("d", 1)),
-            causal=operator.causal, last=s.cp > 1 and s.execution.kernels == "eager", flash=s.flash, generation=GENERATIONS.get(s.execution.attention, 0),
+            causal=operator.causal, last=s.cp > 1 and s.execution.kernels == "eager", flash=s.flash, generation=GENERATIONS.get(s.execution.attention, 0), dropout=s.execution.dropout > 0,
         )  # fmt: skip
 
     def scores_elements(self, op: int) -> int:

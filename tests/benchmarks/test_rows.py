@@ -64,6 +64,23 @@ def test_attention_is_the_kernel_that_the_row_names_or_else_its_framework_s(
     assert rows.strategies_of(row)[0].execution.attention == attention
 
 
+def test_what_a_row_s_reader_assumed_gives_way_to_what_its_launcher_runs() -> None:
+    row = next(row for row in published("training_rows") if row["framework"] == "megatron-zb")
+    said = {**row, "note": ""}
+    assert rows.strategies_of(row)[0].execution.attention == "unfused"
+    assert rows.strategies_of(said)[0].execution.attention == "flash"
+    assert (rows.shape_of(row).vocab, rows.shape_of(said).vocab) == (32000, int(row["vocab"]))
+
+
+def test_runs_whose_project_kept_megatron_s_dropout_have_it() -> None:
+    for row in published("training_rows"):
+        kept = row["origin"].startswith("bigscience-workshop") or row["framework"] in (
+            "megatron-zb",
+            "aleph-alpha-scaling",
+        )
+        assert (rows.shape_of(row).dropout > 0) == kept, row["id"]
+
+
 def test_only_runs_that_said_so_waited_for_each_kernel() -> None:
     waiting = {row["source"] for row in published("training_rows") if row["origin"].find("tr11-176B-ml") >= 0}
     for row in published("training_rows")[::50]:

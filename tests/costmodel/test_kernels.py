@@ -55,6 +55,22 @@ def test_the_second_generation_of_flash_kernels_is_slower_where_a_newer_one_is_t
     assert best_s / second_s == pytest.approx(ratio, rel=1e-3)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_dropout_of_unfused_attention_reads_and_writes_the_scores_and_their_mask_once_more(
+    backward: bool,
+) -> None:
+    device = DEVICES["a100-sxm-80gb"]
+    kept = attention(2048, flash=False, backward=backward)
+    assert kept.attention is not None
+    dropped = replace(kept, attention=replace(kept.attention, dropout=True))
+    more_s = device_s(dropped, device, "fused") - device_s(kept, device, "fused")
+    moved = 32 * 2048 * 2048 * (2 + 2 + 1)  # fp16 probabilities in and out, and one byte of a mask each
+    bandwidth = device.hbm_bytes_per_s * device.constants["memory.efficiency.softmax"]
+    assert more_s == pytest.approx(moved / bandwidth)
+    assert host_s(dropped, device, "fused") > host_s(kept, device, "fused")
+    assert device_s(dropped, device, "eager") == device_s(kept, device, "eager")  # counted among its passes
+
+
 @given(devices, modes, sizes, sizes, sizes)
 def test_a_product_never_beats_the_peak_nor_the_memory(name: str, mode: str, m: int, n: int, k: int) -> None:
     device, kernel = DEVICES[name], product(1, m, n, k)

@@ -1,0 +1,71 @@
+"""What a device holds beside the live tensors of a program: the part of a measured peak that a strategy does not say.
+
+Two things. A training framework allocates what a program of ours does not (`Beside`, read in its sources). And nvidia-smi
+counts the process, not its tensors: the CUDA context, NCCL's buffers, and what the caching allocator has taken and cannot
+use, for it never merges blocks of two segments (c10/cuda/CUDACachingAllocator.cpp). That is `reserve_bytes` of the device,
+which the planner sets aside, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoparallel.costmodel.prediction import Prediction, StageMemory
+from autoparallel.planner.expand import state
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Device
+
+HALF_BYTES, FP32_BYTES = 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What a framework holds on each device, in bytes for each parameter of its pipeline rank but `bucket_elements`."""
+
+    per_parameter: int = 0
+    per_own_parameter: int = 0  # for each one that the rank updates: all of them, or with ZeRO its share
+    bucket_elements: int = 0  # gradients copied to be reduced at once
+    keeps_outputs: bool = False  # what a stage has sent on lives until its backward
+
+
+# deepspeed/runtime/zero/stage_1_and_2.py@v0.6.0, step: the averaged gradients of the own partition are flattened in half
+# precision, and copied to fp32; config_utils: reduce_bucket_size 5e8. pipe/engine.py: pipe_buffers["outputs"] until the backward.
+ZERO_1 = Beside(per_own_parameter=HALF_BYTES + FP32_BYTES, bucket_elements=500_000_000, keeps_outputs=True)
+# deepspeed/runtime/fp16/fused_optimizer.py@v0.6.0, step: every gradient in fp32, and these once more flattened.
+ZERO_0 = Beside(per_parameter=2 * FP32_BYTES, keeps_outputs=True)
+# deepspeed/runtime/bf16_optimizer.py: gradients stay in half precision after they are added to the fp32 ones, which are not
+# sharded; engine.py, buffered_allreduce_fallback: elements_per_buffer 5e8.
+BF16 = Beside(per_parameter=HALF_BYTES, bucket_elements=500_000_000, keeps_outputs=True)
+
+
+def deepspeed(strategy: Strategy) -> Beside:
+    """The optimizer that DeepSpeed's pipeline engine takes for a dtype and a level of ZeRO."""
+    if strategy.execution.dtype == "bf16":
+        return BF16
+    return ZERO_1 if strategy.shard.zero else ZERO_0
+
+
+def held_bytes(prediction: Prediction, strategy: Strategy, beside: Beside, output_bytes: int) -> float:
+    """Live bytes of the fullest device with what the framework holds; `output_bytes` leave a stage for a micro-batch."""
+    return max(_on_rank(stage, strategy, beside, output_bytes) for stage in prediction.memory)
+
+
+def shown_bytes(held: float, kind: str, device: Device) -> float:
+    """What is printed of `held` bytes, by how it was measured."""
+    return held + device.reserve_bytes if kind == "nvidia-smi" else held
+
+
+def _on_rank(stage: StageMemory, strategy: Strategy, beside: Beside, output_bytes: int) -> float:
+    execution, pp = strategy.execution, strategy.mesh.pp
+    parameters = stage.parameters / state.dtype_bytes(execution.param_dtype)
+    own = parameters / (state.shard_ranks(strategy) if state.zero_level(strategy) else 1)
+    bucket = min(beside.bucket_elements, parameters) * state.dtype_bytes(execution.grad_dtype)
+    micros = strategy.batch.global_ // (strategy.batch.micro * strategy.mesh.data_parallel)
+    sent = min(pp - stage.stage, micros) if beside.keeps_outputs and stage.stage < pp - 1 else 0
+    return (
+        stage.peak
+        + beside.per_parameter * parameters
+        + beside.per_own_parameter * own
+        + bucket
+        + sent * output_bytes
+    )

@@ -1,0 +1,78 @@
+"""What a device holds beside a program's live tensors, by what the training framework and the measurement add."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoparallel.costmodel.prediction import Prediction, StageMemory
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Shard, Strategy
+from autoparallel.profiles import load_device
+from benchmarks.beside import BF16, ZERO_0, ZERO_1, Beside, deepspeed, held_bytes, shown_bytes
+from benchmarks.frameworks import FRAMEWORKS
+
+PARAMETERS = 1000
+BASE = Strategy(
+    batch=Batch(global_=64, micro=2),
+    mesh=Mesh(pp=4, dp_shard=8, tp=1),
+    shard=Shard(zero=1),
+    execution=Execution(dtype="fp16", param_dtype="fp16", grad_dtype="fp16"),
+)
+
+
+def stage(number: int, activations: int) -> StageMemory:
+    return StageMemory(
+        stage=number, parameters=2 * PARAMETERS, gradients=0, optimizer=0, activations=activations, buffers=0,
+        peak=2 * PARAMETERS + activations,
+    )  # fmt: skip
+
+
+def prediction(*stages: StageMemory) -> Prediction:
+    return Prediction(
+        memory=stages, capacities_bytes=(1e9,) * len(stages), step_time_s=1.0, breakdown_s=(), model_flops=1,
+        hardware_flops=1, tokens=1, devices=32, peak_flops_per_s=1.0,
+    )  # fmt: skip
+
+
+def test_a_framework_that_adds_nothing_holds_what_is_live() -> None:
+    assert held_bytes(prediction(stage(0, 5), stage(1, 7)), BASE, Beside(), 100) == 2007
+
+
+def test_zero_1_flattens_the_gradients_of_its_share_twice_and_a_bucket_of_all() -> None:
+    beside = replace(ZERO_1, keeps_outputs=False)
+    assert (
+        held_bytes(prediction(stage(0, 0)), BASE, beside, 100) == 2000 + 6 * PARAMETERS / 8 + 2 * PARAMETERS
+    )
+
+
+def test_without_zero_every_gradient_is_there_in_fp32_twice() -> None:
+    strategy = replace(BASE, shard=Shard(zero=0))
+    beside = replace(ZERO_0, keeps_outputs=False)
+    assert held_bytes(prediction(stage(0, 0)), strategy, beside, 100) == 2000 + 8 * PARAMETERS
+
+
+@pytest.mark.parametrize(("number", "in_flight"), [(0, 4), (1, 3), (2, 2), (3, 0)])
+def test_what_a_stage_sent_lives_for_each_micro_batch_on_its_way_and_the_last_sends_nothing(
+    number: int, in_flight: int
+) -> None:
+    kept = held_bytes(prediction(stage(number, 0)), BASE, Beside(keeps_outputs=True), 100)
+    assert kept == 2000 + 100 * in_flight
+
+
+def test_few_micro_batches_keep_few_outputs() -> None:
+    strategy = replace(BASE, batch=Batch(global_=32, micro=2))
+    assert held_bytes(prediction(stage(0, 0)), strategy, Beside(keeps_outputs=True), 100) == 2000 + 200
+
+
+def test_deepspeed_s_optimizer_follows_dtype_and_zero() -> None:
+    assert FRAMEWORKS["megatron-deepspeed"].beside is deepspeed
+    assert deepspeed(BASE) == ZERO_1
+    assert deepspeed(replace(BASE, shard=Shard(zero=0))) == ZERO_0
+    assert deepspeed(replace(BASE, execution=Execution(dtype="bf16"))) == BF16
+
+
+def test_nvidia_smi_shows_what_the_planner_sets_aside_and_torch_does_not() -> None:
+    device = load_device("a100-sxm-80gb")
+    assert shown_bytes(1e9, "torch-allocated", device) == 1e9
+    assert shown_bytes(1e9, "nvidia-smi", device) == 1e9 + device.reserve_bytes
