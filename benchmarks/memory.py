@@ -1,17 +1,28 @@
 """Predicted against measured memory of truncated Llama-2-7B runs: `python benchmarks/memory.py [--json OUT.json]`.
 
-Data: benchmarks/published/memory_llama2_7b.csv, the memory profile that Galvatron ships (its `origin` column).
+Data: benchmarks/published/memory_llama2_7b.csv, the memory profile that Galvatron ships (its `origin` column): torch's
+allocated bytes after a step's backward pass (states), after its forward pass less before it (kept), and the step's peak
+less that after the backward pass (galvatron/core/profiler/runtime_profiler.py).
+
 What the profile does not state is inferred from it:
-- model states grow by 386 MiB a layer whatever the split: 16 bytes a parameter (bf16 parameter and gradient, fp32
-  copy and two moments) over all eight devices, so ZeRO-3 over the data-parallel ranks;
-- one row keeps 250 MiB of what the loss needs, one bf16 value for each of 4,096 tokens and 32,000 words: the loss
-  is computed on bf16 logits;
-- the peaks leave no room for a gather issued ahead nor for a reduction that is not over: torch counts what FSDP frees
-  as free when the host lets go of it (c10/cuda/CUDACachingAllocator.cpp, `free`), whatever streams still do with it;
-- activations grow by 514.6 MiB a layer on eight data-parallel ranks: twice the 257.3 MiB that one sample of 2,048
-  tokens keeps, so two samples a device, sixteen a step, in one micro-batch.
-Rows with tp > 1 and vocab_parallel = 0 split the vocabulary layers' samples over the tensor-parallel ranks, which
-costs a rank what a share of the vocabulary costs it here.
+- model states grow by 386 MiB a layer whatever the split: 16 bytes a parameter over all eight devices, so ZeRO-3 over
+  the data-parallel ranks;
+- eight samples a step (the keys say `bsz8`) in one micro-batch (profiler/model_profiler.py: chunks 1), so one a device on
+  eight data-parallel ranks, of 4,096 tokens, not the 2,048 that the keys say: one layer keeps 514.6 MiB, twice the 257.3
+  MiB that 2,048 tokens keep, and what the loss needs is 250 MiB, one bf16 value for each of 4,096 tokens and 32,000
+  words. One sample it is, for only two and more keep attention's output once more (below). The rows of the source's
+  second file are of 2,048 tokens: its layer and head would keep 414 MiB; it keeps 43 more, one value for each of 11,008
+  units (a SwiGLU that is not one kernel), and 250 MiB of gathered vocabulary in its states.
+
+What Galvatron does that no strategy says (`as_galvatron`), from its sources (PKU-DAIR/Hetu-Galvatron@cea12ff,
+galvatron/core/runtime):
+- parallel.py: FSDP1 with flat parameters in bf16, sharded or not; embedding, each layer, the last norm and the head are
+  units of their own; fp32 gradients of a unit appear when it is reduced;
+- transformer/attention.py: attention's output is copied into the sequence-first layout, which for one sample is a view;
+- transformer/fused_kernels.py: the loss is compiled functions, which hand out new tensors where the original wrote in
+  place: on its way back two more of the logits' size stand beside the softmax;
+- pipeline/pipeline.py: a stage keeps what it sent until its backward pass;
+- with vocab_parallel = 0 embedding and head are whole on every tensor-parallel rank, and their samples split.
 """
 
 from __future__ import annotations
@@ -26,14 +37,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.costmodel.memory import activation_profile, rank_memory
+from autoparallel.costmodel.memory import ActivationProfile, activation_profile, rank_memory
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, StageWork
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 
 ROWS = Path(__file__).parent / "published" / "memory_llama2_7b.csv"
 MIB = 2**20
-SAMPLES = 16  # a step; see above
+SAMPLES, TOKENS, HIDDEN, WORDS = 8, 4096, 4096, 32000  # samples a step; see above
+SHORT_TOKENS = {"memory_profiling_bf16_llama2-7b_seqlen2048_all.json": 2048}  # of the source's second file
+HALF_BYTES, FP32_BYTES = 2, 4
 CLUSTER = "a100-sxm-80gb:1x8"
 
 
@@ -64,7 +78,7 @@ class Compared:
         return self.peak_mib / self.measured_peak_mib - 1
 
 
-def llama2_7b(layers: int) -> ModelGraph:
+def llama2_7b(layers: int, length: int = TOKENS) -> ModelGraph:
     """The model at a small depth, captured on the meta device."""
     import torch
     import torch.nn.functional as F
@@ -73,8 +87,8 @@ def llama2_7b(layers: int) -> ModelGraph:
     from autoparallel.planner.capture import capture
 
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32,
-        vocab_size=32000, use_cache=False,
+        hidden_size=HIDDEN, intermediate_size=11008, num_hidden_layers=layers, num_attention_heads=32,
+        vocab_size=WORDS, use_cache=False,
     )  # fmt: skip
 
     class HalfLoss(torch.nn.Module):
@@ -89,7 +103,7 @@ def llama2_7b(layers: int) -> ModelGraph:
 
     with torch.device("meta"):
         model = HalfLoss().to(torch.bfloat16).train()
-        tokens = torch.zeros(2, 2048, dtype=torch.int64)
+        tokens = torch.zeros(2, length, dtype=torch.int64)
     return capture(model, {"input_ids": tokens, "labels": tokens}, name="llama-2-7b")
 
 
@@ -105,19 +119,62 @@ def strategy(row: dict[str, str]) -> Strategy:
     )
 
 
-def compare(row: dict[str, str], graph: ModelGraph) -> Compared:
+def as_galvatron(work: StageWork, row: dict[str, str], stage: int, length: int) -> StageWork:
+    """The stage with what Galvatron keeps and holds beside it; see above."""
+    pp, tp, samples = int(row["pp"]), int(row["tp"]), SAMPLES // int(row["dp"])
+    hidden = HALF_BYTES * samples * length * HIDDEN // tp
+    logits = HALF_BYTES * samples * length * WORDS // tp
+    found: list[tuple[BlockWork, int]] = []
+    for block, count in work.blocks:
+        if block.name == "LlamaDecoderLayer":
+            found.append(
+                (_unit(_keeping(block, hidden if samples > 1 and not block.recompute else 0), 1), count)
+            )
+            continue
+        head = block.saved_bytes > hidden
+        if head:
+            found.append((BlockWork(name="norm", forward=(), backward_input=(), backward_weight=()), 1))
+            assert block.standing_temp_bytes is not None
+            block = replace(block, standing_temp_bytes=max(block.standing_temp_bytes, 2 * logits))
+        found.append((_unit(block, tp if row["vocab_parallel"] == "0" else 1), count))
+    if stage < pp - 1:
+        sent = BlockWork(name="sent", forward=(), backward_input=(), backward_weight=(), saved_bytes=hidden)
+        found.insert(0, (sent, 1))
+    return replace(work, blocks=tuple(found))
+
+
+def _keeping(block: BlockWork, more: int) -> BlockWork:
+    """The block with so many more bytes from its forward to its backward."""
+    return replace(block, saved_bytes=block.saved_bytes + more, left_bytes=block.left_bytes - more)
+
+
+def _unit(block: BlockWork, parts: int) -> BlockWork:
+    """The block as one FSDP1 unit of `parts` times the parameters that a tensor-parallel rank has here."""
+    whole = HALF_BYTES * block.parameters * parts
+    gather = Collective(op=CollectiveOp.ALL_GATHER, axes=("dp_shard",), size_bytes=whole)
+    reduce = (Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=whole),)
+    more = HALF_BYTES * block.parameters * (parts - 1)
+    return replace(block, gather=gather, reduce=reduce, left_bytes=block.left_bytes + more)
+
+
+def galvatron_profile(work: StageWork, ranks: int) -> ActivationProfile:
+    """Its activations: FSDP1, and fp32 gradients of `ranks`' shares that appear when they are reduced."""
+    shards = [FP32_BYTES * block.trainable // ranks for block, count in work.blocks for _ in range(count)]
+    return activation_profile(work, reduce_every_micro=True, flat=True, shards=shards)
+
+
+def compare(row: dict[str, str], graph: ModelGraph, length: int) -> Compared:
     chosen = strategy(row)
     expander = Expander(graph, load_cluster(CLUSTER))
-    works = expander.stages(chosen)
+    works = [as_galvatron(w, row, stage, length) for stage, w in enumerate(expander.stages(chosen))]
     rank = 0 if row["rank"] == "0" else len(works) - 1
     work = works[rank]
-    profiles = [activation_profile(w, reduce_every_micro=True, overlapping=False) for w in works]
+    profiles = [galvatron_profile(w, int(row["dp"])) for w in works]
     memory = rank_memory(rank, expander.prepared(chosen).states[rank], works, profiles)
     states = work.parameter_bytes + work.gradient_bytes + work.optimizer_bytes + work.buffer_bytes
     return Compared(
         key=row["key"], layers=int(row["layers"]), rank=int(row["rank"]), states_mib=states / MIB,
-        measured_states_mib=float(row["model_states_mib"]),
-        kept_mib=activation_profile(work, reduce_every_micro=False).saved / MIB,
+        measured_states_mib=float(row["model_states_mib"]), kept_mib=profiles[rank].saved / MIB,
         measured_kept_mib=float(row["activation_mib"]), peak_mib=(memory.peak - states) / MIB,
         measured_peak_mib=float(row["activation_peak_mib"]),
     )  # fmt: skip
@@ -135,8 +192,12 @@ def main() -> None:
     options = parser.parse_args()
     with ROWS.open() as file:
         rows = list(csv.DictReader(file))
-    graph = llama2_7b(2)
-    found = [compare(row, grown(graph, int(row["layers"]))) for row in rows]
+    lengths = [SHORT_TOKENS.get(row["origin"].rpartition("/")[2], TOKENS) for row in rows]
+    graphs = {length: llama2_7b(2, length) for length in dict.fromkeys(lengths)}
+    found = [
+        compare(row, grown(graphs[length], int(row["layers"])), length)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
     print(
         f"{'run':16} {'layers':>6} {'rank':>4} {'states MiB':>22} {'':>7} {'kept MiB':>22} {'':>7} {'peak MiB':>22}"
     )

@@ -99,21 +99,28 @@ def _heaviest(states: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def activation_profile(
-    stage: StageWork, *, reduce_every_micro: bool, overlapping: bool = True
+    stage: StageWork, *, reduce_every_micro: bool, flat: bool = False, shards: Sequence[int] = ()
 ) -> ActivationProfile:
     """Walk the blocks of a stage forward and backward once.
 
-    `overlapping`: the gather of the next block and the reduction of the last one run beside a block, as FSDP2 has them.
+    The gather of the next block and the reduction of the last one run beside a block, as FSDP2 has them, and all of a
+    block's gradients are counted beside the whole of its backward: plans are on the safe side. `flat` is FSDP1 to the
+    byte: gradients stand where they are made until the pass is over, and are then copied into one tensor, the
+    parameters still there; no reduction is under way beside the next block. `shards`: bytes of each block's share of
+    gradients where it appears only when it is reduced, as in a step of one micro-batch.
+
+    Source: torch/distributed/fsdp/_flat_param.py, whose parameters are views of one, so that their gradients are joined.
     """
     links = [block for block, count in stage.blocks for _ in range(count)]
     saved = sum(block.saved_bytes for block in links)
     weight_saved = sum(_weight_saved(block) for block in links)
     reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]
+    unmade = list(shards) or [0] * len(links)
     return ActivationProfile(
         saved=saved,
         weight_saved=weight_saved,
-        forward=_forward_peak(links, overlapping),
-        backward=_backward_peak(links[::-1], saved, reductions[::-1], overlapping),
+        forward=_forward_peak(links, sum(unmade)),
+        backward=_backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat),
         weight=Peak(weight_saved, max(map(sum, pairwise([*reductions, 0])), default=0)),
     )
 
@@ -132,28 +139,31 @@ def _reduce_bytes(block: BlockWork) -> int:
     return sum(c.size_bytes for c in block.reduce if c.op is CollectiveOp.REDUCE_SCATTER)
 
 
-def _forward_peak(links: Sequence[BlockWork], overlapping: bool) -> Peak:
-    """Largest moment of a forward: a block runs on top of what the blocks before it saved."""
+def _forward_peak(links: Sequence[BlockWork], unmade: int) -> Peak:
+    """Largest moment of a forward: a block runs on top of what the blocks before it saved, and before there are
+    gradients, of which `unmade` bytes are counted elsewhere."""
     gathers = [*map(_gather_bytes, links), 0]
-    peaks, held = [Peak()], 0
+    peaks, held = [Peak()], -unmade
     for number, block in enumerate(links):
         held += block.saved_bytes
-        fetched = gathers[number + 1] if overlapping else 0
-        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + fetched))
+        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + gathers[number + 1]))
     return max(peaks, key=_total)
 
 
 def _backward_peak(
-    links: Sequence[BlockWork], saved: int, reductions: Sequence[int], overlapping: bool
+    links: Sequence[BlockWork], saved: int, reductions: Sequence[int], unmade: Sequence[int], flat: bool
 ) -> Peak:
     """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done."""
     gathers = [*map(_gather_bytes, links), 0]
-    peaks, held, reducing = [Peak()], saved, 0
+    peaks, held, reducing = [Peak()], saved - sum(unmade), 0
     for number, block in enumerate(links):
-        live = held + block.recomputed_bytes + block.backward_temp_bytes
-        beside = gathers[number + 1] + reducing if overlapping else 0
-        peaks.append(Peak(live, gathers[number] + reductions[number] + beside))
-        held -= block.saved_bytes
+        temp = block.backward_temp_bytes
+        if flat and block.standing_temp_bytes is not None:
+            temp = max(block.standing_temp_bytes - reductions[number], block.left_bytes)
+        beside = gathers[number + 1] + (0 if flat else reducing)
+        whole = gathers[number] + reductions[number] + beside + min(temp, 0)  # not all of it at one moment
+        peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole))
+        held += unmade[number] - block.saved_bytes
         reducing = reductions[number]
     return max(peaks, key=_total)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind, Saved
@@ -207,8 +208,17 @@ def _scores_temp(local: LocalBlock, op: int, kept: Mapping[str, int]) -> int:
     return scores + probabilities_bytes(local, op)
 
 
-def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
-    """Peak of the backward pass above what was kept: gradients between units and of weights, while what was
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBytes:
+    """Of a backward pass, above what was kept."""
+
+    passing: int  # its peak where a weight's gradient is gone when the next one is made
+    standing: int  # where they all stand until the pass is over
+    left: int  # then: they, and the gradients of the block's inputs
+
+
+def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> BackwardBytes:
+    """Peaks of the backward pass above what was kept: gradients between units and of weights, while what was
     kept is freed unit by unit."""
     index, remaining = local.index, dict(kept)
     first = _first_keepers(local, units, kept)
@@ -218,14 +228,15 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
         live = {s: b for s, b in live.items() if s not in returned}
         remaining |= {f"returned:{s}": b for s, b in returned.items() if s not in kept}
         first |= {f"returned:{s}": -1 for s in returned}
-    peak = sum(live.values()) + sum(remaining.values())
+    standing = peak = sum(live.values()) + sum(remaining.values())
+    made = dict[str, int]()  # gradients of weights
     for n in range(len(units) - 1, -1, -1):
-        unit, weights = units[n], 0
+        unit, weights = units[n], dict[str, int]()
         for value in unit.inputs:
             if value not in index.needs_grad:
                 continue
             if value.startswith("param:"):
-                weights += local.value_bytes(value, local.output_placement(value))
+                weights[value] = local.value_bytes(value, local.output_placement(value))
                 continue
             storage = index.storage[value]
             placement = local.placement(_reader(local, unit, value), value)
@@ -235,14 +246,20 @@ def backward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[
         inside += sum(_loss_temp(local, op) for op in unit.ops)
         if _overwrites(local, unit):
             remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
-        peak = max(peak, sum(live.values()) + sum(remaining.values()) + weights + inside)
+        made |= weights
+        beside = sum(live.values()) + sum(remaining.values()) + inside
+        peak = max(peak, beside + sum(weights.values()))
+        standing = max(standing, beside + sum(made.values()))
         for op in unit.ops:
             if op in index.aliases:
                 continue
             live.pop(index.block.operators[op].name, None)
             live = {s: b for s, b in live.items() if index.producer.get(s) != op}
         remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
-    return max(peak - sum(kept.values()), 0)
+    before, left = sum(kept.values()), sum(live.values()) + sum(remaining.values()) + sum(made.values())
+    return BackwardBytes(
+        passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before
+    )
 
 
 def _beside_the_loss(local: LocalBlock) -> dict[str, int]:

@@ -42,7 +42,7 @@ class Passes:
     backward_input: tuple[Step, ...]
     backward_weight: tuple[Step, ...]
     kept: Mapping[str, int]
-    backward_temp_bytes: int
+    backward_bytes: memory.BackwardBytes
 
 
 def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None = None) -> Passes:
@@ -56,7 +56,7 @@ def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None =
     return Passes(
         local=local, units=units, forward=tuple(chain(*forward_of)), forward_of=forward_of, kept=kept,
         backward_input=tuple(inputs), backward_weight=tuple(weights),
-        backward_temp_bytes=memory.backward_temp_bytes(local, units, kept),
+        backward_bytes=memory.backward_bytes(local, units, kept),
     )  # fmt: skip
 
 
@@ -94,7 +94,9 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         saved_bytes=saved,
         recomputed_bytes=recomputed if again else 0,
         forward_temp_bytes=_forward_temp(local, units, kept, nothing_kept=recompute == "full"),
-        backward_temp_bytes=passes.backward_temp_bytes,
+        backward_temp_bytes=passes.backward_bytes.passing,
+        standing_temp_bytes=passes.backward_bytes.standing,
+        left_bytes=passes.backward_bytes.left,
         parameters=sum(n for n, _, _ in parameters),
         trainable=sum(n for n, trainable, _ in parameters if trainable),
         expert_parameters=sum(n for n, _, expert in parameters if expert),

@@ -32,4 +32,8 @@ def with_offloaded(work: BlockWork, share: float) -> BlockWork:
         weight_saved_bytes=kept,
         forward_temp_bytes=work.forward_temp_bytes + moved,
         backward_temp_bytes=work.backward_temp_bytes + 2 * moved,
+        standing_temp_bytes=None
+        if work.standing_temp_bytes is None
+        else work.standing_temp_bytes + 2 * moved,
+        left_bytes=work.left_bytes + 2 * moved,
     )

@@ -55,6 +55,7 @@ def with_fetches(work: BlockWork, numels: Iterable[int], strategy: Strategy) -> 
         backward_weight=(*work.backward_weight, *scattered),
         forward_temp_bytes=work.forward_temp_bytes + live,
         backward_temp_bytes=work.backward_temp_bytes + live + sum(large) * gradient,
+        standing_temp_bytes=None,  # nothing waits for the end
     )
 
 

@@ -151,12 +151,48 @@ def test_more_micro_batches_than_ranks_cost_no_memory(name: str) -> None:
     assert memory(name, 4, 1, 8, work) == memory(name, 4, 1, 32, work)
 
 
-def test_where_nothing_overlaps_a_block_has_its_own_parameters_and_gradients_alone() -> None:
-    scatter = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=700)
-    work = stage((block(0, gather=gather(500), reduce=(scatter,)), 3))
-    beside, alone = (
-        activation_profile(work, reduce_every_micro=True, overlapping=overlapping)
-        for overlapping in (True, False)
-    )
+SCATTER = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=700)
+
+
+def test_fsdp1_has_no_reduction_beside_the_next_block() -> None:
+    work = stage((block(0, gather=gather(500), reduce=(SCATTER,)), 3))
+    beside, alone = (activation_profile(work, reduce_every_micro=True, flat=flat) for flat in (False, True))
     assert (beside.forward.buffers, beside.backward.buffers) == (1000, 2400)
-    assert (alone.forward.buffers, alone.backward.buffers) == (500, 1200)
+    assert (alone.forward.buffers, alone.backward.buffers) == (1000, 1700)
+
+
+@pytest.mark.parametrize(
+    ("standing", "left", "flat", "peak"),
+    [
+        (1400, 100, True, 100 + 1400 + 500),  # while it runs: beside its parameters
+        (900, 800, True, 100 + 800 + 700 + 500),  # when it is over: beside their copy, and the parameters
+        (900, -50, True, 100 + 900 + 500),
+        (100, -50, True, 100 - 50 + 700 + 500),
+        (1400, 100, False, 100 + 30 + 500 + 700),  # plans: all that its peak may meet
+    ],
+)
+def test_fsdp1_s_gradients_stand_until_the_pass_is_over_and_are_copied_then(
+    standing: int, left: int, flat: bool, peak: int
+) -> None:
+    one = block(
+        100, gather=gather(500), reduce=(SCATTER,), backward_temp_bytes=30, standing_temp_bytes=standing,
+        left_bytes=left,
+    )  # fmt: skip
+    found = activation_profile(stage((one, 1)), reduce_every_micro=True, flat=flat).backward
+    assert found.activations + found.buffers == peak
+    assert found.activations >= 100
+
+
+def test_gradients_that_are_not_reduced_every_micro_batch_pass_through_a_buffer_of_their_own() -> None:
+    one = block(100, reduce=(SCATTER,), backward_temp_bytes=30, standing_temp_bytes=900, left_bytes=800)
+    assert activation_profile(stage((one, 1)), reduce_every_micro=False).backward.activations == 130
+
+
+def test_shares_of_gradients_appear_when_they_are_reduced() -> None:
+    """Two blocks of 100 saved bytes; of 40 and 60 bytes of shares, the second's are there when the first runs back."""
+    work = stage((block(100, backward_temp_bytes=200), 1), (block(100), 1))
+    late = activation_profile(work, reduce_every_micro=False, shards=(40, 60))
+    early = activation_profile(work, reduce_every_micro=False)
+    assert early.forward.activations - late.forward.activations == 100
+    assert early.backward.activations == 300
+    assert late.backward.activations == 300 - 40

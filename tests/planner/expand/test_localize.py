@@ -196,6 +196,19 @@ def test_larger_micro_batches_keep_proportionally_more(micro: int, kernels: str)
     assert len(many.forward) == len(one.forward)
 
 
+@given(micro=st.integers(1, 8), kernels=st.sampled_from(["eager", "fused", "compiled"]))
+def test_gradients_that_stand_need_at_most_all_of_them_more_and_are_left_with_those_of_the_inputs(
+    micro: int, kernels: str
+) -> None:
+    found = work(micro=micro, kernels=kernels)
+    gradients = 2 * found.trainable
+    assert found.standing_temp_bytes is not None
+    assert found.backward_temp_bytes <= found.standing_temp_bytes <= found.backward_temp_bytes + gradients
+    assert found.left_bytes <= found.standing_temp_bytes
+    inputs = found.left_bytes + found.saved_bytes - gradients
+    assert inputs == 2 * micro * SEQ * HIDDEN
+
+
 def test_frozen_parameters_have_no_weight_gradients() -> None:
     block = GRAPH.blocks[1]
     frozen = replace(block, parameters=tuple(replace(p, trainable=False) for p in block.parameters))
