@@ -21,6 +21,8 @@ from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
+from autoparallel.profiles.likest import device_of_hardware
+from autoparallel.runtime.accelerator import device_name
 from autoparallel.runtime.expert_modules import expert_modules
 from autoparallel.runtime.experts import can_share
 from autoparallel.runtime.limits import limits
@@ -70,10 +72,11 @@ def auto_parallelize(
     `example_inputs` — a tensor, a tuple, or a dict of keyword arguments — has this rank's share of the batch.
     `strategy` is a `Strategy` or the path of a strategy file; without one, and for keys that a file leaves
     out, rank 0 plans for `cluster` (a `Cluster`, a cluster file, a shipped cluster's name, or
-    DEVICE:NODESxPER_NODE; by default, on CPUs, `cpu-gloo` with this run's processes) and keeps the plan in the
-    folder `cache` (None: nowhere) under a key of graph, cluster, inputs and version. `global_batch` defaults
-    to the file's, else to the samples of `example_inputs` times the number of processes. `dtype`,
-    `param_dtype` and `grad_dtype` (names as in strategy files) default to the module's own.
+    DEVICE:NODESxPER_NODE; by default this run's processes on `cpu-gloo`, or on the shipped device that the
+    name of the accelerator says) and keeps the plan in the folder `cache` (None: nowhere) under a key of
+    graph, cluster, inputs and version. `global_batch` defaults to the file's, else to the samples of
+    `example_inputs` times the number of processes. `dtype`, `param_dtype` and `grad_dtype` (names as in
+    strategy files) default to the module's own.
 
     Without a pipeline the module itself is returned, changed in place: called, trained and saved as before,
     with the same parameter names. It gains `step`, `data_parallel_rank`, `data_parallel_size`,
@@ -85,14 +88,14 @@ def auto_parallelize(
     Collective. Raises UserError, on every rank and before anything is changed, for a strategy that does not
     fit the module, the processes, or the graph that it was planned for.
     """
-    rank, _ = start_ranks()
+    rank, device = start_ranks()
     dtypes = module_dtypes(module, dtype, param_dtype, grad_dtype)
 
     plan = _Inputs(
         strategy=strategy, cluster=cluster, cache=Path(cache) if cache is not None else None,
         global_batch=global_batch, allow_lossy=allow_lossy, time_limit_s=time_limit_s,
     )  # fmt: skip
-    decision = _on_first_rank(lambda: _decide(module, example_inputs, dtypes, plan), rank)
+    decision = _on_first_rank(lambda: _decide(module, example_inputs, dtypes, plan, device), rank)
     execution = _with_dtypes(decision.strategy.execution, dtypes)
     return parallelize(
         module,
@@ -107,13 +110,15 @@ def auto_parallelize(
     )
 
 
-def _decide(module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inputs) -> _Decision:
+def _decide(
+    module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inputs, device: torch.device
+) -> _Decision:
     """Capture the module; take the strategy as given, as kept, or plan it."""
     graph = _captured(module, example_inputs)
     source = read_source(given.strategy)
     source.check_graph(graph_hash(graph))
-    cluster = _cluster(given.cluster, source)
-    shared = {} if can_share(module, expert_modules(graph)) else {"mesh.ep": 1, "mesh.cp": 1}
+    cluster = _cluster(given.cluster, source, device)
+    shared = {} if can_share(module, expert_modules(graph), device) else {"mesh.ep": 1, "mesh.cp": 1}
     strategy = find_strategy(
         graph,
         cluster,
@@ -156,7 +161,7 @@ def _on_first_rank(decide: Callable[[], _Decision], rank: int) -> _Decision:
     return answer[0]
 
 
-def _cluster(given: Cluster | str | None, source: StrategySource) -> Cluster | None:
+def _cluster(given: Cluster | str | None, source: StrategySource, device: torch.device) -> Cluster | None:
     """The cluster to plan for and to price the program on; None where nothing says which."""
     if isinstance(given, Cluster):
         return given
@@ -164,10 +169,11 @@ def _cluster(given: Cluster | str | None, source: StrategySource) -> Cluster | N
         return load_cluster(given)
     if source.cluster is not None:
         return source.cluster
-    if torch.cuda.is_available():
+    name = "cpu-gloo" if device.type == "cpu" else device_of_hardware(device_name(device))
+    if name is None:
         return None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
-    return load_cluster(f"cpu-gloo:{max(world_size() // per_node, 1)}x{per_node}")
+    return load_cluster(f"{name}:{max(world_size() // per_node, 1)}x{per_node}")
 
 
 def _samples(example_inputs: Any) -> int:

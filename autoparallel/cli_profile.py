@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoparallel.profiles.hardware import Device
 
 CPU_BASE = "cpu-gloo"
-FALLBACK = "a100-sxm-80gb"  # of CUDA devices that no shipped profile is for: their constants until measured
+FALLBACK = "a100-sxm-80gb"  # of accelerators that no shipped profile is for: their constants until measured
 
 
 @exits
@@ -65,7 +65,7 @@ def run_profile(
     from autoparallel.runtime.profiling import measure_machine
     from autoparallel.runtime.profiling.collectives import measure_collectives
     from autoparallel.runtime.profiling.start import processes
-    from autoparallel.runtime.profiling.timing import is_cuda, use_threads
+    from autoparallel.runtime.profiling.timing import on_accelerator, use_threads
 
     use_threads(threads)
     with processes() as world:
@@ -77,7 +77,7 @@ def run_profile(
                 found = measure_machine(quick=quick, tell=tell)
             by = f"{found.threads} thread{'s' * (found.threads > 1)} of " if found.threads else ""
             source = f"autoparallel profile on {by}{found.hardware}, {found.software}"
-            device = fit_device(base, found.samples, source=source, own_peaks=not is_cuda())
+            device = fit_device(base, found.samples, source=source, own_peaks=not on_accelerator())
         world.wait()
         if world.size > 1:
             silent = world.rank > 0
@@ -108,16 +108,14 @@ def named(device: Device, name: str) -> Device:
 
 
 def base_of_hardware() -> str:
-    """The shipped profile that is likest to this machine: the longest name whose words the hardware's has."""
-    from autoparallel.profiles import device_names
+    """The shipped profile of this machine's devices, or the one to start from where there is none."""
+    from autoparallel.profiles.likest import device_of_hardware
     from autoparallel.runtime.profiling.measure import hardware_name
-    from autoparallel.runtime.profiling.timing import is_cuda
+    from autoparallel.runtime.profiling.timing import on_accelerator
 
-    if not is_cuda():
+    if not on_accelerator():
         return CPU_BASE
-    hardware = hardware_name().lower().replace("-", " ").split()
-    matching = [n for n in device_names() if n.split("-")[0] in hardware]
-    return max(matching, key=lambda n: sum(part in hardware for part in n.split("-")), default=FALLBACK)
+    return device_of_hardware(hardware_name()) or FALLBACK
 
 
 def bar(console: Console, title: str, *, silent: bool = False) -> _Bar:

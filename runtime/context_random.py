@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from autoparallel.runtime.accelerator import forked_generators
 from autoparallel.runtime.torch_private import outside_tracing
 
 _SEEDS = 2**62
@@ -20,6 +21,6 @@ def drawn_apart(rank: int, device: torch.device, *, needed: bool) -> Iterator[No
         return
     with outside_tracing():
         common = int(torch.randint(0, _SEEDS, ()).item())
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with forked_generators(device):
         torch.manual_seed((common + rank) % _SEEDS)
         yield

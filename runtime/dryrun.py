@@ -25,6 +25,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
+from autoparallel.runtime.accelerator import CPU
 from autoparallel.runtime.cut import StageModule, cut
 from autoparallel.runtime.expert_modules import ExpertModule
 from autoparallel.runtime.experts import Sharing, check_experts, experts_within
@@ -80,7 +81,7 @@ def dry_run(
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
         check_strategy(module, strategy, blocks, level_sizes, given=all_names(module))
-        sharings = check_experts(module, strategy.mesh, experts)
+        sharings = check_experts(module, strategy.mesh, experts, CPU)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
         inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
         stages = _stages(module, inputs, strategy, blocks, mesh)

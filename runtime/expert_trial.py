@@ -39,11 +39,10 @@ def counting(owner: nn.Module, experts: int) -> tuple[Place, ...]:
 
 
 class Trial:
-    """Runs the forward of the layer `owner` on two experts, without hooks."""
+    """Runs the forward of the layer `owner` on two experts on `device`, without hooks."""
 
-    def __init__(self, owner: nn.Module, layer: ExpertModule) -> None:
+    def __init__(self, owner: nn.Module, layer: ExpertModule, device: torch.device) -> None:
         self._owner, self._layer = owner, layer
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         numbers = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
@@ -53,6 +52,10 @@ class Trial:
         self._values = {n: drawn(_EXPERTS, *shape[1:]) / shape[-1] ** 0.5 for n, shape in shapes.items()}
         self._hidden, self._weights = drawn(_TOKENS, layer.width), drawn(_TOKENS, _EXPERTS).abs()
         self._index = torch.arange(_EXPERTS, device=device).repeat(_TOKENS, 1)
+        buffers = dict(owner.named_buffers())
+        self._buffers = {
+            name: b.to(device) for name, b in buffers.items() if not b.is_meta and b.device != device
+        }
 
     def counts(self) -> tuple[Place, ...] | None:
         """The attributes that have to follow the number of experts held; None where no choice of them is right."""
@@ -103,7 +106,8 @@ class Trial:
         """What the forward returns on these values of the parameters; None if it does not run on them."""
         layer, held = self._layer, len(next(iter(values.values())))
         arguments = {layer.hidden: self._hidden, layer.index: index, layer.weights: weights}
-        with _evaluating(self._owner), holding(self._owner, values, dict.fromkeys(counts, held)):
+        there = {**values, **self._buffers}
+        with _evaluating(self._owner), holding(self._owner, there, dict.fromkeys(counts, held)):
             try:  # by place: a decorator may say other names than what it decorates takes
                 given = inspect.signature(self._owner.forward).bind(**arguments)
                 found: object = self._owner.forward(*given.args, **given.kwargs)
@@ -141,7 +145,7 @@ def _evaluating(owner: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def holding(owner: nn.Module, values: Mapping[str, Tensor], counts: Mapping[Place, int]) -> Iterator[None]:
-    """Inside, the layer's parameters are these tensors and these attributes have these values."""
+    """Inside, the layer's parameters and buffers are these tensors and these attributes have these values."""
     before: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(held: dict[str, Any], name: str, value: Any) -> None:
@@ -151,7 +155,8 @@ def holding(owner: nn.Module, values: Mapping[str, Tensor], counts: Mapping[Plac
     try:
         for name, value in values.items():
             path, _, own = name.rpartition(".")
-            put(owner.get_submodule(path)._parameters, own, value)
+            part = owner.get_submodule(path)
+            put(part._parameters if own in part._parameters else part._buffers, own, value)
         for (path, name), count in counts.items():
             put(vars(owner.get_submodule(path)), name, count)
         yield

@@ -38,18 +38,18 @@ class Sharing:
     counts: tuple[Place, ...]
 
 
-def can_share(module: nn.Module, layers: Sequence[ExpertModule] | None) -> bool:
-    """Whether every layer can be shared over ep, by what its forward does."""
-    return layers is not None and len(_sharings(module, layers, "")) == len(layers)
+def can_share(module: nn.Module, layers: Sequence[ExpertModule] | None, device: torch.device) -> bool:
+    """Whether every layer can be shared over ep, by what its forward does on `device`."""
+    return layers is not None and len(_sharings(module, layers, "", device)) == len(layers)
 
 
 def check_experts(
-    module: nn.Module, sizes: Mesh, layers: Sequence[ExpertModule] | None
+    module: nn.Module, sizes: Mesh, layers: Sequence[ExpertModule] | None, device: torch.device
 ) -> tuple[Sharing, ...]:
     """How each layer runs on some of its experts. Raises UserError, with the remedy, where with ep > 1 one does not;
-    with ep = 1 those are left out."""
+    with ep = 1 those are left out. Tried out on `device`."""
     if sizes.ep == 1:
-        return _sharings(module, layers or () if sizes.tp * sizes.cp > 1 else (), "")
+        return _sharings(module, layers or () if sizes.tp * sizes.cp > 1 else (), "", device)
     where = f"mesh.ep = {sizes.ep}"
     if layers is None:
         raise UserError(
@@ -63,10 +63,12 @@ def check_experts(
         raise UserError(
             f"{where} does not divide the {odd[0].experts} experts of {odd[0].path}; choose one that does"
         )
-    return _sharings(module, layers, where)
+    return _sharings(module, layers, where, device)
 
 
-def _sharings(module: nn.Module, layers: Sequence[ExpertModule], where: str) -> tuple[Sharing, ...]:
+def _sharings(
+    module: nn.Module, layers: Sequence[ExpertModule], where: str, device: torch.device
+) -> tuple[Sharing, ...]:
     """Those of `layers` that run on some of their experts; with `where`, all of them, or UserError."""
     known: dict[object, tuple[Place, ...] | None] = {}
     found = []
@@ -75,7 +77,7 @@ def _sharings(module: nn.Module, layers: Sequence[ExpertModule], where: str) -> 
         shapes = tuple((name, owner.get_parameter(name).shape) for name in layer.parameters)
         key = (type(owner), layer.experts, shapes, counting(owner, layer.experts))
         if key not in known:
-            counts = Trial(owner, layer).counts()
+            counts = Trial(owner, layer, device).counts()
             if counts is None and where:
                 raise UserError(
                     f"{where}: {layer.path} ({type(owner).__name__}) does not run on some of its experts alone, row by "

@@ -35,7 +35,9 @@ def run_on_shares(module: nn.Module, sharings: Sequence[Sharing], mesh: RankMesh
         }
         key = (type(owner), sharing.counts, tuple((n, p.shape, placements[n]) for n, p in held.items()))
         if key not in known:
-            known[key] = Trial(owner, sharing.layer).over(placements, mesh.sizes.tp, sharing.counts)
+            known[key] = Trial(owner, sharing.layer, mesh.device).over(
+                placements, mesh.sizes.tp, sharing.counts
+            )
         result = known[key]
         if result is not None:
             owner.forward = _on_shares(owner, sharing, mesh, result)

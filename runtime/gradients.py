@@ -73,6 +73,7 @@ class GradientSync:
         self._arrivals = 0  # expected of each parameter; 0 outside of a step
         self._scheduled = False
         self._next = 0  # buckets start in order, the same on every rank
+        self._known_flags: tuple[tuple[int, ...], Tensor] | None = None  # of the last step, and on the device
         accumulate = reducer is not None or any(p.dtype != grad_dtype for p in self._parameters)
         self._buckets = _buckets(self._parameters, grad_dtype, bucket_bytes) if accumulate else []
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
@@ -100,6 +101,8 @@ class GradientSync:
                 bucket.reduction.wait()
         if work is not None:
             work.wait()
+        if not all(bucket.arrived.get(p) for bucket in self._buckets for p in bucket.parameters):
+            flags = flags.cpu()  # waits for the device, once, and only where the flags are read
         position = 0
         for bucket in self._buckets:
             self._hand_over(bucket, flags[position : position + len(bucket.parameters)])
@@ -165,17 +168,18 @@ class GradientSync:
     def _start_flags(self) -> tuple[Tensor, dist.Work | None]:
         """Which parameters got a gradient on some replica, in the order of the buckets; still on its way."""
         ordered = [p for bucket in self._buckets for p in bucket.parameters]
-        here = [1 if self._home[p].arrived.get(p) else 0 for p in ordered]
+        here = tuple(1 if self._home[p].arrived.get(p) else 0 for p in ordered)
         device = local(ordered[0]).device if ordered else None
-        flags = torch.tensor(here, device=device, dtype=torch.int32)
+        if self._known_flags is None or self._known_flags[0] != here:  # a copy to the device waits for it
+            self._known_flags = here, torch.tensor(here, device=device, dtype=torch.int32)
+        flags = self._known_flags[1].clone()
         if not ordered or self._group is None:
             return flags, None
         return flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _hand_over(self, bucket: _Bucket, used: Tensor) -> None:
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views(), strict=True)):
-            # Without any gradient, here or on a replica or from before, `.grad` stays None. The flag is read
-            # (which waits for the device) only where none has arrived here.
+            # Without any gradient, here or on a replica or from before, `.grad` stays None.
             if not bucket.arrived.get(parameter) and not bool(used[index]) and not bool(view.any()):
                 parameter.grad = None
             elif parameter.dtype != bucket.dtype:
@@ -221,7 +225,7 @@ def gradient_norm_squared(parameters: Iterable[nn.Parameter]) -> Tensor:
     Each tensor counts once, however many ranks hold a copy of it.
     """
     sums: dict[tuple[DeviceMesh, tuple[int, ...]], Tensor] = {}
-    total = torch.zeros((), dtype=torch.float32)
+    total: Tensor | None = None
     for parameter in dict.fromkeys(parameters):
         gradient = parameter.grad
         if gradient is None:
@@ -234,12 +238,12 @@ def gradient_norm_squared(parameters: Iterable[nn.Parameter]) -> Tensor:
             key = (gradient.device_mesh, dims)
             sums[key] = sums[key] + square if key in sums else square
         else:
-            total = total.to(square.device, torch.promote_types(total.dtype, wide)) + square
+            total = square if total is None else total + square
     for (mesh, sharded), square in sums.items():
         for dim in sharded:
             dist.all_reduce(square, group=mesh.get_group(dim))
-        total = total.to(square.device, torch.promote_types(total.dtype, square.dtype)) + square
-    return total
+        total = square if total is None else total + square
+    return torch.zeros(()) if total is None else total
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

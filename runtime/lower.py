@@ -27,6 +27,7 @@ from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.reductions import Reducer
 from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
+from autoparallel.runtime.tensor_tools import as_bytes
 from autoparallel.runtime.torch_private import reduce_accumulated
 from autoparallel.runtime.weights import Weights, load_weights
 
@@ -231,5 +232,5 @@ def broadcast_state(module: nn.Module, device: torch.device) -> None:
 
 def _broadcast(tensor: Tensor, device: torch.device) -> None:
     sent = tensor.detach().to(device).contiguous()
-    dist.broadcast(sent, src=0)
+    dist.broadcast(as_bytes(sent), src=0)
     tensor.copy_(sent)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.accelerator import forked_generators
 from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import dtensor_like, parts_of
 
@@ -126,7 +127,7 @@ def _initialises_others(origin: nn.Module) -> bool:
 
 @torch.no_grad()
 def _initialise(owner: nn.Module, origin: nn.Module, seed: int, device: torch.device) -> None:
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with forked_generators(device):
         torch.manual_seed(seed)
         if (reset := _reset(owner)) is not None:
             reset()

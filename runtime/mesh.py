@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, expert_parts
 from autoparallel.planner.strategy.types import AXES, Mesh
+from autoparallel.runtime.accelerator import backends, current_device, device_of_group, take_device
 from autoparallel.runtime.leaving import leave_at_exit
 from autoparallel.runtime.torch_private import joined_mesh
 
@@ -105,22 +106,19 @@ def world_size() -> int:
 def start_ranks() -> tuple[int, torch.device]:
     """Start the default process group if a launcher (torchrun) announced one; this rank and its device.
 
-    NCCL and one GPU per local rank where CUDA is there, else Gloo. A process group that is already up is used
-    as it is. Alone in one process no group is needed and none is started.
+    One accelerator per local rank and its own collectives (NCCL on CUDA) where there are any, else Gloo. A process
+    group that is already up is used as it is: on Gloo alone ranks compute on the CPU. Alone in one process no group
+    is needed and none is started.
     """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     ours = not dist.is_initialized() and launched
     if ours:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    if dist.is_initialized():
-        leave_at_exit(destroy=ours)
-    else:
-        return 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return dist.get_rank(), device
+        # Without `device_id`: a group that is bound to a device runs all messages between ranks one after another.
+        dist.init_process_group(backends(take_device()))
+    if not dist.is_initialized():
+        return 0, current_device()
+    leave_at_exit(destroy=ours)
+    return dist.get_rank(), device_of_group()
 
 
 def check_mesh(sizes: Mesh, world: int) -> None:

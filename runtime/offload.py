@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Offload
+from autoparallel.runtime.accelerator import device_module
 from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import laid_out, layout_of, storage_key
 
@@ -59,8 +60,7 @@ def offload_blocks(
     """
     count = OffloadCount()
     if share > 0.0:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        host, latest = _Host(stream, count), dict[int, _Keeping]()
+        host, latest = _Host(device, count), dict[int, _Keeping]()
         for position, path in enumerate(blocks):
             block = module.get_submodule(path)
             block.forward = _offloaded(block, position, share, host, latest)
@@ -90,8 +90,10 @@ def _offloaded(
 class _Host:
     """Copies bytes to the host and back, where there is one beside the device on a stream of its own."""
 
-    def __init__(self, stream: torch.cuda.Stream | None, count: OffloadCount) -> None:
-        self._stream, self.count = stream, count
+    def __init__(self, device: torch.device, count: OffloadCount) -> None:
+        self._device, self.count = device, count
+        self._torch = device_module(device)
+        self._stream = None if device.type == "cpu" else self._torch.Stream(device)
 
     def copied_out(self, held: Tensor) -> Tensor:
         """The bytes on the host; they may still be on their way, in the order of the stream."""
@@ -99,19 +101,27 @@ class _Host:
         if self._stream is None:
             return held.clone()
         copy = torch.empty(held.shape, dtype=held.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(held.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._torch.current_stream(self._device))
+        with self._torch.stream(self._stream):
             copy.copy_(held, non_blocking=True)
         held.record_stream(self._stream)
         return copy
 
-    def copied_back(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The bytes on the device, and the event after which they are there."""
+    def copied_back(self, copy: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """The bytes on the device, and the event after which they are there (see `arrived`)."""
         self.count.returned_bytes += copy.nbytes
         if self._stream is None:
             return copy, None
-        with torch.cuda.stream(self._stream):
-            return copy.to(self._stream.device, non_blocking=True), self._stream.record_event()
+        with self._torch.stream(self._stream):
+            return copy.to(self._device, non_blocking=True), self._stream.record_event()
+
+    def arrived(self, held: Tensor, ready: torch.Event | None) -> Tensor:
+        """What has been copied back, for kernels of the current stream."""
+        if ready is not None:
+            stream = self._torch.current_stream(self._device)
+            stream.wait_event(ready)
+            held.record_stream(stream)
+        return held
 
 
 class _Storage:
@@ -119,7 +129,7 @@ class _Storage:
 
     def __init__(self, host: _Host, held: Tensor) -> None:
         self._host, self._copy = host, host.copied_out(held)
-        self._there: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._there: tuple[Tensor, torch.Event | None] | None = None
         self.uses = 0
 
     def fetch(self) -> None:
@@ -131,11 +141,7 @@ class _Storage:
         """The bytes on the device."""
         self.fetch()
         assert self._there is not None
-        held, ready = self._there
-        if ready is not None:
-            stream = torch.cuda.current_stream(held.device)
-            stream.wait_event(ready)
-            held.record_stream(stream)
+        held = self._host.arrived(*self._there)
         self.uses -= 1
         if self.uses <= 0:
             self._there = None

@@ -59,7 +59,8 @@ class PipelineRunner:
 
     `stages` are the stages of this rank by index, `rows` the actions of every rank of the pipeline, `groups`
     two process groups of these ranks (messages up, messages down), `mesh` the mesh that activations
-    are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole.
+    are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole, `loss_dtype` that of the
+    mean loss, which ranks that see no loss must know without asking.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PipelineRunner:
         mesh: DeviceMesh | None = None,
         hooks: Hooks | None = None,
         recomputed: Collection[int] = (),
+        loss_dtype: torch.dtype = torch.float32,
     ) -> None:
         group = groups[0]
         self.stages, self.row = stages, rows[dist.get_rank(group)]
@@ -80,7 +82,7 @@ class PipelineRunner:
         self._last_stage = max(self._home)
         assert set(stages) == {a.stage for a in self.row}, "the program runs other stages than were cut"
         self._final = {a.stage: a for a in self.row if a.kind in _LAST_OF_BACKWARD}
-        self._group, self._device, self._mesh = group, device, mesh
+        self._group, self._device, self._mesh, self._loss_dtype = group, device, mesh, loss_dtype
         self._hooks, self._recomputed = hooks or Hooks(), recomputed
         self._channels = Channels(rows, self._home, groups, device)
         self._do: dict[ActionKind, Callable[[Action], None]] = {
@@ -202,15 +204,11 @@ class PipelineRunner:
     def _mean_loss(self) -> Tensor:
         """The mean of the micro-batches' losses, from the last stage to every rank of the pipeline."""
         last = self._home[self._last_stage]
-        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+        mean = torch.zeros((), dtype=self._loss_dtype, device=self._device)
         if self._losses:
-            mean = torch.stack(self._losses).mean()
-            mine = torch.stack([mean.to(torch.float64), mine[1] + float(_DTYPES.index(mean.dtype))])
-        dist.broadcast(mine, dist.get_global_rank(self._group, last), group=self._group)
-        return mine[0].to(_DTYPES[int(mine[1].item())])
-
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+            mean = torch.stack(self._losses).to(self._loss_dtype).mean()
+        dist.broadcast(mean, dist.get_global_rank(self._group, last), group=self._group)
+        return mean
 
 
 def _micro(action: Action) -> int:

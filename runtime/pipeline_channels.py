@@ -1,8 +1,9 @@
 """Point-to-point messages between pipeline ranks: a channel for each ordered pair of ranks.
 
 Receives of a channel are posted in the order in which its sender's program sends, so that backends without
-tags (NCCL) match them; the two directions use different process groups, so that neither waits for the other. The first activations over an edge are preceded by a description of them (shapes, layout, whether they
-want gradients); gradients go back in the same layout and need none.
+tags (NCCL) match them; the two directions use different process groups, so that neither waits for the other. What
+travels is bytes, whatever the dtype. The first activations over an edge are preceded by a description of them (shapes,
+layout, whether they want gradients); gradients go back in the same layout and need none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from autoparallel.costmodel.program import Action, ActionKind
-from autoparallel.runtime.tensor_tools import local
+from autoparallel.runtime.tensor_tools import as_bytes, local
 
 SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
@@ -115,10 +116,22 @@ class Channels:
                 group = groups[0] if source < target else groups[1]
                 channel = _Channel(peer=dist.get_global_rank(group, peer), group=group, order=order)
                 (self._out if source == self._me else self._in)[peer] = channel
+            self._open(source, target)
         self._sent: list[tuple[dist.Work, Tensor]] = []
         # Descriptions already exchanged, by receiving stage and shape of the step.
         self._known: dict[tuple[int, Hashable], tuple[Described, ...]] = {}
         self._step: Hashable = None
+
+    def _open(self, source: int, target: int) -> None:
+        """Let the first message between two ranks pass. Backends may connect them only then (NCCL), and hold either
+        until the other is there: here all ranks come to their channels in one order."""
+        token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if self._me == source:
+            channel = self._out[target]
+            dist.send(token, channel.peer, group=channel.group)
+        elif self._me == target:
+            channel = self._in[source]
+            dist.recv(token, channel.peer, group=channel.group)
 
     def begin(self, step: Hashable) -> None:
         """Start a step; `step` tells steps whose activations have other shapes apart."""
@@ -135,7 +148,7 @@ class Channels:
             described = tuple(describe(t) for t in tensors)
             self._known[stage, self._step] = described
             text = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
-            self._isend(torch.tensor([text.numel()]), channel)
+            self._isend(torch.tensor([text.numel()], device=self._device), channel)
             self._isend(text, channel)
         for tensor in tensors:
             self._isend(local(tensor), channel)
@@ -143,7 +156,7 @@ class Channels:
     def _isend(self, tensor: Tensor, channel: _Channel) -> None:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         tensor = tensor.to(self._device).contiguous()
-        work = dist.isend(tensor, channel.peer, group=channel.group)
+        work = dist.isend(as_bytes(tensor), channel.peer, group=channel.group)
         assert work is not None
         self._sent.append((work, tensor))  # keeps the memory until it has left
 
@@ -167,13 +180,13 @@ class Channels:
             # What this stage sent forward comes back: only gradients, in the layout of the activations.
             described = tuple(d for d in self._known[sent.stage, self._step] if d.wants_gradient)
         parts = [torch.empty(d.shape, dtype=d.dtype, device=self._device) for d in described]
-        works = [dist.irecv(part, channel.peer, group=channel.group) for part in parts]
+        works = [dist.irecv(as_bytes(part), channel.peer, group=channel.group) for part in parts]
         assert all(work is not None for work in works)
         return _Arriving(works=[w for w in works if w is not None], parts=parts, described=described)
 
     def _receive_description(self, channel: _Channel) -> tuple[Described, ...]:
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.recv(size, channel.peer, group=channel.group)
+        dist.recv(as_bytes(size), channel.peer, group=channel.group)
         text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
         dist.recv(text, channel.peer, group=channel.group)
         described: tuple[Described, ...] = pickle.loads(bytes(text.cpu().numpy()))

@@ -190,6 +190,7 @@ class PipelineModule(nn.Module):
             mesh=mesh.activation_mesh(),
             hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
             recomputed=recomputed_stages(strategy),
+            loss_dtype=torch.promote_types(dtypes.compute, torch.float32),
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from autoparallel.runtime.cut import StageModule
 from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.pipeline_groups import pipeline_group
-from autoparallel.runtime.tensor_tools import local, own_parameters
+from autoparallel.runtime.tensor_tools import as_bytes, local, own_parameters
 from autoparallel.runtime.torch_private import dtensor_like
 
 
@@ -73,7 +73,7 @@ class _Copies:
         """Give every copy the values of the first."""
         value = self.comparable(self.parameters[0]).clone()
         if self.group is not None:
-            dist.broadcast(value, dist.get_global_rank(self.group, self.source), group=self.group)
+            dist.broadcast(as_bytes(value), dist.get_global_rank(self.group, self.source), group=self.group)
         for parameter in self.parameters:
             local(parameter).copy_(local(self.laid_out(value, parameter)))
 

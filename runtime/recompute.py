@@ -24,7 +24,8 @@ from autoparallel.runtime.torch_private import run_again
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 MODES = ("none", "selective", "full", "operators")
 _SUMS = frozenset({"reduce_scatter_tensor", "all_reduce"})
-_ATTENTION = "_scaled_dot_product_"
+# By way of `scaled_dot_product_attention`, and as a causal bias that starts elsewhere calls the kernels.
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
 
 
 class _RecomputeAttention(TorchFunctionMode):

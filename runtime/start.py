@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.accelerator import CPU, generator_state, set_generator_state
 from autoparallel.runtime.compiled import check_kernels
 from autoparallel.runtime.compression import check_compression
 from autoparallel.runtime.expert_modules import ExpertModule
@@ -20,11 +20,12 @@ from autoparallel.runtime.experts import check_experts
 from autoparallel.runtime.limits import check_tables
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
-from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, world_size
+from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
 from autoparallel.runtime.offload import check_offload
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
 from autoparallel.runtime.replicas import check_algorithm, with_levels
+from autoparallel.runtime.torch_private import draw_without_broadcast
 from autoparallel.runtime.weights import find_weights
 
 
@@ -51,10 +52,11 @@ def parallelize(
     """
     found = find_weights(weights, module) if weights is not None else None
     check_strategy(module, strategy, blocks, level_sizes, given=found or ())
-    sharings = check_experts(module, strategy.mesh, experts)
+    _, device = start_ranks()
+    sharings = check_experts(module, strategy.mesh, experts, device)
     dtypes = dtypes or module_dtypes(module)
     mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
-    _share_generator(mesh)
+    _share_generators(mesh)
     if strategy.mesh.pp > 1:
         from autoparallel.runtime.pipeline_module import pipeline_module
 
@@ -73,16 +75,16 @@ def parallelize(
     return make_parallel(module, run)
 
 
-def _share_generator(mesh: RankMesh) -> None:
-    """Let peers of tp and cp draw the same random numbers on the CPU: they hold the same samples.
-
-    On other devices DTensor keeps its own generator in step.
-    """
-    for axis in ("tp", "cp"):
-        if getattr(mesh.sizes, axis) > 1:
-            state = torch.get_rng_state().to(mesh.device)
+def _share_generators(mesh: RankMesh) -> None:
+    """Let peers of tp and cp draw the same random numbers, on the CPU and on their devices: they hold the same samples."""
+    axes = [axis for axis in ("tp", "cp") if getattr(mesh.sizes, axis) > 1]
+    for axis in axes:
+        for device in dict.fromkeys((CPU, mesh.device)):
+            state = generator_state(device).to(mesh.device)
             dist.broadcast(state, group_src=0, group=mesh.group(axis))
-            torch.set_rng_state(state.cpu())
+            set_generator_state(state.to(CPU), device)
+    if axes and mesh.device_mesh is not None:
+        draw_without_broadcast(mesh.device_mesh)
 
 
 def check_strategy(

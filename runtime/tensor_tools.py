@@ -64,5 +64,5 @@ def is_counted_out(func: Any, args: Sequence[Any]) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, for backends that move but do not know the dtype."""
-    return tensor.view(torch.uint8)
+    """The memory of a contiguous tensor as bytes in a row: backends move dtypes that they cannot add, or do not know."""
+    return tensor.view(-1).view(torch.uint8)

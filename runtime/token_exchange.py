@@ -48,15 +48,16 @@ def find_route(index: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
         return Route(
             token=token, back=back, sent=sent, received=[sent[0]] * ranks, expert=expert, group=group
         )
-    counts = torch.bincount(chosen, minlength=experts)[:experts]
+    # Counted on the device, which is waited for once, for the sizes of what is sent and received.
+    bounds = torch.arange(experts + 1, device=index.device, dtype=chosen.dtype)
+    counts = torch.searchsorted(chosen[order], bounds).diff()
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
-    sent = counts.view(ranks, own).sum(dim=1).tolist()
-    received = arriving.view(ranks, own).sum(dim=1).tolist()
+    sent, received = torch.stack([counts, arriving]).view(2, ranks, own).sum(dim=2).tolist()
     experts_of_rows = torch.arange(own, device=index.device).repeat(ranks)
     return Route(
         token=token[: sum(sent)], back=back, sent=sent, received=received,
-        expert=experts_of_rows.repeat_interleave(arriving), group=group,
+        expert=experts_of_rows.repeat_interleave(arriving, output_size=sum(received)), group=group,
     )  # fmt: skip
 
 

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    placement_types,
+)
+from torch.distributed.tensor import (
+    _random as random,
+)
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -222,6 +231,16 @@ def seen_through(function: Callable[..., Any]) -> Callable[..., Any]:
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def draw_without_broadcast(mesh: DeviceMesh) -> None:
+    """Let DTensor draw from the generators of the ranks of `mesh` as they are.
+
+    The first time that it draws on an accelerator it would send rank 0's to all ranks of the run: ranks that draw at
+    another time, or never (those of another pipeline stage), would keep it waiting for ever.
+    """
+    if mesh.device_type != "cpu" and random.is_rng_supported_mesh(mesh) and random._rng_tracker is None:
+        random._rng_tracker = random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
 
 
 def joined_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

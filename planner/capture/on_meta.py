@@ -48,6 +48,6 @@ def with_batch(inputs: Any, batch: int) -> Any:
             return leaf
         if leaf.device.type == "meta" or leaf.is_floating_point():
             return torch.empty((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
-        return leaf[torch.arange(batch) % size]
+        return leaf[torch.arange(batch, device=leaf.device) % size]
 
     return tree_map(resize, inputs)

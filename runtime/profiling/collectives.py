@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autoparallel.costmodel.fit_collectives import CollectiveSample, GroupPlace
 from autoparallel.costmodel.program import CollectiveOp
-from autoparallel.runtime.profiling.timing import Call, device_name, is_cuda
+from autoparallel.runtime.profiling.timing import Call, accelerator_s, device_name, on_accelerator
 
 SIZES = {
     False: (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
@@ -29,6 +29,7 @@ FP32 = 4
 REPETITIONS = 40
 QUICK_REPETITIONS = 8
 WARM_UP = 2
+IN_A_ROW = 20
 
 
 def group_places(world: int, per_node: int) -> tuple[GroupPlace, ...]:
@@ -51,7 +52,7 @@ def measure_collectives(
     initialised process group."""
     world = dist.get_world_size()
     places = group_places(world, per_node)
-    cases = list(product(places, OPS, sizes or SIZES[is_cuda()]))
+    cases = list(product(places, OPS, sizes or SIZES[on_accelerator()]))
     samples = []
     groups = {place: _own_group(place, world) for place in places}
     for done, (place, op, size) in enumerate(cases):
@@ -118,17 +119,20 @@ def _to_and_fro(message: torch.Tensor, members: Sequence[int], group: dist.Proce
 def _measure_s(call: Call, repetitions: int) -> float:
     """The quickest of single calls, the slowest rank's of each: calls start together at a barrier.
 
-    Not a quantile as of kernels: a call waits for whichever process the machine makes wait.
+    Not a quantile as of kernels: a call waits for whichever process the machine makes wait. On accelerators, whose
+    calls can be shorter than the time in which ranks leave a barrier, one of `IN_A_ROW`, as nccl-tests takes it.
     """
     times = []
     for number in range(WARM_UP + repetitions):
         dist.barrier()
-        start = time.perf_counter()
-        call()
-        if is_cuda():
-            torch.cuda.synchronize()
+        if on_accelerator():
+            seconds = accelerator_s(call, IN_A_ROW)
+        else:
+            start = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - start
         if number >= WARM_UP:
-            times.append(time.perf_counter() - start)
+            times.append(seconds)
     slowest = torch.tensor(times, dtype=torch.float64, device=device_name())
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest.min())

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from autoparallel.costmodel.fit import Sample
+from autoparallel.runtime.accelerator import current_device, device_module, device_name
 from autoparallel.runtime.profiling import memory_bound, products
 from autoparallel.runtime.profiling.case import Case
-from autoparallel.runtime.profiling.timing import is_cuda, measure_s
+from autoparallel.runtime.profiling.timing import measure_s, on_accelerator
 
 # Seconds of repetitions per case.
 BUDGET_S = 0.25
@@ -33,7 +34,7 @@ class Measurements:
 
 
 def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Measurements:
-    """Times every case on the CPU (with the threads that torch has) or on the current CUDA device."""
+    """Times every case on the CPU (with the threads that torch has) or on the current accelerator."""
     cases = all_cases()
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     samples = []
@@ -46,15 +47,15 @@ def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Mea
         samples=tuple(samples),
         hardware=hardware_name(),
         software=f"torch {torch.__version__}",
-        threads=0 if is_cuda() else torch.get_num_threads(),
+        threads=0 if on_accelerator() else torch.get_num_threads(),
         memory_bytes=memory_bytes(),
     )
 
 
 def all_cases() -> list[Case]:
     """Everything that one process measures."""
-    dtypes = (torch.bfloat16, torch.float32) if is_cuda() else (torch.float32, torch.bfloat16)
-    attention = torch.bfloat16 if is_cuda() else torch.float32
+    dtypes = (torch.bfloat16, torch.float32) if on_accelerator() else (torch.float32, torch.bfloat16)
+    attention = torch.bfloat16 if on_accelerator() else torch.float32
     cases = [memory_bound.copy_case(), memory_bound.launch_case(), memory_bound.dispatch_case()]
     for dtype in dtypes:
         cases += products.product_cases(dtype)
@@ -65,8 +66,8 @@ def all_cases() -> list[Case]:
 
 def hardware_name() -> str:
     """The device's name for people."""
-    if is_cuda():
-        return str(torch.cuda.get_device_name())
+    if on_accelerator():
+        return device_name(current_device())
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -77,8 +78,8 @@ def hardware_name() -> str:
 
 def memory_bytes() -> float:
     """Memory of the device; of the machine, 0 where that is not known, on a CPU."""
-    if is_cuda():
-        return float(torch.cuda.get_device_properties(0).total_memory)
+    if on_accelerator():
+        return float(device_module(current_device()).get_device_properties().total_memory)
     info = Path("/proc/meminfo")
     if not info.exists():
         return 0.0

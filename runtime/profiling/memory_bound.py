@@ -16,9 +16,9 @@ from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.kernels import PER_TENSOR
 from autoparallel.costmodel.program import Kernel
 from autoparallel.runtime.profiling.case import Case, random
-from autoparallel.runtime.profiling.timing import Call, device_name, is_cuda
+from autoparallel.runtime.profiling.timing import Call, device_name, on_accelerator
 
-# Rows of 256 to 1,024 numbers, as activations of small models (a CPU) and of large ones (a CUDA device) are.
+# Rows of 256 to 1,024 numbers, as activations of small models (a CPU) and of large ones (an accelerator) are.
 ROWS = {False: ((256, 192), (512, 384), (1024, 256), (1024, 1024), (4096, 512)),
         True: ((4096, 1024), (4096, 4096), (8192, 4096), (8192, 8192), (16384, 8192))}  # fmt: skip
 VOCABULARY = {
@@ -86,7 +86,7 @@ def _mixture(kind: OpKind | str, label: str, size: int, tensors: Tensors, parts:
 
 def copy_case() -> Case:
     """A copy far larger than any cache: the memory's bandwidth."""
-    size = COPY_BYTES[is_cuda()]
+    size = COPY_BYTES[on_accelerator()]
     kernel = Kernel(kind=OpKind.COPY, dtype="fp32", flops=0, bytes_moved=2 * size)
 
     def make() -> Call:
@@ -134,7 +134,7 @@ def dispatch_case() -> Case:
 
 def row_cases() -> Iterator[Case]:
     """Element-wise operators, normalisation, softmax, dropout, reduction and copies over activations."""
-    for rows, width in ROWS[is_cuda()]:
+    for rows, width in ROWS[on_accelerator()]:
         n = rows * width
         size, label = FP32 * n, f"{rows}x{width}"
 
@@ -158,7 +158,7 @@ def row_cases() -> Iterator[Case]:
 
 def vocabulary_cases() -> Iterator[Case]:
     """Cross-entropy and embedding, forward and backward."""
-    for rows, words in VOCABULARY[is_cuda()]:
+    for rows, words in VOCABULARY[on_accelerator()]:
         size, label, width = FP32 * rows * words, f"{rows}x{words}", 256
 
         def logits(rows: int = rows, words: int = words) -> tuple[Tensor, ...]:
@@ -175,7 +175,7 @@ def vocabulary_cases() -> Iterator[Case]:
 
 def image_cases() -> Iterator[Case]:
     """Batch normalisation and pooling, forward and backward."""
-    for samples, channels, side in IMAGES[is_cuda()]:
+    for samples, channels, side in IMAGES[on_accelerator()]:
         size = FP32 * samples * channels * side * side
 
         def images(s: int = samples, c: int = channels, d: int = side) -> tuple[Tensor, ...]:
@@ -193,7 +193,7 @@ def image_cases() -> Iterator[Case]:
 def optimizer_cases() -> Iterator[Case]:
     """AdamW steps over few and many tensors, as `torch.optim.AdamW` runs by default, with gradients in memory
     that is new in every step, as the backward pass leaves them."""
-    for size, tensors in STEPS[is_cuda()]:
+    for size, tensors in STEPS[on_accelerator()]:
         kernels = (
             Kernel(kind="optimizer", dtype="fp32", flops=0, bytes_moved=ADAMW_BYTES * size * tensors),
             Kernel(kind=PER_TENSOR, dtype="fp32", flops=0, bytes_moved=0, count=tensors),

@@ -11,7 +11,7 @@ from torch import Tensor
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.program import AttentionShape, Kernel
 from autoparallel.runtime.profiling.case import SHORT, Case, random
-from autoparallel.runtime.profiling.timing import Call, is_cuda
+from autoparallel.runtime.profiling.timing import Call, on_accelerator
 
 Tensors = Callable[[], list[Tensor]]
 
@@ -20,7 +20,7 @@ CPU_PRODUCTS = (
     (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (64, 1024, 1024),
     (128, 256, 1024), (512, 384, 1536), (512, 1536, 384), (1024, 256, 688), (1024, 4096, 256), (392, 576, 192),
 )  # fmt: skip
-CUDA_PRODUCTS = (
+ACCELERATOR_PRODUCTS = (
     (256, 256, 256), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),
     (2048, 4096, 1024), (4096, 1024, 4096), (8192, 12288, 4096), (4096, 28672, 4096), (16384, 4096, 4096),
     (4096, 4096, 14336), (2048, 32000, 4096), (8192, 5120, 5120), (1024, 8192, 2048), (6144, 6144, 6144),
@@ -30,13 +30,13 @@ CUDA_PRODUCTS = (
 CPU_BOTTLENECKS = (
     (24, 128, 32, 16), (24, 256, 64, 8), (32, 256, 64, 14), (24, 512, 128, 4), (24, 1024, 256, 2), (32, 64, 64, 28),
 )  # fmt: skip
-CUDA_BOTTLENECKS = ((64, 256, 64, 56), (64, 512, 128, 28), (64, 1024, 256, 14), (64, 2048, 512, 7))
+ACCELERATOR_BOTTLENECKS = ((64, 256, 64, 56), (64, 512, 128, 28), (64, 1024, 256, 14), (64, 2048, 512, 7))
 # (batch, heads, key-value heads, length, head size, causal)
 CPU_ATTENTION = (
     (4, 8, 8, 128, 32, True), (4, 8, 8, 256, 32, True), (4, 4, 4, 128, 64, False), (2, 8, 8, 512, 64, True),
     (8, 3, 3, 64, 64, False), (4, 6, 6, 128, 64, True), (1, 8, 8, 1024, 64, True), (2, 4, 4, 256, 128, False),
 )  # fmt: skip
-CUDA_ATTENTION = (
+ACCELERATOR_ATTENTION = (
     (8, 16, 16, 1024, 64, True), (4, 32, 32, 2048, 128, True), (1, 32, 32, 8192, 128, True),
     (2, 32, 8, 4096, 128, True), (8, 16, 16, 2048, 64, False), (2, 16, 16, 4096, 256, True),
     (16, 12, 12, 512, 64, False), (1, 64, 8, 8192, 128, True),
@@ -45,7 +45,7 @@ CUDA_ATTENTION = (
 
 def product_cases(dtype: torch.dtype) -> Iterator[Case]:
     """A linear layer's forward, and the products of its backward: the same sizes, transposed."""
-    for m, n, k in CUDA_PRODUCTS if is_cuda() else CPU_PRODUCTS:
+    for m, n, k in ACCELERATOR_PRODUCTS if on_accelerator() else CPU_PRODUCTS:
         kernel = Kernel(
             kind=OpKind.GEMM, dtype=SHORT[dtype], flops=2 * m * n * k,
             bytes_moved=dtype.itemsize * (m * k + k * n + m * n), product=(1, m, n, k),
@@ -67,7 +67,7 @@ def product_cases(dtype: torch.dtype) -> Iterator[Case]:
 def convolution_cases(dtype: torch.dtype) -> Iterator[Case]:
     """The convolutions of a ResNet's bottleneck (1x1, 3x3, 1x1), forward and both gradients: one constant prices
     all of them."""
-    for samples, channels, width, side in CUDA_BOTTLENECKS if is_cuda() else CPU_BOTTLENECKS:
+    for samples, channels, width, side in ACCELERATOR_BOTTLENECKS if on_accelerator() else CPU_BOTTLENECKS:
         layers = (
             (channels, width, 1),
             (width, width, 3),
@@ -111,7 +111,9 @@ def _convolve(x: Tensor, w: Tensor, g: Tensor) -> object:
 
 def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """scaled_dot_product_attention, forward and backward."""
-    for batch, heads, kv_heads, length, size, causal in CUDA_ATTENTION if is_cuda() else CPU_ATTENTION:
+    for batch, heads, kv_heads, length, size, causal in (
+        ACCELERATOR_ATTENTION if on_accelerator() else CPU_ATTENTION
+    ):
         shape = AttentionShape(
             batch=batch, heads=heads, kv_heads=kv_heads, query_length=length, key_length=length, head_size=size,
             value_size=size, causal=causal, flash=True,

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
+
+from autoparallel.runtime.accelerator import backends, own_backend, take_device
 
 # Rank 0 measures kernels while the others wait.
 WAIT = timedelta(minutes=30)
@@ -32,15 +33,14 @@ class World:
 
 @contextmanager
 def processes() -> Iterator[World]:
-    """Joins the process group of torchrun: NCCL on CUDA devices, Gloo otherwise. One process needs none."""
+    """Joins the process group of torchrun: the accelerators' own (NCCL on CUDA), or Gloo. One process needs none."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield World()
         return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend, timeout=WAIT)
+    device = take_device()
+    backend = own_backend(device.type)
+    dist.init_process_group(backends(device), timeout=WAIT)
     try:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
         yield World(rank=dist.get_rank(), size=size, per_node=per_node, backend=backend)

@@ -9,6 +9,8 @@ from itertools import cycle
 
 import torch
 
+from autoparallel.runtime.accelerator import accelerator_type, current_device, device_module
+
 Call = Callable[[], object]
 
 # Shorter than this, calls are timed together: the clock's own cost and grain are then below one percent.
@@ -19,9 +21,9 @@ LEAST_SAMPLES = 7
 QUANTILE = 0.25
 
 
-def is_cuda() -> bool:
-    """Whether measurements run on a CUDA device."""
-    return torch.cuda.is_available()
+def on_accelerator() -> bool:
+    """Whether measurements run on an accelerator, such as a CUDA device."""
+    return accelerator_type() is not None
 
 
 def use_threads(count: int) -> None:
@@ -31,20 +33,20 @@ def use_threads(count: int) -> None:
 
 def device_name() -> str:
     """The torch device that measurements run on."""
-    return "cuda" if is_cuda() else "cpu"
+    return accelerator_type() or "cpu"
 
 
 def measure_s(calls: Sequence[Call], *, budget_s: float) -> float:
     """Seconds of one call: a low quantile over about `budget_s` of repetitions.
 
     `calls` do the same work on different data and run in turn, and as many results are kept before they are
-    freed: so caches and the allocator are as a model leaves them. A CUDA device is timed by its own events; one CPU thread by its processor time, which other processes
-    do not lengthen; several threads by the clock.
+    freed: so caches and the allocator are as a model leaves them. An accelerator is timed by its own
+    events; one CPU thread by its processor time, which other processes do not lengthen; several threads by the clock.
     """
     turn = _Turn(calls)
     for _ in range(len(calls) + 2):
         turn()
-    timer = _cuda_s if is_cuda() else _cpu_s
+    timer = accelerator_s if on_accelerator() else _cpu_s
     first_s = timer(turn, 1)
     repeat = max(1, round(LEAST_TIMED_S / max(first_s, 1e-7)))
     samples: list[float] = []
@@ -78,12 +80,14 @@ def _cpu_s(turn: Call, repeat: int) -> float:
     return (clock() - begin) / repeat
 
 
-def _cuda_s(turn: Call, repeat: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+def accelerator_s(turn: Call, repeat: int) -> float:
+    """Seconds of one of `repeat` calls after one another, by the events of the accelerator."""
+    module = device_module(current_device())
+    start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    module.synchronize()
     start.record()
     for _ in range(repeat):
         turn()
     end.record()
-    torch.cuda.synchronize()
+    module.synchronize()
     return float(start.elapsed_time(end)) * 1e-3 / repeat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +115,13 @@ def largest_difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]
     found = {
         n: ((gradients[n] - g).norm() / torch.maximum(g.norm(), floor)).item() for n, g in expected.items()
     }
-    worst = max(found, key=lambda name: found[name])
-    return found[worst], worst
+    worst = max(found, key=lambda name: not_less(found[name]))
+    return not_less(found[worst]), worst
+
+
+def not_less(difference: float) -> float:
+    """A difference that compares with others: one that is no number is the largest."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def compare(
@@ -155,7 +161,7 @@ def run_strategy(
             worst = Difference(
                 gradient=max(worst.gradient, gradient),
                 name=where if gradient > worst.gradient else worst.name,
-                loss=max(worst.loss, abs(loss - expected_loss) / abs(expected_loss)),
+                loss=max(worst.loss, not_less(abs(loss - expected_loss) / abs(expected_loss))),
             )
         optimizer.step()
     return worst if rank == 0 else None

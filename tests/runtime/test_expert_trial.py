@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autoparallel.runtime.accelerator import CPU
 from autoparallel.runtime.expert_modules import expert_modules
 from autoparallel.runtime.expert_trial import Trial
 from autoparallel.runtime.limits import graph_limits
@@ -34,7 +35,7 @@ def test_a_trial_says_what_the_results_of_shares_are_to_each_other(
     with torch.device("meta"):
         example = EXPERT_EXAMPLES["mixtral"](1)
     layer = example.experts[0]
-    trial = Trial(example.module.get_submodule(layer.path), layer)
+    trial = Trial(example.module.get_submodule(layer.path), layer, CPU)
     counts = trial.counts()
     assert counts == (("", "num_experts"),)
     assert trial.over({"gate_up_proj": gate_and_up, "down_proj": down}, 2, counts) == result
@@ -45,7 +46,7 @@ def test_a_trial_leaves_the_layer_as_it_was() -> None:
     layer = example.experts[0]
     owner = example.module.get_submodule(layer.path)
     before = dict(owner.named_parameters())
-    assert Trial(owner, layer).counts() == (("", "count"),)
+    assert Trial(owner, layer, CPU).counts() == (("", "count"),)
     assert all(parameter is before[name] for name, parameter in owner.named_parameters())
     assert (owner.count, owner.training) == (8, True)
 
@@ -95,4 +96,4 @@ class _Decorated(LoopedExperts):
 
 def test_a_layer_whose_decorator_has_other_names_for_its_arguments_is_tried_out_all_the_same() -> None:
     layer = EXPERT_EXAMPLES["routed"](1).experts[0]
-    assert Trial(_Decorated(8, 8), layer).counts() is not None
+    assert Trial(_Decorated(8, 8), layer, CPU).counts() is not None

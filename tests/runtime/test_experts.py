@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import mesh_axes
 from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
+from autoparallel.runtime.accelerator import CPU
 from autoparallel.runtime.experts import can_share, check_experts
 from autoparallel.runtime.mesh import expert_ranks
 from autoparallel.runtime.start import parallelize
@@ -164,18 +165,18 @@ class Shifted(LoopedExperts):
 def test_experts_that_do_not_run_apart_are_refused_with_the_remedy(kind: type[nn.Module]) -> None:
     example = routed(2)
     example.module.blocks[1].experts = kind(8, 8)
-    assert not can_share(example.module, example.experts)
+    assert not can_share(example.module, example.experts, CPU)
     with pytest.raises(
         UserError, match=rf"mesh.ep = 2: blocks.1.experts \({kind.__name__}\).*set mesh.ep to 1"
     ):
-        check_experts(example.module, Mesh(dp_shard=2, ep=2), example.experts)
+        check_experts(example.module, Mesh(dp_shard=2, ep=2), example.experts, CPU)
 
 
 @pytest.mark.parametrize("name", EXPERT_EXAMPLES)
 def test_experts_that_run_apart_are_known_by_a_trial_without_their_values(name: str) -> None:
     with torch.device("meta"):
         example = EXPERT_EXAMPLES[name](1)
-    found = check_experts(example.module, Mesh(dp_shard=2, ep=2), example.experts)
+    found = check_experts(example.module, Mesh(dp_shard=2, ep=2), example.experts, CPU)
     assert [sharing.layer for sharing in found] == list(example.experts)
     count = "count" if name == "routed" else "num_experts"
     assert {sharing.counts for sharing in found} == {(("", count),)}, "not the width, which is as large"
@@ -184,8 +185,8 @@ def test_experts_that_run_apart_are_known_by_a_trial_without_their_values(name: 
 def test_a_model_without_known_layers_of_experts_is_refused() -> None:
     example = routed(2)
     with pytest.raises(UserError, match=r"mesh.ep = 2: the model has no layer of experts; set mesh.ep to 1"):
-        check_experts(example.module, Mesh(dp_shard=2, ep=2), ())
+        check_experts(example.module, Mesh(dp_shard=2, ep=2), (), CPU)
     with pytest.raises(UserError, match=r"mesh.ep = 2: .* is not called with .*set mesh.ep to 1"):
-        check_experts(example.module, Mesh(dp_shard=2, ep=2), None)
+        check_experts(example.module, Mesh(dp_shard=2, ep=2), None, CPU)
     with pytest.raises(UserError, match=r"mesh.ep = 3 does not divide the 8 experts of blocks.0.experts"):
-        check_experts(example.module, Mesh(dp_shard=3, ep=3), example.experts)
+        check_experts(example.module, Mesh(dp_shard=3, ep=3), example.experts, CPU)
