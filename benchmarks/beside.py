@@ -24,6 +24,9 @@ class Beside:
 
     per_parameter: int = 0
     per_own_parameter: int = 0  # for each one that the rank updates: all of them, or with ZeRO its share
+    per_whole_gradient: int = (
+        0  # with ZeRO-3 over several micro-batches: for each parameter of the pipeline rank
+    )
     bucket_elements: int = 0  # gradients copied to be reduced at once
     keeps_outputs: bool = False  # what a stage has sent on lives until its backward
 
@@ -36,6 +39,13 @@ ZERO_0 = Beside(per_parameter=2 * FP32_BYTES, keeps_outputs=True)
 # deepspeed/runtime/bf16_optimizer.py: gradients stay in half precision after they are added to the fp32 ones, which are not
 # sharded; engine.py, buffered_allreduce_fallback: elements_per_buffer 5e8.
 BF16 = Beside(per_parameter=HALF_BYTES, bucket_elements=500_000_000, keeps_outputs=True)
+
+
+# KempnerInstitute/KempnerForge, training/grad.py, maybe_no_sync: gradients are reduced after the last micro-batch alone, and
+# wait for it whole, in the dtype of the reduction (torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+# unsharded_accumulated_grad). Its shares of gradients and AdamW's two moments are bf16, as its parameters, where programs count
+# fp32. metrics/memory.py: its GB are GiB.
+KEMPNERFORGE = Beside(per_whole_gradient=FP32_BYTES, per_own_parameter=-3 * HALF_BYTES)
 
 
 def deepspeed(strategy: Strategy) -> Beside:
@@ -56,16 +66,17 @@ def shown_bytes(held: float, kind: str, device: Device) -> float:
 
 
 def _on_rank(stage: StageMemory, strategy: Strategy, beside: Beside, output_bytes: int) -> float:
-    execution, pp = strategy.execution, strategy.mesh.pp
-    parameters = stage.parameters / state.dtype_bytes(execution.param_dtype)
-    own = parameters / (state.shard_ranks(strategy) if state.zero_level(strategy) else 1)
-    bucket = min(beside.bucket_elements, parameters) * state.dtype_bytes(execution.grad_dtype)
+    execution, pp, zero = strategy.execution, strategy.mesh.pp, state.zero_level(strategy)
+    shares = state.shard_ranks(strategy) if zero else 1
+    parameters = stage.parameters / state.dtype_bytes(execution.param_dtype) * (shares if zero == 3 else 1)
     micros = strategy.batch.global_ // (strategy.batch.micro * strategy.mesh.data_parallel)
+    own = parameters / shares
     sent = min(pp - stage.stage, micros) if beside.keeps_outputs and stage.stage < pp - 1 else 0
     return (
         stage.peak
         + beside.per_parameter * parameters
         + beside.per_own_parameter * own
-        + bucket
+        + beside.per_whole_gradient * (parameters if zero == 3 and micros > 1 else 0)
+        + min(beside.bucket_elements, parameters) * state.dtype_bytes(execution.grad_dtype)
         + sent * output_bytes
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autoparallel.planner.strategy.types import Strategy, TensorRule
-from benchmarks.beside import Beside, deepspeed
+from benchmarks.beside import KEMPNERFORGE, Beside, deepspeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Framework:
     dtensor_gathers: bool = False  # of sequence parallelism: DTensor's, along the second dim
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
     vocab: int = 0  # likewise
+    gb_bytes: float = 2.0**30  # what its authors print as a GB of memory, where a row does not know
     beside: Callable[[Strategy], Beside] = lambda _: (
         Beside()
     )  # what it holds on a device that a program does not
@@ -83,8 +84,9 @@ FRAMEWORKS = {
     # same for the scatter of sequence parallelism.
     "megatron-2022": Framework(async_gradients=True),
     # sail-sg/zero-bubble-pipeline-parallelism@f68d3879 (branch arxiv, of the paper), examples/pretrain_zero_bubble.sh: fp16
-    # without --use-flash-attn.
-    "megatron-zb": Framework(attention="unfused", vocab=32000, dropout=DROPOUT),
+    # without --use-flash-attn. Its activations are 34 s b h + 5 a s^2 b bytes a layer by the authors' own count
+    # (megatron/core/pipeline_parallel/mem.py), as here; by these the "GB" of its table are 1e9 bytes.
+    "megatron-zb": Framework(attention="unfused", vocab=32000, dropout=DROPOUT, gb_bytes=1e9),
     # InternLM/InternEvo: solver/optimizer/hybrid_zero_optim.py reduces gradients in the parameters' dtype;
     # reduce_bucket_size of its 7B configurations.
     "internevo": Framework(half_gradients=True, added_gradients=True, bucket_elements=512 * 2**20),
@@ -113,8 +115,15 @@ FRAMEWORKS = {
     # huggingface/nanotron@9b0de5be, parallel/pipeline_parallel/state.py: a message is waited for, its shape sent before
     # it; models/llama.py: attention of the flash_attn package, which on Hopper is its second generation.
     "nanotron": Framework(flash="flash-v2", blocking_sends=True),
-    # KempnerInstitute/KempnerForge, kempnerforge/distributed/parallel.py: bf16 parameters, fp32 reduction.
-    "kempnerforge": Framework(dtensor_gathers=True, flash="flash-v2", full_reduction=True),
+    # KempnerInstitute/KempnerForge, kempnerforge/distributed/parallel.py: bf16 parameters, fp32 reduction; tensor_parallel.py:
+    # the head's outputs are replicated.
+    "kempnerforge": Framework(
+        dtensor_gathers=True,
+        flash="flash-v2",
+        full_reduction=True,
+        tensor=GATHERED_LOGITS,
+        beside=lambda _: KEMPNERFORGE,
+    ),
 }
 
 

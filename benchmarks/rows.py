@@ -284,6 +284,14 @@ def _recomputed(base: Strategy, eighths: int) -> Recompute:
     return Recompute(per_stage=tuple(counts))
 
 
+def _peak_memory_gib(row: Row) -> float | None:
+    printed = _float(row, "peak_memory_gib")
+    uncertain = row.get("memory_kind", "").endswith("-gb")
+    if printed is None or not uncertain:
+        return printed
+    return printed * framework_of(row.get("framework", "")).gb_bytes / 2**30
+
+
 def _output_bytes(row: Row, shape: Shape) -> int:
     tokens = _int(row, "micro_batch") * shape.seq_len // _int(row, "cp", 1)
     return HALF_BYTES * tokens * shape.hidden // (_int(row, "tp", 1) if _sequence_parallel(row) else 1)
@@ -304,7 +312,7 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
         strategies=strategies_of(row),
         outcome=row.get("outcome") or "ok",
         step_time_s=_float(row, "step_time_s"),
-        peak_memory_gib=_float(row, "peak_memory_gib"),
+        peak_memory_gib=_peak_memory_gib(row),
         memory_kind=row.get("memory_kind", ""),
         beside=framework_of(row.get("framework", "")).beside,
         output_bytes=_output_bytes(row, shape),

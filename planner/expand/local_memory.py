@@ -314,11 +314,19 @@ def _first_keepers(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
 
 
 def weight_saved_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
-    """Of what was kept, what the weight gradients of a split backward still need: the products' inputs."""
-    needed = set()
+    """What the weight gradients of a split backward still need: of what was kept the products' inputs, and the gradients
+    of their outputs, which the first part of the backward made (Zero Bubble, arXiv:2401.10241: 32 s b h bytes a layer).
+    """
+    needed, gradients = set(), dict[str, int]()
     for unit in units:
         for op in unit.ops:
             operator = local.index.block.operators[op]
             if operator.kind in KEEPS_INPUT and any(k.gradient_of == "weight" for k in operator.backward):
                 needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
-    return sum(b for s, b in kept.items() if s in needed)
+                made = (
+                    operator.name in local.index.specs and local.index.storage[operator.name] == operator.name
+                )
+                if made and operator.kind in PRODUCTS:
+                    placement = local.output_placement(operator.name)
+                    gradients[operator.name] = local.value_bytes(operator.name, placement)
+    return sum(b for s, b in kept.items() if s in needed) + sum(gradients.values())

@@ -65,6 +65,15 @@ def test_few_micro_batches_keep_few_outputs() -> None:
     assert held_bytes(prediction(stage(0, 0)), strategy, Beside(keeps_outputs=True), 100) == 2000 + 200
 
 
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole_on_every_share() -> None:
+    """2,000 bytes of bf16 parameters on one of eight shares are 8,000 parameters."""
+    strategy = replace(BASE, mesh=Mesh(dp_shard=8), shard=Shard(zero=3))
+    waiting = Beside(per_whole_gradient=4, per_own_parameter=-1)
+    assert held_bytes(prediction(stage(0, 0)), strategy, waiting, 0) == 2000 + 4 * 8000 - 1000
+    once = replace(strategy, batch=Batch(global_=16, micro=2))
+    assert held_bytes(prediction(stage(0, 0)), once, waiting, 0) == 2000 - 1000
+
+
 def test_deepspeed_s_optimizer_follows_dtype_and_zero() -> None:
     assert FRAMEWORKS["megatron-deepspeed"].beside is deepspeed
     assert deepspeed(BASE) == ZERO_1

@@ -72,6 +72,13 @@ def test_what_a_row_s_reader_assumed_gives_way_to_what_its_launcher_runs() -> No
     assert (rows.shape_of(row).vocab, rows.shape_of(said).vocab) == (32000, int(row["vocab"]))
 
 
+def test_an_uncertain_gb_is_what_its_authors_count_in() -> None:
+    row = next(row for row in published("training_rows") if row["framework"] == "megatron-zb")
+    printed = float(row["peak_memory_gib"])
+    assert rows.parse(row).peak_memory_gib == pytest.approx(printed * 1e9 / 2**30)
+    assert rows.parse({**row, "memory_kind": "torch-allocated"}).peak_memory_gib == printed
+
+
 def test_runs_whose_project_kept_megatron_s_dropout_have_it() -> None:
     for row in published("training_rows"):
         kept = row["origin"].startswith("bigscience-workshop") or row["framework"] in (
