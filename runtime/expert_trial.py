@@ -23,9 +23,10 @@ from autoparallel.runtime.torch_private import parts_of
 
 Place = tuple[str, str]  # path of a module inside the layer ("" the layer itself), name of an attribute
 _TOKENS, _EXPERTS = 3, 2
-# Of what a trial returns, how far two ways to compute it may be apart. Kind: formula, float32 products of random
-# numbers agree to about 1e-5; results that differ at all differ by about 1.
-_TOLERANCE = 1e-3
+# Of what a trial returns, how far two ways to compute it may be apart. Kind: formula, products of random numbers agree
+# to about 1e-5 in float32, to 1e-3 where a GPU multiplies them in TF32 and to 5e-3 where it does in bfloat16; results
+# that differ at all differ by about 1.
+_TOLERANCE = 2e-2
 
 
 def counting(owner: nn.Module, experts: int) -> tuple[Place, ...]:

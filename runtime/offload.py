@@ -91,7 +91,7 @@ class _Host:
     """Copies bytes to the host and back, where there is one beside the device on a stream of its own."""
 
     def __init__(self, device: torch.device, count: OffloadCount) -> None:
-        self._device, self.count = device, count
+        self.device, self.count = device, count
         self._torch = device_module(device)
         self._stream = None if device.type == "cpu" else self._torch.Stream(device)
 
@@ -101,7 +101,7 @@ class _Host:
         if self._stream is None:
             return held.clone()
         copy = torch.empty(held.shape, dtype=held.dtype, pin_memory=True)
-        self._stream.wait_stream(self._torch.current_stream(self._device))
+        self._stream.wait_stream(self._torch.current_stream(self.device))
         with self._torch.stream(self._stream):
             copy.copy_(held, non_blocking=True)
         held.record_stream(self._stream)
@@ -113,12 +113,12 @@ class _Host:
         if self._stream is None:
             return copy, None
         with self._torch.stream(self._stream):
-            return copy.to(self._device, non_blocking=True), self._stream.record_event()
+            return copy.to(self.device, non_blocking=True), self._stream.record_event()
 
     def arrived(self, held: Tensor, ready: torch.Event | None) -> Tensor:
         """What has been copied back, for kernels of the current stream."""
         if ready is not None:
-            stream = self._torch.current_stream(self._device)
+            stream = self._torch.current_stream(self.device)
             stream.wait_event(ready)
             held.record_stream(stream)
         return held
@@ -184,6 +184,8 @@ class _Keeping:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of `tensor`."""
         part = local(tensor)
+        if part.device != self._host.device:  # seeds of attention's dropout are on the host already
+            return tensor
         key = storage_key(part)
         if key not in self._known:
             self._known[key] = self._decide(part, key)

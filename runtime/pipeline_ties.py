@@ -59,7 +59,7 @@ class _Copies:
     def comparable(self, tensor: Tensor) -> Tensor:
         """What can be added to the other copies': this rank's part if all are laid out alike, else the whole."""
         if isinstance(tensor, DTensor) and not self.same_layout:
-            return tensor.full_tensor()
+            return tensor.full_tensor().contiguous()
         return local(tensor).contiguous()
 
     def laid_out(self, value: Tensor, parameter: nn.Parameter) -> Tensor:

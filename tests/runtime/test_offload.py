@@ -102,6 +102,36 @@ def test_a_share_of_the_bytes_moves_and_leaves_the_device(share: float, moved: i
     assert count.returned_bytes == count.moved_bytes
 
 
+class _Seeded(torch.autograd.Function):
+    """Keeps its input and, as attention's kernels do, a seed that is on another device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, torch.empty((), dtype=torch.int64, device="meta"))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x, seed = ctx.saved_tensors
+        assert seed.is_meta
+        return gradients[0] * 2 + 0 * x
+
+
+class _Drawing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _Seeded.apply(x + 1)
+        return made
+
+
+def test_what_is_kept_on_another_device_stays_there() -> None:
+    block, x = _Drawing(), torch.randn(2, 4, requires_grad=True)
+    count = offload_blocks(nn.ModuleList([block]), ["0"], 1.0, torch.device("cpu"))
+    block(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    assert (count.kept_bytes, count.moved_bytes) == (x.nbytes, x.nbytes)
+
+
 def test_nothing_moves_without_gradients() -> None:
     block = _Noting()
     count = offload_blocks(nn.ModuleList([block]), ["0"], 1.0, torch.device("cpu"))

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
+from torch.distributed.tensor import _random as random
 
 from autoparallel.runtime import torch_private
 
@@ -40,3 +45,18 @@ def test_a_callback_runs_once_when_the_backward_pass_ends() -> None:
         tensor.register_hook(lambda _: torch_private.after_backward(lambda: calls.append("end")))
     (x * y).sum().backward()
     assert calls == ["end", "end"]
+
+
+def test_dtensor_draws_on_accelerators_without_asking_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(random, "_rng_tracker", None)
+    monkeypatch.setattr(random, "is_rng_supported_mesh", lambda mesh: True)
+    monkeypatch.setattr(
+        random, "OffsetBasedRNGTracker", lambda mesh, **options: made.append(options) or options
+    )
+    torch_private.draw_without_broadcast(SimpleNamespace(device_type="cpu"))  # type: ignore[arg-type]
+    assert not made
+    for _ in range(2):
+        torch_private.draw_without_broadcast(SimpleNamespace(device_type="cuda"))  # type: ignore[arg-type]
+    assert made == [{"run_state_sync": False}]
+    assert random._rng_tracker is made[0]
