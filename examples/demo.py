@@ -61,7 +61,16 @@ def plan_and_run_a_small_model() -> tuple[dict[str, Any], dict[str, Any], dict[s
     run("   … and show why", BIN / "autoparallel", "report", strategy, "-o", OUT / "llama-tiny.html")
     with strategy.open("rb") as handle:
         plan = tomllib.load(handle)
-    common = ["--steps", str(STEPS), "--global-batch", str(GLOBAL_BATCH), "--seq-len", str(SEQ_LEN), "--json"]
+    common = [
+        "--cpu",
+        "--steps",
+        str(STEPS),
+        "--global-batch",
+        str(GLOBAL_BATCH),
+        "--seq-len",
+        str(SEQ_LEN),
+        "--json",
+    ]
     run(
         "3. Run it",
         BIN / "torchrun", "--standalone", "--nproc-per-node", str(PROCESSES), ROOT / "examples" / "train_llama.py",

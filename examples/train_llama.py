@@ -35,23 +35,39 @@ def batch(step: int, sequences: int, seq_len: int, vocabulary: int) -> dict[str,
     return {"input_ids": tokens, "labels": tokens}
 
 
+def home(args: argparse.Namespace) -> torch.device:
+    """Where one process computes."""
+    found = None if args.cpu else torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+def finished() -> float:
+    """The time when all that this process has started is done: accelerators run behind."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter()
+
+
 def train_plain(args: argparse.Namespace) -> dict[str, list[float]]:
     """One process, plain PyTorch: the micro-batches of a step one after another, gradients accumulated."""
-    model = build(args.config)
+    device = home(args)
+    model = build(args.config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, times = [], []
     for step in range(args.steps):
         inputs = batch(step, args.global_batch, args.seq_len, model.config.vocab_size)
-        begin = time.perf_counter()
+        begin = finished()
         optimizer.zero_grad()
         loss = 0.0
         for i in range(0, args.global_batch, args.micro):
-            micro = {name: tensor[i : i + args.micro] for name, tensor in inputs.items()}
+            micro = {name: tensor[i : i + args.micro].to(device) for name, tensor in inputs.items()}
             part = model(**micro).loss * args.micro / args.global_batch
             part.backward()
             loss += part.item()
         optimizer.step()
-        times.append(time.perf_counter() - begin)
+        times.append(finished() - begin)
         losses.append(loss)
     return {"losses": losses, "step_times_s": times}
 
@@ -72,15 +88,11 @@ def train_parallel(args: argparse.Namespace) -> dict[str, list[float]]:
     for step in range(args.steps):
         whole = batch(step, args.global_batch, args.seq_len, vocabulary)
         mine = {name: tensor[first : first + share] for name, tensor in whole.items()}
-        if dist.is_initialized():
-            dist.barrier()
-        begin = time.perf_counter()
+        begin = finished()
         optimizer.zero_grad()
         loss = model.step(mine)
         optimizer.step()
-        if dist.is_initialized():
-            dist.barrier()
-        times.append(time.perf_counter() - begin)
+        times.append(finished() - begin)
         losses.append(float(loss))
     return {"losses": losses, "step_times_s": times}
 
@@ -92,6 +104,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--strategy", type=Path)
     parser.add_argument("--plain", action="store_true", help="plain PyTorch in one process")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever else there is")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--micro", type=int, default=4, help="with --plain: sequences per micro-batch")
@@ -99,6 +112,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write losses and step times here")
     args = parser.parse_args()
     torch.set_num_threads(1)  # several processes share this machine's cores
+    if args.cpu and not args.plain:  # with a process group of Gloo alone ranks compute on the CPU
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("gloo", **alone)
     result = train_plain(args) if args.plain else train_parallel(args)
     if int(os.environ.get("RANK", "0")) == 0:
         for step, (loss, step_s) in enumerate(zip(result["losses"], result["step_times_s"], strict=True)):
