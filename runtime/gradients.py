@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.runtime.reductions import Reducer, Reduction
 from autoparallel.runtime.tensor_tools import local
-from autoparallel.runtime.torch_private import after_backward, dtensor_like
+from autoparallel.runtime.torch_private import after_backward, dtensor_like, norms_of, scale_all
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -224,31 +224,40 @@ def gradient_norm_squared(parameters: Iterable[nn.Parameter]) -> Tensor:
 
     Each tensor counts once, however many ranks hold a copy of it.
     """
-    sums: dict[tuple[DeviceMesh, tuple[int, ...]], Tensor] = {}
-    total: Tensor | None = None
+    held: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
         gradient = parameter.grad
-        if gradient is None:
-            continue
-        part = local(gradient)
-        wide = torch.float64 if part.dtype == torch.float64 else torch.float32
-        square = torch.linalg.vector_norm(part, dtype=wide).square()
         if isinstance(gradient, DTensor):
-            dims = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
-            key = (gradient.device_mesh, dims)
-            sums[key] = sums[key] + square if key in sums else square
-        else:
-            total = square if total is None else total + square
-    for (mesh, sharded), square in sums.items():
+            sharded = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
+            held.setdefault((gradient.device_mesh, sharded), []).append(local(gradient))
+        elif gradient is not None:
+            held.setdefault((None, ()), []).append(gradient.detach())
+    squares = []
+    for (mesh, sharded), parts in held.items():
+        square = _sum_of_squares(parts)
         for dim in sharded:
+            assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(dim))
-        total = square if total is None else total + square
-    return torch.zeros(()) if total is None else total
+        squares.append(square)
+    return torch.stack(squares).sum() if squares else torch.zeros(())
+
+
+def _sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
+    """Of all numbers in `parts`; as few kernels as there are dtypes, where the device has them for many tensors."""
+    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    norms = [norm for same in _by_dtype(parts) for norm in norms_of(same, wide)]
+    return torch.stack(norms).square().sum()
+
+
+def _by_dtype(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        found.setdefault(part.dtype, []).append(part)
+    return list(found.values())
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply every gradient by `factor`, in place."""
-    for parameter in dict.fromkeys(parameters):
-        if parameter.grad is not None:
-            part = local(parameter.grad)
-            part.mul_(factor.to(part.device, part.dtype))
+    parts = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
+    for same in _by_dtype(parts):
+        scale_all(same, factor.to(same[0].device))
