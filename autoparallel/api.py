@@ -76,7 +76,7 @@ def auto_parallelize(
     name of the accelerator says) and keeps the plan in the folder `cache` (None: nowhere) under a key of
     graph, cluster, inputs and version. `global_batch` defaults to the file's, else to the samples of
     `example_inputs` times the number of processes. `dtype`, `param_dtype` and `grad_dtype` (names as in
-    strategy files) default to the module's own.
+    strategy files) default to the module's own; `dtype="tf32"` lets torch multiply float32 in TF32, in this process.
 
     Without a pipeline the module itself is returned, changed in place: called, trained and saved as before,
     with the same parameter names. It gains `step`, `data_parallel_rank`, `data_parallel_size`,
@@ -186,7 +186,7 @@ def _samples(example_inputs: Any) -> int:
 def _with_dtypes(execution: Execution, dtypes: Dtypes) -> Execution:
     return replace(
         execution,
-        dtype=dtype_name(dtypes.compute),
+        dtype="tf32" if dtypes.tf32 else dtype_name(dtypes.compute),
         param_dtype=dtype_name(dtypes.param),
         grad_dtype=dtype_name(dtypes.grad),
     )

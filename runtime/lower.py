@@ -45,6 +45,7 @@ class Dtypes:
     compute: torch.dtype
     param: torch.dtype
     grad: torch.dtype
+    tf32: bool = False  # products of float32 may be taken in TF32, where the device has it
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -69,6 +70,7 @@ def module_dtypes(
         compute=torch_dtype(dtype) if dtype else param,
         param=param,
         grad=torch_dtype(grad_dtype) if grad_dtype else param,
+        tf32=dtype == "tf32",
     )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -55,6 +56,8 @@ def parallelize(
     _, device = start_ranks()
     sharings = check_experts(module, strategy.mesh, experts, device)
     dtypes = dtypes or module_dtypes(module)
+    if dtypes.tf32:
+        torch.set_float32_matmul_precision("high")
     mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
     _share_generators(mesh)
     if strategy.mesh.pp > 1:
@@ -84,7 +87,7 @@ def _share_generators(mesh: RankMesh) -> None:
             dist.broadcast(state, group_src=0, group=mesh.group(axis))
             set_generator_state(state.to(CPU), device)
     if axes and mesh.device_mesh is not None:
-        draw_without_broadcast(mesh.device_mesh)
+        draw_without_broadcast(mesh.device_mesh, mesh.device)
 
 
 def check_strategy(

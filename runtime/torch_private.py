@@ -243,14 +243,16 @@ def seen_through(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def draw_without_broadcast(mesh: DeviceMesh) -> None:
-    """Let DTensor draw from the generators of the ranks of `mesh` as they are.
+def draw_without_broadcast(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let DTensor draw from the generator of this rank's `device` as it is.
 
     The first time that it draws on an accelerator it would send rank 0's to all ranks of the run: ranks that draw at
     another time, or never (those of another pipeline stage), would keep it waiting for ever.
     """
-    if mesh.device_type != "cpu" and random.is_rng_supported_mesh(mesh) and random._rng_tracker is None:
-        random._rng_tracker = random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    if device.type != "cpu" and random.is_rng_supported_mesh(mesh) and random._rng_tracker is None:
+        tracker = random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+        tracker._device = device  # it takes the one whose number is the rank's, counted round each node
+        random._rng_tracker = tracker
 
 
 def joined_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -53,6 +53,22 @@ def test_alone_in_one_process_a_strategy_runs_and_says_its_program() -> None:
     assert (model.data_parallel_rank, model.data_parallel_size) == (0, 1)
 
 
+def test_tf32_is_set_where_it_is_asked_for_and_only_there() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        model = auto_parallelize(Mlp(), _inputs(), strategy=_alone())
+        assert torch.get_float32_matmul_precision() == before
+        model = auto_parallelize(
+            Mlp(), _inputs(), strategy=_alone(), cluster="a100-sxm-80gb:1x1", dtype="tf32"
+        )
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert model.strategy.execution.dtype == "tf32"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert isinstance(model.program, Program)
+
+
 def test_a_file_planned_for_another_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "strategy.toml"
     write_strategy(path, _alone(), {"model": "x", "graph_hash": "0123456789abcdef"}, {}, {})

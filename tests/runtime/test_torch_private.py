@@ -48,15 +48,19 @@ def test_a_callback_runs_once_when_the_backward_pass_ends() -> None:
 
 
 def test_dtensor_draws_on_accelerators_without_asking_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
+    made: list[SimpleNamespace] = []
+    mesh: Any = SimpleNamespace()
+
+    def tracker(_: Any, **options: Any) -> SimpleNamespace:
+        made.append(SimpleNamespace(_device="of another rank", **options))
+        return made[-1]
+
     monkeypatch.setattr(random, "_rng_tracker", None)
     monkeypatch.setattr(random, "is_rng_supported_mesh", lambda mesh: True)
-    monkeypatch.setattr(
-        random, "OffsetBasedRNGTracker", lambda mesh, **options: made.append(options) or options
-    )
-    torch_private.draw_without_broadcast(SimpleNamespace(device_type="cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(random, "OffsetBasedRNGTracker", tracker)
+    torch_private.draw_without_broadcast(mesh, torch.device("cpu"))
     assert not made
     for _ in range(2):
-        torch_private.draw_without_broadcast(SimpleNamespace(device_type="cuda"))  # type: ignore[arg-type]
-    assert made == [{"run_state_sync": False}]
+        torch_private.draw_without_broadcast(mesh, torch.device("cuda", 3))
+    assert made == [SimpleNamespace(_device=torch.device("cuda", 3), run_state_sync=False)]
     assert random._rng_tracker is made[0]
