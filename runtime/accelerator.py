@@ -72,10 +72,15 @@ def backends(device: torch.device) -> str:
 
 
 def device_of_group() -> torch.device:
-    """Where ranks of the default process group compute: on accelerators if it has their own collectives."""
+    """Where this rank of the default process group computes: on an accelerator if the group has their own collectives.
+
+    Whoever started the group has chosen the device; where nobody has, it is the one that `take_device` takes.
+    """
     kind = accelerator_type()
-    pairs = dist.get_backend_config().split(",")
-    return current_device() if kind is not None and f"{kind}:{own_backend(kind)}" in pairs else CPU
+    if kind is None or f"{kind}:{own_backend(kind)}" not in dist.get_backend_config().split(","):
+        return CPU
+    untouched = not torch.get_device_module(kind).is_initialized()
+    return take_device() if untouched and torch.accelerator.current_device_index() == 0 else current_device()
 
 
 def device_module(device: torch.device) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: taken[-1])
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind: SimpleNamespace(is_initialized=lambda: False)
+    )
     return taken
 
 
@@ -62,6 +66,17 @@ def test_collectives_are_the_accelerators_own_and_objects_stay_on_the_host(
     assert accelerator.device_of_group() == torch.device("cuda", 0)
     config[0] = "cpu:gloo,cuda:gloo"  # a group of Gloo alone
     assert accelerator.device_of_group() == CPU
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(0, 1), (1, 1)])
+def test_a_group_of_the_users_finds_the_device_that_was_chosen_or_its_own(
+    devices: list[int], monkeypatch: pytest.MonkeyPatch, chosen: int, used: int
+) -> None:
+    devices.append(chosen)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    assert accelerator.device_of_group() == torch.device("cuda", used)
+    assert devices[-1] == used
 
 
 @pytest.mark.parametrize("kind", ["mps", "nobodys"])
