@@ -8,7 +8,7 @@ their own (costmodel/streams.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
@@ -168,7 +168,6 @@ def _steps(actions: Sequence[Action]) -> Iterator[Action]:
 def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pricer) -> StageCost:
     """Seconds of every action of one stage on one device."""
     costs = {id(block): price_block(block, program, device, pricer) for block, _ in stage.blocks}
-    links = [block for block, count in stage.blocks for _ in range(count)]
     interference = Interference(
         compute_slowdown=device.constants.get("overlap.compute_slowdown", 0.0),
         comm_slowdown=device.constants.get("overlap.comm_slowdown", 0.0),
@@ -184,12 +183,12 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         input_of[key] = Pass(inputs, cost.gather_s, backward_s)
         weight_of[key] = Pass(cost.backward_weight)
         both_of[key] = Pass(_sum(inputs, cost.backward_weight), cost.gather_s, backward_s)
-    forward = [forward_of[id(link)] for link in links]
-    backward_links = links[::-1]
+    forward = [(forward_of[id(block)], count) for block, count in stage.blocks]
     input_passes, weights, both = (
-        [of[id(link)] for link in backward_links] for of in (input_of, weight_of, both_of)
+        [(of[id(block)], count) for block, count in reversed(stage.blocks)]
+        for of in (input_of, weight_of, both_of)
     )
-    buckets = _priced_buckets(backward_links, program, pricer)
+    buckets = _priced_buckets(stage, program, pricer)
     reduce_s = sum(seconds for _, seconds in buckets)
     every, beside = program.reduce_every_micro, program.overlap
     last_backward, tail_s = _run(both, buckets if beside else [], interference)
@@ -327,35 +326,40 @@ def _longer(whole: Phase, wait_s: float) -> Phase:
     return phase(_sum(dict(whole.parts), {"dp_comm": wait_s}))
 
 
-def _priced_buckets(
-    links: Sequence[BlockWork], program: Program, pricer: Pricer
-) -> list[tuple[Bucket, float]]:
+def _priced_buckets(stage: StageWork, program: Program, pricer: Pricer) -> list[tuple[Bucket, float]]:
     """The buckets of gradients in the order of the backward, and the seconds that each takes to reduce."""
-    priced: list[tuple[Bucket, float]] = []
-    for bucket in fill_buckets([link.reduce for link in links], program.bucket_bytes):
-        if priced and bucket.collectives is priced[-1][0].collectives:  # full ones of one link are alike
-            priced.append((bucket, priced[-1][1]))
-            continue
-        seconds = (pricer.collective_s(collective, program.axes) for collective in bucket.collectives)
-        priced.append((bucket, sum(seconds)))
-    return priced
+    reductions = [block.reduce for block, count in reversed(stage.blocks) for _ in range(count)]
+    buckets = fill_buckets(reductions, program.bucket_bytes)
+    seconds_of = {
+        id(together): sum(pricer.collective_s(collective, program.axes) for collective in together)
+        for together in {id(bucket.collectives): bucket.collectives for bucket in buckets}.values()
+    }
+    return [(bucket, seconds_of[id(bucket.collectives)]) for bucket in buckets]
 
 
 def _run(
-    links: Sequence[Pass], buckets: Sequence[tuple[Bucket, float]], interference: Interference
+    links: Sequence[tuple[Pass, int]], buckets: Sequence[tuple[Bucket, float]], interference: Interference
 ) -> tuple[Phase, float]:
-    """Run the links of one action with their gathers and buckets; also what is left of the reduction after it."""
-    total = _sum(*(link.parts for link in links))
-    if not buckets and not any(link.gather_s for link in links):
+    """Run the links of one action, each so many times, with their gathers and buckets; also what is left of the reduction
+    after it."""
+    total: Parts = {}
+    for link, count in links:
+        for key, seconds in link.parts.items():
+            total[key] = total.get(key, 0.0) + seconds * count
+    if not buckets and not any(link.gather_s for link, _ in links):
         return phase(total), 0.0
     ready: dict[int, list[tuple[float, float]]] = {}
     for bucket, seconds in buckets:
         ready.setdefault(bucket.link, []).append((bucket.fraction, seconds))
-    segments = []
-    for number, link in enumerate(links):
+    segments: list[Segment] = []
+    for link, count in links:
         work_s = sum(link.parts.values())
-        contention = link.contended_s / work_s if work_s else 0.0
-        segments.append(Segment(work_s, link.gather_s, tuple(ready.get(number, ())), contention))
+        idle = Segment(work_s, link.gather_s, (), link.contended_s / work_s if work_s else 0.0)
+        first = len(segments)
+        segments += [idle] * count
+        for number in range(first, first + count):
+            if number in ready:
+                segments[number] = replace(idle, reductions=tuple(ready[number]))
     times = run_streams(segments, interference)
     return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, 
 # Sizes up to which this is faster than CP-SAT: pieces (of unlike blocks, of alike ones, and of these where ranks have
 # several chunks), and numbers made for partial deals. Kind: measured.
 MOST_PIECES, MOST_ALIKE, MOST_OF_SEVERAL, MOST_NUMBERS = 200_000, 40_000, 600, 4_000_000
-MOST_PARTIAL = (
-    1_000  # partial deals after a chunk: where ranks have several chunks few are dominated. Kind: measured
-)
+# Partial deals after a chunk; where ranks have several chunks few are dominated. Kind: measured
+MOST_PARTIAL, MOST_PARTIAL_OF_SEVERAL = 1_000, 150
 PER_TABLED, PER_GROWN = 3e-5, 4e-6  # milliseconds on one core for each number. Kind: measured
+# How much longer than the longest path's least a deal may be, tried one after the other: mostly there is one that is no
+# longer at all, and the tighter the limit, the fewer partial deals. Kind: measured
+SLACKS = (0.0, 0.004, 0.016, inf)
 EXACT = 2.0**52  # whole numbers below are exact in floating point. Kind: formula
 
 
@@ -54,20 +57,33 @@ def solve_in_layers(
     largest = max((float(np.abs(layer.table).max(initial=0.0)) for layer in layers), default=0.0)
     if largest * len(layers) > EXACT:
         return False, None
-    limits = np.array(
-        [(float("inf") if below is None else below - 1.0) - row.constant for row in problem.paths]
-        + [float(problem.room(row) - row.constant) for row in problem.memory]
-    )
     left = _least_left(layers, len(problem.kinds))
-    if (left[0].of_rows([0])[0] > limits).any():
+    limits = _limits(problem, inf if below is None else float(below))
+    least = left[0].of_rows([0])[0]
+    if (least > limits).any():
         return True, None
     ahead = np.array([*(float(row.constant) for row in problem.paths), *(-limits[len(problem.paths) :])])
-    partial, grown = _grow(layers, left, limits, measures(layers, ahead, len(problem.paths)), excluded)
-    if spend is not None:
-        spend(PER_GROWN * grown)
-    if partial is None:
-        return False, None
-    return True, _best(problem, layers, *partial, excluded)
+    measured = measures(layers, ahead, len(problem.paths))
+    shortest = max((float(least[i]) + row.constant for i, row in enumerate(problem.paths)), default=0.0)
+    most = MOST_PARTIAL_OF_SEVERAL if _several_on_a_rank(problem) else MOST_PARTIAL
+    last = inf if below is None else float(below)
+    for slack in SLACKS:
+        within = min(shortest * (1 + slack) + 1, last)
+        partial, grown = _grow(layers, left, _limits(problem, within), measured, excluded, most)
+        if spend is not None:
+            spend(PER_GROWN * grown)
+        if partial is None:
+            return False, None
+        found = _best(problem, layers, *partial, excluded)
+        if found is not None or within == last:
+            return True, found
+    return True, None
+
+
+def _limits(problem: StageProblem, below: float) -> Floats:
+    """By row, what the chunks may add to it in a deal below `below` that fits."""
+    paths = [below - 1.0 - row.constant for row in problem.paths]
+    return np.array([*paths, *(float(problem.room(row) - row.constant) for row in problem.memory)])
 
 
 def _below_quickly(problem: StageProblem, excluded: Sequence[Deal], below: int | None) -> int | None:
@@ -83,46 +99,72 @@ def _most_pieces(problem: StageProblem) -> int:
     """Pieces up to which this is faster than CP-SAT, which is quick where blocks and devices are alike."""
     if len(set(problem.kinds)) > 1 or problem.device_of:
         return MOST_PIECES
+    return MOST_OF_SEVERAL if _several_on_a_rank(problem) else MOST_ALIKE
+
+
+def _several_on_a_rank(problem: StageProblem) -> bool:
+    """Whether several chunks share the memory of a rank."""
     own = (row for row in problem.memory if row.capacity_bytes is None)
-    several = any(len({chunk for _, chunk, _ in row.terms}) > 1 for row in own)  # chunks of a rank
-    return MOST_OF_SEVERAL if several else MOST_ALIKE
+    return any(len({chunk for _, chunk, _ in row.terms}) > 1 for row in own)
 
 
 def with_fitting_chunks(problem: StageProblem, below: int) -> StageProblem:
     """The problem with no larger chunks than a path below `below` leaves room for when all others are as small as
     they can be, and no smaller ones than all others being as large leaves to them."""
-    units, last = len(problem.kinds), None
+    if not problem.paths:
+        return problem
+    units, last, terms = len(problem.kinds), None, _terms_of(problem)
     while problem != last and all(a <= b for a, b in zip(problem.least, problem.most, strict=True)):
-        last, most = problem, _most_below(problem, below)
+        last, most = problem, _most_below(problem, terms, below)
         least = [max(a, units - sum(most) + b) for a, b in zip(problem.least, most, strict=True)]
         problem = replace(problem, least=tuple(least), most=tuple(most))
     return problem
 
 
-def _most_below(problem: StageProblem, below: int) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """The terms of all paths: path, quantity, chunk and factor of each; and the forms of all quantities one after the
+    other, where those of each quantity start."""
+
+    path: Ints
+    quantity: Ints
+    chunk: Ints
+    factor: Ints
+    forms: tuple[Form, ...]
+    first: Ints
+    fixed: Ints  # [form, chunk], surcharges that are negative included
+
+
+def _terms_of(problem: StageProblem) -> _Terms:
+    every = [(number, *term) for number, row in enumerate(problem.paths) for term in row.terms]
+    path, quantity, chunk, factor = np.array(every, dtype=np.int64).reshape(-1, 4).T
+    forms = tuple(form for quantity in problem.quantities for form in quantity.forms)
+    counts = np.array([len(quantity.forms) for quantity in problem.quantities], dtype=np.int64)
+    less = [min(f.when_all, 0) + min(f.when_few, 0) + min((0, *f.when_none)) for f in forms]
+    fixed = np.array([form.fixed for form in forms], dtype=np.int64) + np.array(less, dtype=np.int64)[:, None]
+    first = np.cumsum(counts) - counts
+    return _Terms(
+        path=path, quantity=quantity, chunk=chunk, factor=factor, forms=forms, first=first, fixed=fixed
+    )
+
+
+def _most_below(problem: StageProblem, terms: _Terms, below: int) -> list[int]:
     """Units that each chunk may have in a deal below `below`."""
     kinds = _kinds_within(problem)
-    least, each = [], []  # by quantity and chunk: of the fewest units, and of each further one
-    for quantity in problem.quantities:
-        of = [{k: _rate(form, k) for k in dict.fromkeys(kinds)} for form in quantity.forms]
-        rates = [[known[k] for k in kinds] for known in of]
-        lowest = [min(f.when_all, 0) + min(f.when_few, 0) + min((0, *f.when_none)) for f in quantity.forms]
-        floors = [
-            [fixed + rate * n + less for fixed, rate, n in zip(form.fixed, own, problem.least, strict=True)]
-            for form, own, less in zip(quantity.forms, rates, lowest, strict=True)
-        ]  # fmt: skip
-        least.append([max(values) for values in zip(*floors, strict=True)])
-        each.append([min(values) for values in zip(*rates, strict=True)])
-    most = list(problem.most)
-    for row in problem.paths:
-        room = below - 1 - row.constant - sum(factor * least[q][c] for q, c, factor in row.terms)
-        more: dict[int, int] = {}
-        for q, c, factor in row.terms:
-            more[c] = more.get(c, 0) + factor * each[q][c]
-        for c, rate in more.items():
-            if rate > 0:
-                most[c] = min(most[c], problem.least[c] + room // rate)
-    return most
+    rate_of = {k: [_rate(form, k) for form in terms.forms] for k in dict.fromkeys(kinds)}
+    rates = np.array([rate_of[k] for k in kinds], dtype=np.int64).T  # [form, chunk]
+    fewest = np.array(problem.least, dtype=np.int64)
+    least = np.maximum.reduceat(
+        terms.fixed + rates * fewest, terms.first
+    )  # [quantity, chunk], of the fewest units,
+    each = np.minimum.reduceat(rates, terms.first)  # and of each further one
+    paths = len(problem.paths)
+    taken, more = np.zeros(paths, dtype=np.int64), np.zeros((paths, problem.chunks), dtype=np.int64)
+    np.add.at(taken, terms.path, terms.factor * least[terms.quantity, terms.chunk])
+    np.add.at(more, (terms.path, terms.chunk), terms.factor * each[terms.quantity, terms.chunk])
+    room = below - 1 - np.array([row.constant for row in problem.paths], dtype=np.int64) - taken
+    further = np.where(more > 0, room[:, None] // np.maximum(more, 1), len(problem.kinds)).min(axis=0)
+    return [int(n) for n in np.minimum(np.array(problem.most), fewest + further)]
 
 
 def _kinds_within(problem: StageProblem) -> list[tuple[int, ...]]:
@@ -175,9 +217,10 @@ def _grow(
     limits: Floats,
     measured: Sequence[Measures],
     excluded: Sequence[Deal],
+    most: int,
 ) -> tuple[tuple[Floats, list[Ints]] | None, int]:
     """Deals within the limits, the best one that is not excluded among them: the sums of their rows, and by chunk their
-    pieces, None if they are too many; and how many numbers were made."""
+    pieces, None if they are more than `most` somewhere; and how many numbers were made."""
     sums, grown = np.zeros((1, len(limits))), 0
     at = np.zeros(1, dtype=np.int64)
     chosen: list[Ints] = []
@@ -199,7 +242,7 @@ def _grow(
         recomputed = np.array([deal.recomputed[chunk] for deal in excluded], dtype=np.int64)
         alike = like[parent] & (sizes == blocks) & (again == recomputed)
         best = undominated(one.end[piece], measure.of(total), alike.any(axis=1))
-        if np.count_nonzero(best) > MOST_PARTIAL:
+        if np.count_nonzero(best) > most:
             return None, grown
         sums, at, like = total[best], one.end[piece[best]], alike[best]
         chosen = [*(row[parent[best]] for row in chosen), piece[best]]

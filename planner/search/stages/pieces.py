@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -84,28 +83,30 @@ def _pieces(problem: StageProblem) -> list[Pieces]:
     ends = [*starts[1:], range(len(problem.kinds), len(problem.kinds) + 1)]
     found = []
     for chunk, (least, most) in enumerate(zip(problem.least, problem.most, strict=True)):
-        every = [
-            (start, start + n, k)
-            for start in starts[chunk]
-            for n in range(least, most + 1)
-            if start + n in ends[chunk] and (problem.blocks is None or n == problem.blocks[chunk])
-            for k in range(n + 1 if again else 1)
-            if problem.recomputed is None or k == problem.recomputed[chunk]
-        ]
-        start, end, recomputed = np.array(every, dtype=np.int64).reshape(-1, 3).T
-        found.append(Pieces(start=start, end=end, recomputed=recomputed))
+        sizes = np.arange(least, most + 1)
+        if problem.blocks is not None:
+            sizes = sizes[sizes == problem.blocks[chunk]]
+        start, size = (side.ravel() for side in np.meshgrid(starts[chunk], sizes, indexing="ij"))
+        kept = (start + size >= ends[chunk].start) & (start + size < ends[chunk].stop)
+        start, size = start[kept], size[kept]
+        each = size + 1 if again else np.ones_like(size)
+        recomputed = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        start, size = np.repeat(start, each), np.repeat(size, each)
+        if problem.recomputed is not None:
+            kept = recomputed == problem.recomputed[chunk]
+            start, size, recomputed = start[kept], size[kept], recomputed[kept]
+        found.append(Pieces(start=start, end=start + size, recomputed=recomputed))
     return found
 
 
 def _before(problem: StageProblem, quantity: Quantity) -> list[Before]:
     """By form: what all units before a position need, kept and recomputed."""
-    return [
-        (
-            np.array([0, *accumulate(form.kept[k] for k in problem.kinds)], dtype=np.float64),
-            np.array([0, *accumulate(form.recomputed[k] for k in problem.kinds)], dtype=np.float64),
-        )
-        for form in quantity.forms
-    ]
+    kinds = np.array(problem.kinds, dtype=np.int64)
+    return [(_summed(form.kept, kinds), _summed(form.recomputed, kinds)) for form in quantity.forms]
+
+
+def _summed(of_kind: Sequence[int], kinds: Ints) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.array(of_kind, dtype=np.float64)[kinds])])
 
 
 def _amounts(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -39,6 +40,7 @@ from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.13
 PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
+FEW_CHUNKS = 4  # up to which presolving takes longer than the rest of the solve. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
 
@@ -61,8 +63,22 @@ def solve_stages(
     few = few_deals(problem)
     if few is not None:
         return best_of(problem, [deal for deal in few if deal not in excluded], below)
-    small_enough, found = solve_in_layers(problem, excluded, below, spend)
-    return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort, spend)
+    found, work = _solved(problem, tuple(excluded), below, effort)
+    if spend is not None:
+        spend(work)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _solved(
+    problem: StageProblem, excluded: tuple[Deal, ...], below: int | None, effort: float
+) -> tuple[StageAnswer | None, float]:
+    """The answer, and how much work it was: searches of parts of the space ask for the same ones again."""
+    work: list[float] = []
+    small_enough, found = solve_in_layers(problem, excluded, below, work.append)
+    if not small_enough:
+        found = solve_with_cp_sat(problem, excluded, below, effort, work.append)
+    return found, sum(work)
 
 
 def solve_for_memory(
@@ -107,6 +123,7 @@ def solve_with_cp_sat(
     solver.parameters.num_workers = 1
     solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
     solver.parameters.random_seed = 0
+    solver.parameters.cp_model_presolve = problem.chunks > FEW_CHUNKS
     solver.parameters.cp_model_probing_level = 0  # takes longer than the rest of the solve. Kind: measured
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
