@@ -77,6 +77,7 @@ class Frontier:
     _paths: dict[object, list[Row]] = field(default_factory=dict)
     _twins: Twins = field(init=False)
     _solved: set[Candidate] = field(default_factory=set)
+    _simulated: dict[tuple[Candidate, Deal], Evaluation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._twins = Twins(self.outer)
@@ -380,9 +381,12 @@ class Frontier:
 
     def _evaluate(self, chosen: Candidate, deal: Deal) -> Evaluation:
         """Simulate a deal; it is the incumbent if it fits and is better."""
+        if (chosen, deal) in self._simulated:
+            return self._simulated[chosen, deal]
         self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions
         self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
         found = evaluate(self.outer.book.expander, strategy_of(self.outer.problem, chosen, deal))
+        self._simulated[chosen, deal] = found
         self.seen.append(found)
         self.consider(found)
         return found

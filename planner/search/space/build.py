@@ -132,6 +132,8 @@ class Space:
             fits &= even_share(self.repeated, shapes.pp * chunks, self.most_chunks)[1]
         if self.schedule_fixed:
             return np.asarray(fits)
+        if SCHEDULES[schedule] == "1f1b":  # one micro-batch takes the same way as under GPipe
+            fits &= shapes.micro_batches > 1
         return np.asarray(fits & ((shapes.pp == 1) == (schedule == NONE)))
 
     def zero_fits(self, shapes: Shapes, zero: int) -> Bools:

@@ -40,6 +40,9 @@ from autoparallel.planner.search.stages.small_numbers import in_small_numbers
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.13
 PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
+# Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a deal that is
+# excluded. Kind: measured
+PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.008, 0.01
 FEW_CHUNKS = 4  # up to which presolving takes longer than the rest of the solve. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
@@ -128,7 +131,9 @@ def solve_with_cp_sat(
     solver.parameters.max_deterministic_time = effort
     status = solver.solve(model)
     if spend is not None:
-        spend(PER_EFFORT * solver.response_proto.deterministic_time)
+        terms = sum(len(row.terms) for row in (*small.paths, *small.memory))
+        stated = PER_MODEL + PER_TERM * terms + PER_EXCLUDED * small.chunks * len(excluded)
+        spend(stated + PER_EFFORT * solver.response_proto.deterministic_time)
     if status == cp_model.INFEASIBLE:
         return None
     assert status != cp_model.MODEL_INVALID, model.validate()
