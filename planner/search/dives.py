@@ -8,14 +8,16 @@ from math import inf
 
 import numpy as np
 
-from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
+from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly
 from autoparallel.planner.search.columns import joined
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.upcoming import Upcoming
 
 SHAPES_DIVED = 3  # shapes of each size of pp, tp and cp looked at
 VARIANTS_DIVED = 24  # of these shapes' variants, that are bounded rank by rank
+SETTLED = 3  # times that the first shapes are priced, and others come first instead
 MOST_ACTIONS = 20_000  # of a schedule: larger ones take over a sixth of a second to lay out. Kind: measured
 
 
@@ -28,21 +30,21 @@ class Promise:
 
 
 def promising(
-    outer: Outer,
-    order: Ints,
+    upcoming: Upcoming,
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
     most_groups: int | None,
 ) -> tuple[list[Promise], int]:
-    """For each size of pp, tp and cp, of the variants of its most promising shapes (`order` has them best first) the one
+    """For each size of pp, tp and cp, of the variants of its most promising shapes the one
     with the least bound, best first; and how many variants were looked at. Not more than `most_groups` sizes, those with
     the most promising shapes."""
-    space = outer.space
+    outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
-    rows = _first_of_each(sizes[order], order, SHAPES_DIVED)
-    if most_groups is not None:
-        groups, first = np.unique(sizes[rows], return_index=True)
-        rows = rows[np.isin(sizes[rows], groups[np.argsort(first)][:most_groups])]
+    rows = _first_shapes(upcoming, sizes, most_groups)
+    for _ in range(SETTLED):
+        if not upcoming.settle(rows):
+            break
+        rows = _first_shapes(upcoming, sizes, most_groups)
     found, bounds = expand_quickly(outer, rows)
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
     actions = 2 * chunks * space.shapes.micro_batches[found.shape]
@@ -59,6 +61,14 @@ def promising(
     best = best[np.sort(np.unique(sizes[found.shape[kept[best]]], return_index=True)[1])]
     promises = [Promise(chosen=candidate(space, found, int(kept[i])), bound_s=float(time_s[i])) for i in best]
     return promises, len(found)
+
+
+def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
+    rows = _first_of_each(sizes[upcoming.rows], upcoming.rows, SHAPES_DIVED)
+    if most_groups is None:
+        return rows
+    groups, first = np.unique(sizes[rows], return_index=True)
+    return np.asarray(rows[np.isin(sizes[rows], groups[np.argsort(first)][:most_groups])])
 
 
 def _first_of_each(groups: Ints, rows: Ints, number: int) -> Ints:

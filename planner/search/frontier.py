@@ -30,6 +30,7 @@ from autoparallel.planner.search.stages.inner import path_row, price_candidate, 
 from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
+from autoparallel.planner.search.upcoming import NOTHING, Upcoming
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
@@ -37,7 +38,6 @@ MUCH = 0.005  # share by which a stage problem promises more than the incumbent,
 NEAR = 0.15  # share by which a simulated strategy may be slower than the incumbent to have its deal improved
 DIVES = 12  # strategies simulated before the search proper
 SHORT = 0.1  # of the effort, for a first look at a stage problem
-NOTHING: Value = (inf, inf)
 
 
 class Stopped(Exception):
@@ -69,9 +69,7 @@ class Frontier:
         default_factory=list
     )  # solved again when no other is open
     _pushed: int = 0
-    _order: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    _values: list[Value] = field(default_factory=list)
-    _next: int = 0
+    _upcoming: Upcoming = field(init=False)
     _current: Value = NOTHING
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
     _paths: dict[object, list[Row]] = field(default_factory=dict)
@@ -81,16 +79,17 @@ class Frontier:
 
     def __post_init__(self) -> None:
         self._twins = Twins(self.outer)
+        self._upcoming = Upcoming(outer=self.outer)
 
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end."""
-        self._begin(rows)
+        self._upcoming.begin(rows)
         if self.dives:
             self._dive()
         while True:
             self._current = NOTHING
             self.check(self)
-            if self._next < len(self._order) and (not self._heap or self._upcoming() < self._heap[0][0]):
+            if len(self._upcoming.rows) and (not self._heap or self._upcoming.value < self._heap[0][0]):
                 self._expand()
                 continue
             heap = self._heap if self._heap and self.may_win(self._heap[0][0]) else self._undecided
@@ -106,7 +105,7 @@ class Frontier:
         """What nothing that is still open, or was given up, goes below."""
         head = min((heap[0][0] for heap in (self._heap, self._undecided) if heap), default=NOTHING)
         taken = min((other.bound() for other in self.taken), default=NOTHING)
-        return min(head, self._upcoming(), self._current, self._given_up, taken)
+        return min(head, self._upcoming.value, self._current, self._given_up, taken)
 
     @property
     def solved(self) -> int:
@@ -134,20 +133,6 @@ class Frontier:
             case _:
                 return (time_s, 0.0)
 
-    def _begin(self, rows: Ints | None) -> None:
-        outer = self.outer
-        bounds, devices = outer.bounds, outer.space.shapes.devices
-        fits = bounds.memory_bytes <= outer.capacity_bytes
-        kept = np.flatnonzero(fits) if rows is None else rows[fits[rows]]
-        kept_bounds = Bounds(time_s=bounds.time_s[kept], memory_bytes=bounds.memory_bytes[kept])
-        values = values_of(outer.problem, kept_bounds, devices[kept])
-        order = values.order()
-        self._order = kept[order]
-        self._values = [values.at(i) for i in order]
-
-    def _upcoming(self) -> Value:
-        return self._values[self._next] if self._next < len(self._order) else NOTHING
-
     def _push(
         self, bound: Value, item: Node | Run, heap: list[tuple[Value, int, Node | Run]] | None = None
     ) -> None:
@@ -166,13 +151,13 @@ class Frontier:
 
     def _expand(self) -> None:
         """Bound the variants of the next shapes; keep those that could win."""
-        stop = min(self._next + self.at_once, len(self._order))
-        if not self.may_win(self._upcoming()):
-            self._next = len(self._order)
+        if not self.may_win(self._upcoming.value):
+            self._upcoming.clear()
             return
-        rows = self._order[self._next : stop]
-        self._current = self._upcoming()
-        self._next = stop
+        self._current = self._upcoming.value
+        if self._upcoming.settle(self._upcoming.rows[: self.at_once]):
+            return
+        rows = self._upcoming.take(self.at_once)
         found, bounds = expand_quickly(self.outer, rows)
         self.work += spending.PER_VARIANT * len(found)
         open_ = np.isfinite(bounds.time_s)
@@ -283,9 +268,7 @@ class Frontier:
 
     def _dive(self) -> None:
         """Simulate easily found deals of promising variants, so that the rest has something to be measured by."""
-        promises, looked_at = promising(
-            self.outer, self._order, self.only, self.most_actions, self.most_groups
-        )
+        promises, looked_at = promising(self._upcoming, self.only, self.most_actions, self.most_groups)
         self.work += spending.PER_VARIANT * looked_at
         left = self.dives
         for promise in promises:

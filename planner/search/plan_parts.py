@@ -24,10 +24,11 @@ from autoparallel.planner.search.answer.result import explored, proof_of, result
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
-from autoparallel.planner.search.frontier import NOTHING, Frontier, Stopped
+from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.space.assign import assign, talks
 from autoparallel.planner.search.space.irregular import every_part, on_nodes
 from autoparallel.planner.search.space.mixed import Part
+from autoparallel.planner.search.upcoming import NOTHING
 from autoparallel.profiles.hardware import Cluster
 
 MOST_PLACED = (

@@ -138,7 +138,7 @@ def _asked(frontier: Frontier) -> Iterator[Asked]:
     could = sharded & _below(frontier, outer.bounds.time_s, np.arange(len(shapes)))
     for key in np.unique(keys[could], axis=0):
         rows = np.flatnonzero(could & (keys == key).all(axis=1))
-        yield from _of_setting(frontier, rows[np.argsort(outer.bounds.time_s[rows], kind="stable")])
+        yield from _of_setting(frontier, outer.best_first(rows, SHAPES_ASKED))
 
 
 def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
@@ -146,7 +146,7 @@ def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
     outer, best = frontier.outer, frontier.incumbent
     most_bytes = outer.capacity_bytes if best is None else frontier.value[0]
     if best is None:  # of what does not fit nothing is known yet
-        outer = build_outer(outer.problem, outer.space, outer.chain, outer.book, NO_LIMIT_BYTES)
+        outer = build_outer(outer.problem, outer.space, outer.chain, outer.book, NO_LIMIT_BYTES, whole=True)
     least_bytes = np.where(np.isfinite(outer.bounds.time_s), outer.bounds.memory_bytes, inf)
     open_ = (keys[:, 0] > 1) & (least_bytes * (1 - MOST_FREED) <= most_bytes)
     for key in np.unique(keys[open_], axis=0):
@@ -158,7 +158,7 @@ def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
 def _of_setting(frontier: Frontier, rows: Ints) -> Iterator[Asked]:
     """What a setting asks for, by the bounds of its best shapes with and without a limit of memory."""
     outer = frontier.outer
-    found, bounds = expand_quickly(_without_limit(outer), rows[:SHAPES_ASKED])
+    found, bounds = expand_quickly(_without_limit(outer), rows)
     kept = np.flatnonzero(_below(frontier, bounds.time_s, found.shape))
     found = found.take(kept[np.argsort(bounds.time_s[kept], kind="stable")][:VARIANTS_ASKED])
     free_s = bound_variants(_without_limit(outer), found, inf).time_s

@@ -110,7 +110,7 @@ def alternatives(
     found: list[Alternative | None] = []
 
     def look(kind: Kind) -> Alternative | None:
-        found.append(_best_of(outer, kind, best, reference, seen, work))
+        found.append(_best_of(outer.copy(), kind, best, reference, seen, work))
         return found[-1]
 
     pieces = [partial(look, kind) for kind in kinds_besides(best.strategy)]
@@ -146,9 +146,16 @@ def _best_of(
         known = [found] if found is not None else known
     if found is not None:
         return _alternative(outer, kind.name, found.strategy, reference, proved=proved)
-    order = rows[np.argsort(outer.bounds.memory_bytes[rows], kind="stable")][:SMALLEST]
+    order = outer.best_first(_leanest(shapes, rows), SMALLEST, by_memory=True)
     least = smallest(outer, order, kind.variants, most_actions=MOST_ACTIONS)
     return _alternative(outer, kind.name, least, reference, proved=False) if least is not None else None
+
+
+def _leanest(shapes: Shapes, rows: Ints) -> Ints:
+    """Shapes that keep as little of a micro-batch as can be."""
+    least = rows[shapes.micro[rows] == shapes.micro[rows].min()]
+    full = least[shapes.recompute[least] == MODES.index("full")]
+    return np.asarray(full if len(full) else least)
 
 
 def _searched(

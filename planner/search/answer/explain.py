@@ -114,7 +114,7 @@ class Closest:
 
 def _closest(outer: Outer) -> Closest:
     """The strategy with the least bound on its memory: it does not fit, but nothing is much nearer."""
-    unlimited = build_outer(outer.problem, outer.space, outer.chain, outer.book, UNLIMITED_BYTES)
+    unlimited = build_outer(outer.problem, outer.space, outer.chain, outer.book, UNLIMITED_BYTES, whole=True)
     found = [evaluate(outer.book.expander, strategy) for strategy in _smallest_of_each_offload(unlimited)]
 
     def check(frontier: Frontier) -> None:

@@ -10,12 +10,13 @@ import numpy as np
 from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.axes import axes_of, inner_axes, tensor_stride
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.ranks import Rows
 from autoparallel.planner.search.bounds.tables import (
     Units,
+    UnitTable,
     kinds_that_count,
     placed_row,
     take_units,
@@ -42,13 +43,14 @@ PROMISING = 12_000  # shapes that are bounded with what they exchange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
-    """A problem's space with the price of every shape, and bounds of every shape."""
+    """A problem's space with the price of every shape, and bounds of every shape, which `settle` tightens."""
 
     problem: Problem
     space: Space
     chain: Chain
     book: PriceBook
-    units: Units
+    table: UnitTable
+    units: Units  # of the table
     wires: WireBook
     bounds: Bounds
     counts: Ints  # variants of each shape
@@ -61,6 +63,34 @@ class Outer:
     def repeated(self) -> int:
         """Units of the kinds that bounds look at."""
         return _counted(self.chain)
+
+    def settle(self, shapes: Ints) -> bool:
+        """Price what is known of these shapes by their cores alone, and bound again the shapes that this tells of; whether
+        there was any."""
+        changed = self.table.settle(shapes)
+        if not len(changed):
+            return False
+        part = replace(self.space, shapes=self.space.shapes.take(changed))
+        bounds = shape_bounds(self.problem, part, take_units(self.units, changed), self.repeated)
+        self.bounds.memory_bytes[changed] = bounds.memory_bytes
+        self.bounds.time_s[changed] = np.maximum(bounds.time_s, self.bounds.time_s[changed])
+        fits = changed[bounds.memory_bytes <= self.capacity_bytes]
+        self.bounds.time_s[fits] = exchange_bounds(self, fits)
+        return True
+
+    def best_first(self, shapes: Ints, number: int, *, by_memory: bool = False) -> Ints:
+        """Of these shapes those with the least bounds on time, or on memory, which are settled."""
+        while True:
+            bounds = self.bounds.memory_bytes if by_memory else self.bounds.time_s
+            first = shapes[np.argsort(bounds[shapes], kind="stable")][:number]
+            if not self.settle(first):
+                return np.asarray(first)
+
+    def copy(self) -> Outer:
+        """The same; what is settled in one is not in the other."""
+        table = self.table.copy()
+        bounds = Bounds(time_s=self.bounds.time_s.copy(), memory_bytes=self.bounds.memory_bytes.copy())
+        return replace(self, table=table, units=table.units, bounds=bounds)
 
     def excess_bytes(self, found: Held) -> int:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
@@ -89,16 +119,28 @@ def outer_of(problem: Problem, expander: Expander | None = None, processes: int 
 
 
 def build_outer(
-    problem: Problem, space: Space, chain: Chain, book: PriceBook, capacity_bytes: float, processes: int = 1
+    problem: Problem,
+    space: Space,
+    chain: Chain,
+    book: PriceBook,
+    capacity_bytes: float,
+    processes: int = 1,
+    *,
+    whole: bool = False,
 ) -> Outer:
-    """Price every shape of a space."""
-    units = unit_table(problem, chain, book.at_best(), space.shapes, capacity_bytes, processes)
-    pace = pace_of_ranks(problem, chain, book.at_best(), space.shapes)
+    """Price every shape of a space: at once (`whole`, or where bytes or unlike devices need it), or as far as bounds of time
+    need it before a shape comes up (`Outer.settle`)."""
+    best = book.at_best()
+    pace = pace_of_ranks(problem, chain, best, space.shapes)
+    whole = whole or pace is not None or problem.objective == Objective.MEMORY
+    table = unit_table(problem, chain, best, space.shapes, capacity_bytes, processes, whole=whole)
+    units = table.units
     bounds = shape_bounds(problem, space, units, _counted(chain))
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, units, pace)
     outer = Outer(
-        problem=problem, space=space, chain=chain, book=book, units=units, counts=space.counts(),
+        problem=problem, space=space, chain=chain, book=book, table=table, units=units,
+        counts=space.counts(),
         wires=WireBook.of(problem, space, units, book),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
-from autoparallel.planner.search.space.meshes import Floats, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.forms import Chain
 from autoparallel.planner.sharding.rules import NotShardable
@@ -83,37 +83,102 @@ def kinds_that_count(chain: Chain) -> tuple[int, ...]:
     return tuple(range(len(chain.units)))
 
 
-def unit_table(
-    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float, processes: int = 1
-) -> Units:
-    """One row per shape; each distinct (tp, sequence parallelism, micro-batch, mode) is priced once, with tensor
-    parallelism on neighbouring devices, where it is cheapest.
+# Columns of a setting that are not those of the same one with nothing recomputed and no activations on the host.
+MORE_THAN_CORE = (
+    "recompute_s", "saved", "least_saved", "any_least_saved", "head_saved", "tail_saved", "peak", "backward_peak",
+    "counted_peak", "counted_backward_peak", "tail_peak",
+)  # fmt: skip
+CORE_MODE = MODES.index("none")
 
-    Where one unit or the tail alone does not fit, nor does it with larger micro-batches: those rows are infinite, and so
-    are those of a degree that the model has no tensor-parallel plan for. Raises `NotShardable` where no row is left
-    for this reason.
+
+@dataclass(slots=True, kw_only=True)
+class UnitTable:
+    """One row per shape. Each distinct setting (tp, sequence parallelism, micro-batch, mode, ...) is priced once, with
+    tensor parallelism on neighbouring devices, where it is cheapest.
+
+    A setting is *exact*, or bounded by its *core*, the same one with nothing recomputed and no activations on the host:
+    it takes no less time and holds as many parameters. `settle` makes it exact. Where one unit or the tail alone does not
+    fit, exact rows are infinite, and so are those of a degree that the model has no tensor-parallel plan for.
     """
-    distinct, rows = settings_of(problem, shapes)
+
+    problem: Problem
+    chain: Chain
+    book: PriceBook
+    capacity_bytes: float
+    settings: Floats  # [setting, column as `representative` takes it]
+    setting_of: Ints  # [shape]
+    exact: Bools  # [setting]
+    columns: Floats  # [shape, field of `Units`]
+
+    @property
+    def units(self) -> Units:
+        """The columns, which `settle` changes in place."""
+        return Units(**{f.name: self.columns[:, i] for i, f in enumerate(fields(Units))})
+
+    def copy(self) -> UnitTable:
+        return replace(self, exact=self.exact.copy(), columns=self.columns.copy())
+
+    def settle(self, shapes: Ints) -> Ints:
+        """Price the settings of these shapes; all shapes whose rows became exact by that."""
+        settings = np.unique(self.setting_of[shapes])
+        settings = settings[~self.exact[settings]]
+        if not len(settings):
+            return settings
+        found = _priced(
+            self.problem, self.chain, self.book, self.settings[settings].tolist(), self.capacity_bytes
+        )
+        rows = np.full((len(self.exact), self.columns.shape[1]), np.nan)
+        rows[settings] = found.rows
+        self.exact[settings] = True
+        changed = np.flatnonzero(np.isin(self.setting_of, settings))
+        self.columns[changed] = rows[self.setting_of[changed]]
+        return changed
+
+
+def unit_table(
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    shapes: Shapes,
+    capacity_bytes: float,
+    processes: int = 1,
+    *,
+    whole: bool,
+) -> UnitTable:
+    """The table of some shapes, all of it exact (`whole`), or all priced by their cores. Raises `NotShardable` where no row
+    is left because the model has no tensor-parallel plan."""
+    settings, setting_of = settings_of(problem, shapes)
+    cores, core_of = (settings, np.arange(len(settings))) if whole else _cores(settings)
+    room = capacity_bytes if whole else np.inf
     alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans
-    for at, key in enumerate(distinct.tolist()):
+    for at, key in enumerate(cores.tolist()):
         alike.setdefault(tuple(key[1:3]), []).append(at)
-    pieces = [
-        partial(_priced, problem, chain, book, distinct[some].tolist(), capacity_bytes)
-        for some in alike.values()
-    ]
-    found = side_by_side(
-        pieces, [len(some) for some in alike.values()], processes if len(distinct) > FEW else 1
-    )
+    pieces = [partial(_priced, problem, chain, book, cores[some].tolist(), room) for some in alike.values()]
+    found = side_by_side(pieces, [len(some) for some in alike.values()], processes if len(cores) > FEW else 1)
     illegal = next((one.illegal for one in found if one.illegal is not None), None)
     if illegal is not None and not any(one.legal for one in found):
         raise illegal
-    names = [f.name for f in fields(Units)]
-    table = np.empty((len(distinct), len(names)))
+    rows = np.empty((len(cores), len(fields(Units))))
     for some, one in zip(alike.values(), found, strict=True):
-        table[some] = one.rows
+        rows[some] = one.rows
         book.expander.works.know(one.plans)
-    columns = table[rows]
-    return Units(**{name: columns[:, i] for i, name in enumerate(names)})
+    impossible = np.asarray(~np.isfinite(rows).all(axis=1))
+    if not whole:
+        names = [f.name for f in fields(Units)]
+        rows[:, [names.index(name) for name in MORE_THAN_CORE]] = np.where(impossible[:, None], np.inf, 0.0)
+    return UnitTable(
+        problem=problem, chain=chain, book=book, capacity_bytes=capacity_bytes, settings=settings,
+        setting_of=setting_of, exact=np.full(len(settings), whole) | impossible[core_of],
+        columns=rows[core_of[setting_of]],
+    )  # fmt: skip
+
+
+def _cores(settings: Floats) -> tuple[Floats, Ints]:
+    """The distinct cores of settings, and each one's."""
+    same = settings.copy()
+    same[:, 0], same[:, 3] = 0, CORE_MODE
+    cores, core_of = np.unique(same, axis=0, return_inverse=True)
+    return cores, core_of.reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

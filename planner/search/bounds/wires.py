@@ -60,6 +60,7 @@ class WireBook:
     messages: tuple[list[int], Ints]  # `_messages`
     known: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _least: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _least_of_mesh: dict[int, Floats] = field(default_factory=dict, repr=False)  # by ZeRO level: [mesh, rate]
     _sends: dict[int, float] = field(default_factory=dict, repr=False)
     _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
@@ -93,16 +94,18 @@ class WireBook:
         """By row of `Meshes`: seconds to reduce the gradient of a parameter, and to gather a parameter when all are
         gathered at once, at least, wherever the mesh is placed; experts aside."""
         zero = 1 if zero == 2 else zero  # which exchange the same, if not as often
-        distinct, which = np.unique(meshes, return_inverse=True)
-        rates = np.full((len(distinct), 2), np.inf)
-        for row, mesh in enumerate(distinct.tolist()):
+        if zero not in self._least_of_mesh:
+            self._least_of_mesh[zero] = np.full((len(self.space.meshes.placed), 2), np.nan)
+        rates = self._least_of_mesh[zero]
+        for mesh in np.unique(meshes[np.isnan(rates[meshes, 0])]).tolist():
             orders = np.flatnonzero(self.space.meshes.placed[mesh])
             where, first = np.unique(self.placed[mesh, orders], return_index=True)
+            rates[mesh] = np.inf
             for placed, order in zip(where.tolist(), orders[first].tolist(), strict=True):
                 if (placed, zero) not in self._least:
                     self._least[placed, zero] = self._least_rates(mesh, order, zero)
-                rates[row] = np.minimum(rates[row], self._least[placed, zero])
-        reduce_s, gather_s = rates[which.reshape(-1)].T
+                rates[mesh] = np.minimum(rates[mesh], self._least[placed, zero])
+        reduce_s, gather_s = rates[meshes].T
         return reduce_s, gather_s
 
     def _least_rates(self, mesh: int, order: int, zero: int) -> tuple[float, float]:

@@ -69,14 +69,15 @@ def backward_peak(chain: PricedChain, ends: Ends) -> Quantity:
     reducing = chain.tail[0].reduce_bytes if chain.tail else 0
     on_units = _on_last(saved, _and_last([coming] * chain.chunks, reducing - tail_saved), by_kind, ends)
     on_units = replace(on_units, when_all=more, when_few=-coming)
-    tail = 0 if chain.tail else kept[-1]  # a last chunk may hold the tail alone
+    least = list(map(min, kept, again))
+    tail = 0 if chain.tail else least[-1]  # a last chunk may hold the tail alone
     held, before = 0, 0
     for number in range(len(chain.tail) - 1, -1, -1):
         link = chain.tail[number]
         gathers = chain.tail[number - 1].gather_bytes if number else 0
         tail = max(tail, held + _backward_of(link) + gathers + before)
         held, before = held - link.saved, link.reduce_bytes
-    on_tail = _shifted(saved, [*kept[:-1], tail], units=[*every[1:], not chain.tail])
+    on_tail = _shifted(saved, [*least[:-1], tail], units=[*every[1:], not chain.tail])
     on_head = _alone(chain, max((_backward_of(link) + link.saved for link in chain.head), default=0))
     forms = [on_units, on_tail, on_head]
     reduced = min((links[0].reduce_bytes for links in units), default=0)

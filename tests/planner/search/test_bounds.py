@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
 from autoparallel.planner.search.stages.problem import Deal, deal_value, row_value
-from autoparallel.planner.strategy.types import Execution
+from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
 
@@ -53,6 +54,7 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         )
     )
     assert outer is not None
+    outer.settle(np.arange(len(outer.space.shapes)))
     return outer
 
 
@@ -93,6 +95,46 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
             refined = refined_bounds(tight, one, chosen.mesh, FOREVER, memory=False)
             assert refined.time_s[0] <= found.step_time_s * (1 + 1e-9), shown
         _stage_problem_is_below(outer, chosen, deal, shown)
+
+
+@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
+def test_a_core_bounds_its_settings(cluster: str, scale: int, kernels: str) -> None:
+    exact = outer_for(cluster, scale, kernels)
+    loose = outer_of(exact.problem)
+    assert loose is not None
+    assert not loose.table.exact.all()
+    fits = np.isfinite(exact.units.unit_forward_s)
+    for name in (f.name for f in fields(exact.units)):
+        one, other = getattr(loose.units, name), getattr(exact.units, name)
+        assert (one[fits] <= other[fits] * (1 + 1e-12)).all(), name
+    assert (loose.bounds.time_s <= exact.bounds.time_s * (1 + 1e-12)).all()
+    assert (loose.bounds.memory_bytes <= exact.bounds.memory_bytes * (1 + 1e-12)).all()
+
+
+def test_shapes_settled_one_by_one_are_bounded_as_at_once() -> None:
+    exact = outer_for(*CASES[0])
+    loose = outer_of(exact.problem)
+    assert loose is not None
+    untouched = loose.copy()
+    for shape in np.random.default_rng(0).permutation(len(loose.space.shapes)):
+        loose.settle(np.array([shape]))
+    assert loose.table.exact.all()
+    assert not untouched.table.exact.all()
+    assert (loose.bounds.time_s == exact.bounds.time_s).all()
+    assert (loose.bounds.memory_bytes == exact.bounds.memory_bytes).all()
+    assert (untouched.bounds.time_s <= exact.bounds.time_s).all()
+
+
+def test_recomputed_blocks_with_activations_on_the_host_are_bounded() -> None:
+    outer = outer_for("a100-pcie-80gb:2x2", 16, "fused")
+    chosen = Candidate(
+        mesh=Mesh(pp=2, dp_replicate=2), micro=4, micro_batches=1, zero=0, sequence_parallel=False,
+        schedule="interleaved-1f1b", virtual_stages=2, mode="none", offload=Offload(activations=1.0), compression=(),
+    )  # fmt: skip
+    for blocks in ((2, 1, 1, 0), (1, 1, 1, 1)):
+        for recomputed in product(*(range(n + 1) for n in blocks)):
+            deal = Deal(blocks=blocks, recomputed=recomputed)
+            _stage_problem_is_below(outer, chosen, deal, f"{deal}")
 
 
 def _stage_problem_is_below(outer: Outer, chosen: Candidate, deal: Deal, shown: str) -> None:
