@@ -203,7 +203,7 @@ class Frontier:
 
     def _refine(self, run: Run) -> None:
         """Price blocks where the run's first variant has them communicate, and bound all variants like it again."""
-        same = priced_alike(self.outer.space.shapes, run)
+        same = priced_alike(self.outer.problem, self.outer.space.shapes, run)
         self._push_run(run.take(~same))
         found = run.variants.take(same)
         mesh = candidate(self.outer.space, found, 0).mesh

@@ -113,21 +113,28 @@ class PriceBook:
         return self._moments[id(states)]
 
     def link(
-        self, strategy: Strategy, block: int, mode: str, *, held: bool = True, axes: tuple[Axis, ...] = ()
+        self,
+        strategy: Strategy,
+        block: int,
+        mode: str,
+        *,
+        held: bool = True,
+        axes: tuple[Axis, ...] = (),
+        added: bool = True,
     ) -> LinkPrice:
         """The price of a link, on the strategy's axes or on others; `held` False leaves out tied parameters, which
-        another link may hold for it."""
+        another link may hold for it, `added` False what adds up the gradients of micro-batches."""
         axes = axes or mesh_axes(strategy)
         key = (
-            block, mode, held, axes, strategy.batch, strategy.shard, strategy.grad_sync,
+            block, mode, held, added, axes, strategy.batch, strategy.shard, strategy.grad_sync,
             strategy.execution, strategy.tensor, strategy.offload,
         )  # fmt: skip
         if key not in self._links:
-            self._links[key] = self._price(strategy, block, mode, axes, held=held)
+            self._links[key] = self._price(strategy, block, mode, axes, held=held, added=added)
         return self._links[key]
 
     def _price(
-        self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool
+        self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool, added: bool
     ) -> LinkPrice:
         work = self.expander.work(strategy, block, mode)
         gathers = [
@@ -140,7 +147,7 @@ class PriceBook:
             tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]
             parameters = max(parameters - sum(p.numel for p in tied), 0)
             trainable = max(trainable - sum(p.numel for p in tied if p.trainable), 0)
-        accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy)
+        accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy) if added else ()
         forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
         zero = state.zero_level(strategy)
         reduction = state.reduction_of(trainable, strategy, work.expert_trainable)

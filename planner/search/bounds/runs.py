@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.bounds.tables import setting_columns
+from autoparallel.planner.search.bounds.tables import added_up, setting_columns
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
@@ -80,11 +80,11 @@ class Run:
         return self.values.at(0)
 
 
-def priced_alike(shapes: Shapes, run: Run) -> Bools:
+def priced_alike(problem: Problem, shapes: Shapes, run: Run) -> Bools:
     """Which variants of a run have the same prices of blocks as its first one."""
     owners = run.variants.shape
     same = run.placed == run.placed[0]
     for column in (*setting_columns(shapes), shapes.micro):
         same &= column[owners] == column[owners[0]]
-    several = shapes.micro_batches[owners] > 1
-    return np.asarray(same & (several == several[0]))
+    added = added_up(problem, shapes.take(owners))
+    return np.asarray(same & (added == added[0]))

@@ -207,7 +207,8 @@ def _priced(
             row = nothing
             if setting != full:
                 strategy = representative(problem, chain, key)
-                row = _row(problem, chain, book, strategy, nearest_axes(strategy.mesh, ordered=ordered))
+                axes = nearest_axes(strategy.mesh, ordered=ordered)
+                row = _row(problem, chain, book, strategy, axes, added=key[-2] > 0)
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
@@ -228,12 +229,19 @@ def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
 def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
     """The distinct settings that links are priced in (columns as `representative` takes them), and each shape's.
     The one with smaller micro-batches stands before that with larger ones."""
-    # Gradients of several micro-batches are accumulated, which fused kernels do on the way.
-    fused = problem.execution.kernels == "fused"
-    several = np.minimum(shapes.micro_batches, 1 if fused else 2)
-    keys = np.stack([*setting_columns(shapes), several, shapes.micro], axis=1)
+    keys = np.stack([*setting_columns(shapes), added_up(problem, shapes), shapes.micro], axis=1)
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
-    return distinct, rows.reshape(-1)
+    return np.asarray(distinct, dtype=np.float64), rows.reshape(-1)
+
+
+def added_up(problem: Problem, shapes: Shapes) -> Ints:
+    """How many micro-batches' gradients are added up, 2 for more; 1 with fused kernels, which do so on the way, and 0 where
+    ZeRO-2 or 3 may add them to shards, for which nothing is counted."""
+    if problem.execution.kernels == "fused":
+        return np.ones_like(shapes.micro_batches)
+    level = problem.fixed_int("shard.zero")
+    sharded = (shapes.dp_shard * shapes.cp > 1) & (level is None or level >= 2)
+    return np.asarray(np.where(sharded, 0, np.minimum(shapes.micro_batches, 2)))
 
 
 def placed_row(
@@ -246,16 +254,16 @@ def placed_row(
     apart: int,
 ) -> tuple[float, ...]:
     """The row of one shape whose blocks communicate along these axes, tensor parallelism `apart` devices apart."""
-    fused = problem.execution.kernels == "fused"
-    several = min(int(shapes.micro_batches[shape]), 1 if fused else 2)
-    key = (*(float(c[shape]) for c in setting_columns(shapes)), several, int(shapes.micro[shape]))
-    return _row(problem, chain, book, representative(problem, chain, key, apart), axes)
+    added = int(added_up(problem, shapes.take(np.array([shape])))[0])
+    key = (*(float(c[shape]) for c in setting_columns(shapes)), added, int(shapes.micro[shape]))
+    return _row(problem, chain, book, representative(problem, chain, key, apart), axes, added=added > 0)
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
     """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
     placed `stride` devices apart."""
-    tp, sequence, mode, cp, ep, several, micro = map(int, key[1:])
+    tp, sequence, mode, cp, ep, added, micro = map(int, key[1:])
+    several = max(added, 1)
     shards = ep // gcd(ep, cp * tp)
     chosen = Candidate(
         mesh=Mesh(
@@ -270,13 +278,19 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
 
 
 def _row(
-    problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, axes: tuple[Axis, ...]
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    strategy: Strategy,
+    axes: tuple[Axis, ...],
+    *,
+    added: bool,
 ) -> tuple[float, ...]:
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
     def link(block: int, how: str, *, held: bool = False) -> LinkPrice:
-        return book.link(strategy, block, how, held=held or not tied[block], axes=axes)
+        return book.link(strategy, block, how, held=held or not tied[block], axes=axes, added=added)
 
     head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [link(b, "none") for b in chain.tail]
@@ -285,8 +299,11 @@ def _row(
     if mode == "full" or "recompute.per_stage" in problem.constraints:
         full = full if "recompute.per_stage" in problem.constraints else units
     counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
-    forward = [_sum(unit, "forward_s") for unit in units]
-    backward = [_sum(unit, "backward_s") for unit in units]
+    # Where activations go to the host, a recomputed unit, which has fewer to copy, may take less time.
+    ways = list(zip(units, full if strategy.offload.activations else units, strict=True))
+    forward, backward = (
+        [min(_sum(links, name) for links in both) for both in ways] for name in ("forward_s", "backward_s")
+    )
     every = [*head, *tail, *(link for unit in units for link in unit)]
     kept = [(units[kind], full[kind]) for kind in kinds_that_count(chain)]
     least = [min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(units, full, strict=True)]
@@ -295,8 +312,8 @@ def _row(
     counted = _peaks([links[-1] for both in kept for links in both])
     sides = [_sum(links, name) for links in (head, tail) for name in ("forward_s", "backward_s")]
     return (
-        min((_sum(unit, "forward_s") for unit, _ in kept), default=0.0),
-        min((_sum(unit, "backward_s") for unit, _ in kept), default=0.0),
+        min((forward[kind] for kind in kinds_that_count(chain)), default=0.0),
+        min((backward[kind] for kind in kinds_that_count(chain)), default=0.0),
         sum(n * f for n, f in zip(counts, forward, strict=True)) + sides[0] + sides[2],
         sum(n * b for n, b in zip(counts, backward, strict=True)) + sides[1] + sides[3],
         sides[0] + sides[1],

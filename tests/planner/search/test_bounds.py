@@ -79,7 +79,8 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
     outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
     placed = outer.wires.inner_placements(every)
-    for row in rng.sample(range(len(every)), 25):
+    away = np.flatnonzero(outer.space.shapes.activations_away[every.shape] > 0).tolist()
+    for row in [*rng.sample(range(len(every)), 25), *rng.sample(away, min(len(away), 15))]:
         chosen = candidate(outer.space, every, row)
         deal = random_deal(rng, outer, chosen)
         found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal))

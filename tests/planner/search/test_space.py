@@ -78,6 +78,8 @@ def test_every_legal_combination_of_sizes_is_in_the_space() -> None:
                 continue
             if (dps == 1 and zero) or pp * chunks > 6:
                 continue
+            if schedule == "1f1b" and micro * dpr * dps == 8:  # one micro-batch: the same as GPipe
+                continue
             deal = even_deal(4, pp * chunks)
             strategy = Strategy(
                 batch=type(base.batch)(global_=8, micro=micro),
