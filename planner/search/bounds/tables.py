@@ -277,7 +277,7 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
 
 
-def _row(
+def _links(
     problem: Problem,
     chain: Chain,
     book: PriceBook,
@@ -285,7 +285,8 @@ def _row(
     axes: tuple[Axis, ...],
     *,
     added: bool,
-) -> tuple[float, ...]:
+) -> tuple[list[LinkPrice], list[LinkPrice], list[list[LinkPrice]], list[list[LinkPrice]]]:
+    """Head, tail, and each kind of unit, kept and recomputed in full."""
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
@@ -298,6 +299,19 @@ def _row(
     full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
     if mode == "full" or "recompute.per_stage" in problem.constraints:
         full = full if "recompute.per_stage" in problem.constraints else units
+    return head, tail, units, full
+
+
+def _row(
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    strategy: Strategy,
+    axes: tuple[Axis, ...],
+    *,
+    added: bool,
+) -> tuple[float, ...]:
+    head, tail, units, full = _links(problem, chain, book, strategy, axes, added=added)
     counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
     # Where activations go to the host, a recomputed unit, which has fewer to copy, may take less time.
     ways = list(zip(units, full if strategy.offload.activations else units, strict=True))
