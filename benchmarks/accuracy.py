@@ -104,7 +104,7 @@ class Scorer:
 
     def scored(self, run: Run) -> Scored:
         strategy, prediction = self.chosen(run)
-        held = held_bytes(prediction, strategy, run.beside(strategy), run.output_bytes)
+        held = held_bytes(prediction, strategy, run.beside(strategy))
         return Scored(
             id=run.id,
             source=run.source,

@@ -28,17 +28,16 @@ class Beside:
         0  # with ZeRO-3 over several micro-batches: for each parameter of the pipeline rank
     )
     bucket_elements: int = 0  # gradients copied to be reduced at once
-    keeps_outputs: bool = False  # what a stage has sent on lives until its backward
 
 
 # deepspeed/runtime/zero/stage_1_and_2.py@v0.6.0, step: the averaged gradients of the own partition are flattened in half
-# precision, and copied to fp32; config_utils: reduce_bucket_size 5e8. pipe/engine.py: pipe_buffers["outputs"] until the backward.
-ZERO_1 = Beside(per_own_parameter=HALF_BYTES + FP32_BYTES, bucket_elements=500_000_000, keeps_outputs=True)
+# precision, and copied to fp32; config_utils: reduce_bucket_size 5e8.
+ZERO_1 = Beside(per_own_parameter=HALF_BYTES + FP32_BYTES, bucket_elements=500_000_000)
 # deepspeed/runtime/fp16/fused_optimizer.py@v0.6.0, step: every gradient in fp32, and these once more flattened.
-ZERO_0 = Beside(per_parameter=2 * FP32_BYTES, keeps_outputs=True)
+ZERO_0 = Beside(per_parameter=2 * FP32_BYTES)
 # deepspeed/runtime/bf16_optimizer.py: gradients stay in half precision after they are added to the fp32 ones, which are not
 # sharded; engine.py, buffered_allreduce_fallback: elements_per_buffer 5e8.
-BF16 = Beside(per_parameter=HALF_BYTES, bucket_elements=500_000_000, keeps_outputs=True)
+BF16 = Beside(per_parameter=HALF_BYTES, bucket_elements=500_000_000)
 
 
 # KempnerInstitute/KempnerForge, training/grad.py, maybe_no_sync: gradients are reduced after the last micro-batch alone, and
@@ -55,9 +54,9 @@ def deepspeed(strategy: Strategy) -> Beside:
     return ZERO_1 if strategy.shard.zero else ZERO_0
 
 
-def held_bytes(prediction: Prediction, strategy: Strategy, beside: Beside, output_bytes: int) -> float:
-    """Live bytes of the fullest device with what the framework holds; `output_bytes` leave a stage for a micro-batch."""
-    return max(_on_rank(stage, strategy, beside, output_bytes) for stage in prediction.memory)
+def held_bytes(prediction: Prediction, strategy: Strategy, beside: Beside) -> float:
+    """Live bytes of the fullest device with what the framework holds."""
+    return max(_on_rank(stage, strategy, beside) for stage in prediction.memory)
 
 
 def shown_bytes(held: float, kind: str, device: Device) -> float:
@@ -65,18 +64,16 @@ def shown_bytes(held: float, kind: str, device: Device) -> float:
     return held + device.reserve_bytes if kind == "nvidia-smi" else held
 
 
-def _on_rank(stage: StageMemory, strategy: Strategy, beside: Beside, output_bytes: int) -> float:
-    execution, pp, zero = strategy.execution, strategy.mesh.pp, state.zero_level(strategy)
+def _on_rank(stage: StageMemory, strategy: Strategy, beside: Beside) -> float:
+    execution, zero = strategy.execution, state.zero_level(strategy)
     shares = state.shard_ranks(strategy) if zero else 1
     parameters = stage.parameters / state.dtype_bytes(execution.param_dtype) * (shares if zero == 3 else 1)
     micros = strategy.batch.global_ // (strategy.batch.micro * strategy.mesh.data_parallel)
     own = parameters / shares
-    sent = min(pp - stage.stage, micros) if beside.keeps_outputs and stage.stage < pp - 1 else 0
     return (
         stage.peak
         + beside.per_parameter * parameters
         + beside.per_own_parameter * own
         + beside.per_whole_gradient * (parameters if zero == 3 and micros > 1 else 0)
         + min(beside.bucket_elements, parameters) * state.dtype_bytes(execution.grad_dtype)
-        + sent * output_bytes
     )

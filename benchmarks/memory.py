@@ -21,7 +21,6 @@ galvatron/core/runtime):
 - transformer/attention.py: attention's output is copied into the sequence-first layout, which for one sample is a view;
 - transformer/fused_kernels.py: the loss is compiled functions, which hand out new tensors where the original wrote in
   place: on its way back two more of the logits' size stand beside the softmax;
-- pipeline/pipeline.py: a stage keeps what it sent until its backward pass;
 - with vocab_parallel = 0 embedding and head are whole on every tensor-parallel rank, and their samples split.
 """
 
@@ -119,9 +118,9 @@ def strategy(row: dict[str, str]) -> Strategy:
     )
 
 
-def as_galvatron(work: StageWork, row: dict[str, str], stage: int, length: int) -> StageWork:
+def as_galvatron(work: StageWork, row: dict[str, str], length: int) -> StageWork:
     """The stage with what Galvatron keeps and holds beside it; see above."""
-    pp, tp, samples = int(row["pp"]), int(row["tp"]), SAMPLES // int(row["dp"])
+    tp, samples = int(row["tp"]), SAMPLES // int(row["dp"])
     hidden = HALF_BYTES * samples * length * HIDDEN // tp
     logits = HALF_BYTES * samples * length * WORDS // tp
     found: list[tuple[BlockWork, int]] = []
@@ -137,9 +136,6 @@ def as_galvatron(work: StageWork, row: dict[str, str], stage: int, length: int) 
             assert block.standing_temp_bytes is not None
             block = replace(block, standing_temp_bytes=max(block.standing_temp_bytes, 2 * logits))
         found.append((_unit(block, tp if row["vocab_parallel"] == "0" else 1), count))
-    if stage < pp - 1:
-        sent = BlockWork(name="sent", forward=(), backward_input=(), backward_weight=(), saved_bytes=hidden)
-        found.insert(0, (sent, 1))
     return replace(work, blocks=tuple(found))
 
 
@@ -166,7 +162,7 @@ def galvatron_profile(work: StageWork, ranks: int) -> ActivationProfile:
 def compare(row: dict[str, str], graph: ModelGraph, length: int) -> Compared:
     chosen = strategy(row)
     expander = Expander(graph, load_cluster(CLUSTER))
-    works = [as_galvatron(w, row, stage, length) for stage, w in enumerate(expander.stages(chosen))]
+    works = [as_galvatron(w, row, length) for w in expander.stages(chosen)]
     rank = 0 if row["rank"] == "0" else len(works) - 1
     work = works[rank]
     profiles = [galvatron_profile(w, int(row["dp"])) for w in works]

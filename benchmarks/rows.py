@@ -25,7 +25,7 @@ from autoparallel.planner.strategy.types import (
 from autoparallel.profiles import load_device
 from autoparallel.profiles.hardware import Cluster, Group
 from autoparallel.profiles.parts import evenly_filled
-from benchmarks.beside import HALF_BYTES, Beside
+from benchmarks.beside import Beside
 from benchmarks.frameworks import BLOCKING_LAUNCHES, DROPOUT, DROPPING, framework_of
 from benchmarks.models import Shape
 
@@ -57,7 +57,6 @@ class Run:
     peak_memory_gib: float | None
     memory_kind: str
     beside: Callable[[Strategy], Beside]
-    output_bytes: int  # that one micro-batch sends from stage to stage, on one device
 
 
 # A node with less network than this for each of its devices has fewer ports than devices. Kind: formula. Source:
@@ -292,11 +291,6 @@ def _peak_memory_gib(row: Row) -> float | None:
     return printed * framework_of(row.get("framework", "")).gb_bytes / 2**30
 
 
-def _output_bytes(row: Row, shape: Shape) -> int:
-    tokens = _int(row, "micro_batch") * shape.seq_len // _int(row, "cp", 1)
-    return HALF_BYTES * tokens * shape.hidden // (_int(row, "tp", 1) if _sequence_parallel(row) else 1)
-
-
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     """A run from its row. Raises Unscorable with the reason."""
     shape = shape_of(row)
@@ -315,5 +309,4 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
         peak_memory_gib=_peak_memory_gib(row),
         memory_kind=row.get("memory_kind", ""),
         beside=framework_of(row.get("framework", "")).beside,
-        output_bytes=_output_bytes(row, shape),
     )

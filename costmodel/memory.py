@@ -1,8 +1,8 @@
 """Live bytes of every pipeline rank, walked over its actions: no schedule has a formula of its own.
 
 Held all through the step: parameters, gradients (allocated once, as DDP and Megatron do), optimizer state, static
-buffers. A forward adds the saved activations of its blocks until the backward of its micro-batch frees them
-block by block; of a split backward, I frees all but what W needs. While a block runs, its temporaries, what its
+buffers. A forward adds the saved activations of its blocks, and what it hands on, until the backward of its
+micro-batch frees them block by block; of a split backward, I frees all but what W needs. While a block runs, its temporaries, what its
 recomputation makes, gathered ZeRO-3 parameters (its own and those fetched ahead) and whole gradients on their way
 to a reduction of every micro-batch live too.
 """
@@ -112,7 +112,7 @@ def activation_profile(
     Source: torch/distributed/fsdp/_flat_param.py, whose parameters are views of one, so that their gradients are joined.
     """
     links = [block for block, count in stage.blocks for _ in range(count)]
-    saved = sum(block.saved_bytes for block in links)
+    saved = stage.output_bytes + sum(block.saved_bytes for block in links)
     weight_saved = sum(_weight_saved(block) for block in links)
     reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]
     unmade = list(shards) or [0] * len(links)

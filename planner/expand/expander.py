@@ -305,6 +305,9 @@ def _stage(
         gradient_bytes=graded,
         optimizer_bytes=stepped,
         host_bytes=state.offloaded_state_bytes(trainable, strategy, experts[1]),
+        output_bytes=send.size_bytes * (strategy.mesh.tp if scatters_messages(strategy) else 1)
+        if send
+        else 0,
         buffer_bytes=sum(w.buffer_bytes for w in works)
         + gathered
         + state.stage_buffers(parameters, trainable, graded, strategy),

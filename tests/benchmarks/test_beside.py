@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from autoparallel.costmodel.prediction import Prediction, StageMemory
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Shard, Strategy
 from autoparallel.profiles import load_device
@@ -36,42 +34,25 @@ def prediction(*stages: StageMemory) -> Prediction:
 
 
 def test_a_framework_that_adds_nothing_holds_what_is_live() -> None:
-    assert held_bytes(prediction(stage(0, 5), stage(1, 7)), BASE, Beside(), 100) == 2007
+    assert held_bytes(prediction(stage(0, 5), stage(1, 7)), BASE, Beside()) == 2007
 
 
 def test_zero_1_flattens_the_gradients_of_its_share_twice_and_a_bucket_of_all() -> None:
-    beside = replace(ZERO_1, keeps_outputs=False)
-    assert (
-        held_bytes(prediction(stage(0, 0)), BASE, beside, 100) == 2000 + 6 * PARAMETERS / 8 + 2 * PARAMETERS
-    )
+    assert held_bytes(prediction(stage(0, 0)), BASE, ZERO_1) == 2000 + 6 * PARAMETERS / 8 + 2 * PARAMETERS
 
 
 def test_without_zero_every_gradient_is_there_in_fp32_twice() -> None:
     strategy = replace(BASE, shard=Shard(zero=0))
-    beside = replace(ZERO_0, keeps_outputs=False)
-    assert held_bytes(prediction(stage(0, 0)), strategy, beside, 100) == 2000 + 8 * PARAMETERS
-
-
-@pytest.mark.parametrize(("number", "in_flight"), [(0, 4), (1, 3), (2, 2), (3, 0)])
-def test_what_a_stage_sent_lives_for_each_micro_batch_on_its_way_and_the_last_sends_nothing(
-    number: int, in_flight: int
-) -> None:
-    kept = held_bytes(prediction(stage(number, 0)), BASE, Beside(keeps_outputs=True), 100)
-    assert kept == 2000 + 100 * in_flight
-
-
-def test_few_micro_batches_keep_few_outputs() -> None:
-    strategy = replace(BASE, batch=Batch(global_=32, micro=2))
-    assert held_bytes(prediction(stage(0, 0)), strategy, Beside(keeps_outputs=True), 100) == 2000 + 200
+    assert held_bytes(prediction(stage(0, 0)), strategy, ZERO_0) == 2000 + 8 * PARAMETERS
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_whole_on_every_share() -> None:
     """2,000 bytes of bf16 parameters on one of eight shares are 8,000 parameters."""
     strategy = replace(BASE, mesh=Mesh(dp_shard=8), shard=Shard(zero=3))
     waiting = Beside(per_whole_gradient=4, per_own_parameter=-1)
-    assert held_bytes(prediction(stage(0, 0)), strategy, waiting, 0) == 2000 + 4 * 8000 - 1000
+    assert held_bytes(prediction(stage(0, 0)), strategy, waiting) == 2000 + 4 * 8000 - 1000
     once = replace(strategy, batch=Batch(global_=16, micro=2))
-    assert held_bytes(prediction(stage(0, 0)), once, waiting, 0) == 2000 - 1000
+    assert held_bytes(prediction(stage(0, 0)), once, waiting) == 2000 - 1000
 
 
 def test_deepspeed_s_optimizer_follows_dtype_and_zero() -> None:

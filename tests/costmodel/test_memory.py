@@ -151,6 +151,11 @@ def test_more_micro_batches_than_ranks_cost_no_memory(name: str) -> None:
     assert memory(name, 4, 1, 8, work) == memory(name, 4, 1, 32, work)
 
 
+def test_what_a_stage_hands_on_lives_until_its_backward() -> None:
+    work = stage((block(100, backward_temp_bytes=7), 2), output_bytes=30)
+    assert [rank.activations for rank in memory("1f1b", 2, 1, 4, work)] == [2 * 230 + 7, 230 + 7]
+
+
 SCATTER = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=700)
 
 
