@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
 # Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
-FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
+FEW = 48  # settings that are priced sooner than another process is started. Kind: measured
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
