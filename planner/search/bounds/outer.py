@@ -128,8 +128,8 @@ def build_outer(
     *,
     whole: bool = False,
 ) -> Outer:
-    """Price every shape of a space: at once (`whole`, or where bytes or unlike devices need it), or as far as bounds of time
-    need it before a shape comes up (`Outer.settle`)."""
+    """Price every shape of a space: at once (`whole`, or where bytes or unlike devices need it), or where settings are
+    many as far as bounds of time need it before a shape comes up (`Outer.settle`)."""
     best = book.at_best()
     pace = pace_of_ranks(problem, chain, best, space.shapes)
     whole = whole or pace is not None or problem.objective == Objective.MEMORY

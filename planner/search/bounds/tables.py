@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
 # Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
-FEW = 48  # settings that are priced sooner than another process is started. Kind: measured
+FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
+MANY = 1_000  # settings up to which it is quicker to price all than to ask which ones count. Kind: measured
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
@@ -145,9 +146,10 @@ def unit_table(
     *,
     whole: bool,
 ) -> UnitTable:
-    """The table of some shapes, all of it exact (`whole`), or all priced by their cores. Raises `NotShardable` where no row
+    """The table of some shapes, all of it exact (`whole`, or not `MANY` settings), or all priced by their cores. Raises `NotShardable` where no row
     is left because the model has no tensor-parallel plan."""
     settings, setting_of = settings_of(problem, shapes)
+    whole = whole or len(settings) <= MANY
     cores, core_of = (settings, np.arange(len(settings))) if whole else _cores(settings)
     room = capacity_bytes if whole else np.inf
     alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans

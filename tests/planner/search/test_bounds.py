@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds import tables
 from autoparallel.planner.search.bounds.outer import (
     Outer,
     bound_variants,
@@ -21,6 +22,7 @@ from autoparallel.planner.search.bounds.outer import (
 )
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.evaluate import evaluate
+from autoparallel.planner.search.plan import plan
 from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal
@@ -99,8 +101,11 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
 
 
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
-def test_a_core_bounds_its_settings(cluster: str, scale: int, kernels: str) -> None:
+def test_a_core_bounds_its_settings(
+    cluster: str, scale: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exact = outer_for(cluster, scale, kernels)
+    monkeypatch.setattr(tables, "MANY", 0)
     loose = outer_of(exact.problem)
     assert loose is not None
     assert not loose.table.exact.all()
@@ -112,8 +117,9 @@ def test_a_core_bounds_its_settings(cluster: str, scale: int, kernels: str) -> N
     assert (loose.bounds.memory_bytes <= exact.bounds.memory_bytes * (1 + 1e-12)).all()
 
 
-def test_shapes_settled_one_by_one_are_bounded_as_at_once() -> None:
+def test_shapes_settled_one_by_one_are_bounded_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = outer_for(*CASES[0])
+    monkeypatch.setattr(tables, "MANY", 0)
     loose = outer_of(exact.problem)
     assert loose is not None
     untouched = loose.copy()
@@ -124,6 +130,20 @@ def test_shapes_settled_one_by_one_are_bounded_as_at_once() -> None:
     assert (loose.bounds.time_s == exact.bounds.time_s).all()
     assert (loose.bounds.memory_bytes == exact.bounds.memory_bytes).all()
     assert (untouched.bounds.time_s <= exact.bounds.time_s).all()
+
+
+@pytest.mark.parametrize("case", CASES[::3])
+def test_a_search_that_prices_later_finds_the_same(
+    case: tuple[str, int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = outer_for(*case).problem
+    at_once = plan(problem, advise=False)
+    monkeypatch.setattr(tables, "MANY", 0)
+    later = plan(problem, advise=False)
+    for one, other in ((later, at_once), (at_once, later)):
+        assert one.lower_bound_s <= other.prediction.step_time_s * (1 + 2e-6)
+    if {later.status, at_once.status} == {"optimal"}:
+        assert later.prediction.step_time_s == pytest.approx(at_once.prediction.step_time_s, rel=2e-6)
 
 
 def test_recomputed_blocks_with_activations_on_the_host_are_bounded() -> None:
