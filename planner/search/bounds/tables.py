@@ -210,7 +210,7 @@ def _priced(
             if setting != full:
                 strategy = representative(problem, chain, key)
                 axes = nearest_axes(strategy.mesh, ordered=ordered)
-                row = _row(problem, chain, book, strategy, axes, added=key[-2] > 0)
+                row = _row(chain, strategy, _links(problem, chain, book, strategy, axes, added=key[-2] > 0))
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
@@ -258,7 +258,8 @@ def placed_row(
     """The row of one shape whose blocks communicate along these axes, tensor parallelism `apart` devices apart."""
     added = int(added_up(problem, shapes.take(np.array([shape])))[0])
     key = (*(float(c[shape]) for c in setting_columns(shapes)), added, int(shapes.micro[shape]))
-    return _row(problem, chain, book, representative(problem, chain, key, apart), axes, added=added > 0)
+    strategy = representative(problem, chain, key, apart)
+    return _row(chain, strategy, _links(problem, chain, book, strategy, axes, added=added > 0))
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
@@ -279,6 +280,9 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
 
 
+_Links = tuple[list[LinkPrice], list[LinkPrice], list[list[LinkPrice]], list[list[LinkPrice]]]
+
+
 def _links(
     problem: Problem,
     chain: Chain,
@@ -287,7 +291,7 @@ def _links(
     axes: tuple[Axis, ...],
     *,
     added: bool,
-) -> tuple[list[LinkPrice], list[LinkPrice], list[list[LinkPrice]], list[list[LinkPrice]]]:
+) -> _Links:
     """Head, tail, and each kind of unit, kept and recomputed in full."""
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
@@ -304,16 +308,8 @@ def _links(
     return head, tail, units, full
 
 
-def _row(
-    problem: Problem,
-    chain: Chain,
-    book: PriceBook,
-    strategy: Strategy,
-    axes: tuple[Axis, ...],
-    *,
-    added: bool,
-) -> tuple[float, ...]:
-    head, tail, units, full = _links(problem, chain, book, strategy, axes, added=added)
+def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
+    head, tail, units, full = links
     counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
     # Where activations go to the host, a recomputed unit, which has fewer to copy, may take less time.
     ways = list(zip(units, full if strategy.offload.activations else units, strict=True))

@@ -58,7 +58,8 @@ def solve_in_layers(
     if largest * len(layers) > EXACT:
         return False, None
     left = _least_left(layers, len(problem.kinds))
-    limits = _limits(problem, inf if below is None else float(below))
+    last = inf if below is None else float(below)
+    limits = _limits(problem, last)
     least = left[0].of_rows([0])[0]
     if (least > limits).any():
         return True, None
@@ -66,7 +67,6 @@ def solve_in_layers(
     measured = measures(layers, ahead, len(problem.paths))
     shortest = max((float(least[i]) + row.constant for i, row in enumerate(problem.paths)), default=0.0)
     most = MOST_PARTIAL_OF_SEVERAL if _several_on_a_rank(problem) else MOST_PARTIAL
-    last = inf if below is None else float(below)
     for slack in SLACKS:
         within = min(shortest * (1 + slack) + 1, last)
         partial, grown = _grow(layers, left, _limits(problem, within), measured, excluded, most)
@@ -154,10 +154,9 @@ def _most_below(problem: StageProblem, terms: _Terms, below: int) -> list[int]:
     rate_of = {k: [_rate(form, k) for form in terms.forms] for k in dict.fromkeys(kinds)}
     rates = np.array([rate_of[k] for k in kinds], dtype=np.int64).T  # [form, chunk]
     fewest = np.array(problem.least, dtype=np.int64)
-    least = np.maximum.reduceat(
-        terms.fixed + rates * fewest, terms.first
-    )  # [quantity, chunk], of the fewest units,
-    each = np.minimum.reduceat(rates, terms.first)  # and of each further one
+    # [quantity, chunk], of the fewest units, and of each further one
+    least = np.maximum.reduceat(terms.fixed + rates * fewest, terms.first)
+    each = np.minimum.reduceat(rates, terms.first)
     paths = len(problem.paths)
     taken, more = np.zeros(paths, dtype=np.int64), np.zeros((paths, problem.chunks), dtype=np.int64)
     np.add.at(taken, terms.path, terms.factor * least[terms.quantity, terms.chunk])
