@@ -175,7 +175,7 @@ def score_rows(
         try:
             runs.append(parse(row, dirs))
         except (Unscorable, UserError) as error:
-            skip(row["id"], row.get("group", ""), error)
+            skip(row.get("id") or "", row.get("group") or "", error)
     if calibrate_rows:
         runs = calibrated(runs, scorer, calibrate_rows)
     for run in runs:
@@ -297,7 +297,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     start = time.perf_counter()
-    rows = [r for r in read_rows(options.rows) if not options.only or options.only in r["source"]]
+    rows = [r for r in read_rows(options.rows) if not options.only or options.only in (r.get("source") or "")]
     scorer = Scorer(Graphs(options.cache))
     scored, skipped = score_rows(rows, scorer, (*options.cluster_dir, DEVICES), options.calibrate_rows)
     print_table(scored, skipped, each_row=options.each_row)

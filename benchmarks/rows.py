@@ -31,6 +31,13 @@ from benchmarks.models import Shape
 
 Row = Mapping[str, str]
 
+FAMILIES = ("gpt", "mpt", "llama", "nemotron")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+ATTENTIONS = ("flash", "flash-v1", "flash-v2", "unfused")
+KERNELS = ("eager", "fused", "compiled")
+RECOMPUTES = ("none", "selective", "operators", "full", "half")
+OUTCOMES = ("ok", "oom")
+MLPS = ("gelu-4h", "gelu", "swiglu", "squared-relu", "relu2")
 DTYPES = {"fp8-cs": "fp8", "fp8-mx": "mxfp8"}  # scaling variants of one GEMM dtype
 EIGHTHS = 8  # in which recomputation is varied where a row is silent
 HALF = 4  # `recompute = half`: every second block, or every second product of each (torchtitan's selective modes)
@@ -73,17 +80,32 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     return rows
 
 
-def _int(row: Row, key: str, default: int | None = None) -> int:
-    text = row.get(key, "")
-    if text in ("", None):
+def _int(row: Row, key: str, default: int | None = None, *, least: int = 1) -> int:
+    number = _float(row, key)
+    if number is None:
         if default is None:
             raise Unscorable(f"{key} is not stated")
         return default
-    return int(float(text))
+    if number != int(number) or number < least:
+        raise Unscorable(f"{key} is {row[key]}: a whole number of at least {least} is needed")
+    return int(number)
 
 
 def _float(row: Row, key: str) -> float | None:
-    return float(row[key]) if row.get(key) else None
+    text = row.get(key)
+    try:
+        return float(text) if text else None
+    except ValueError as error:
+        raise Unscorable(f"{key} is {text}: a number is needed") from error
+
+
+def _text(row: Row, key: str, known: Sequence[str] = (), default: str = "") -> str:
+    text = row.get(key) or default
+    if not text:
+        raise Unscorable(f"{key} is not stated")
+    if known and text not in known:
+        raise Unscorable(f"{key} is {text}: the benchmark knows {', '.join(known)}")
+    return text
 
 
 def _flag(row: Row, key: str, default: bool) -> bool:
@@ -108,19 +130,19 @@ def shape_of(row: Row) -> Shape:
     said = framework.vocab if framework.vocab and _assumed(row) else _int(row, "vocab")
     vocab = -(-said // multiple) * multiple
     return Shape(
-        family=row["family"],
+        family=_text(row, "family", FAMILIES),
         hidden=hidden,
         heads=heads,
         kv_heads=_int(row, "kv_heads", heads),
         head_dim=_int(row, "head_dim", hidden // heads),
         ffn_hidden=_int(row, "ffn_hidden", 4 * hidden),
-        gated=row["mlp"] == "swiglu",
+        gated=_text(row, "mlp", MLPS) == "swiglu",
         vocab=vocab,
         tied=_flag(row, "tied_embeddings", False),
         seq_len=_int(row, "seq_len"),
         rotary=row.get("positions") == "rope",
-        experts=_int(row, "experts", 0),
-        experts_per_token=_int(row, "experts_per_token", 0),
+        experts=_int(row, "experts", 0, least=0),
+        experts_per_token=_int(row, "experts_per_token", 0, least=0),
         dropout=_dropout(row),
         loss=framework.loss,
     )
@@ -128,7 +150,7 @@ def shape_of(row: Row) -> Shape:
 
 def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
     """The device's usual box, with the node count and network bandwidth that the row states."""
-    device = load_device(row["device"], dirs=dirs)
+    device = load_device(_text(row, "device"), dirs=dirs)
     per_node = _int(row, "devices_per_node", device.devices_per_node)
     devices = _int(row, "devices")
     gbps = _float(row, "inter_node_gbps_per_node")
@@ -163,7 +185,8 @@ def _sequence_parallel(row: Row) -> bool:
 
 def _attention(row: Row) -> str:
     """The generation of flash attention that the row names, else its framework's."""
-    attention, framework = row.get("attention") or "flash", framework_of(row.get("framework", ""))
+    framework = framework_of(row.get("framework", ""))
+    attention = _text(row, "attention", ATTENTIONS, default="flash")
     if framework.attention and _assumed(row):
         return framework.attention
     if attention != "flash":
@@ -172,17 +195,18 @@ def _attention(row: Row) -> str:
     named = {"flash_attentionv1": "flash-v1", "flash_attention2": "flash-v2", "cudnn": "flash"}
     return next(
         (generation for name, generation in named.items() if kernel.startswith(name)),
-        "flash-v1" if row["device"] in framework.early_flash_on else framework.flash,
+        "flash-v1" if row.get("device") in framework.early_flash_on else framework.flash,
     )
 
 
 def _execution(row: Row) -> Execution:
-    dtype = DTYPES.get(row["dtype"], row["dtype"])
+    dtype = _text(row, "dtype", (*PRECISIONS, *DTYPES))
+    dtype = DTYPES.get(dtype, dtype)
     half = "fp16" if dtype == "fp16" else "bf16"
     framework = framework_of(row.get("framework", ""))
-    sharded = _int(row, "zero", 0) == 3
+    sharded = _int(row, "zero", 0, least=0) == 3
     half_gradients = dtype == "fp16" or framework.half_gradients or (sharded and not framework.full_reduction)
-    kernels = row.get("kernels") or "fused"
+    kernels = _text(row, "kernels", KERNELS, default="fused")
     if row.get("fused_norm") == "False":
         kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
     return Execution(
@@ -201,7 +225,7 @@ def _execution(row: Row) -> Execution:
         merged_dispatch=framework.merged_dispatch,
         added_gradients=framework.added_gradients,
         dtensor_gathers=framework.dtensor_gathers,
-        blocking_sends=framework.blocking_sends and _int(row, "zero", 0) > 0,
+        blocking_sends=framework.blocking_sends and _int(row, "zero", 0, least=0) > 0,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,
     )
@@ -234,16 +258,23 @@ def _bucket_mib(row: Row, mesh: Mesh) -> float:
     return gradients * 4 / 2**20
 
 
-def strategies_of(row: Row) -> tuple[Strategy, ...]:
-    """What the row says ran; where it is silent on recomputation, more and more blocks in full, by eighths."""
-    mesh = Mesh(
-        pp=_int(row, "pp", 1),
-        dp_replicate=_int(row, "dp_replicate", 1),
+def _mesh(row: Row) -> Mesh:
+    """What the row says; where it is silent on data parallelism, all ranks that the other axes leave are replicas."""
+    pp, cp, tp = (_int(row, axis, 1) for axis in ("pp", "cp", "tp"))
+    said = row.get("dp_replicate") or row.get("dp_shard")
+    return Mesh(
+        pp=pp,
+        dp_replicate=_int(row, "dp_replicate", 1) if said else max(1, _int(row, "devices") // (pp * cp * tp)),
         dp_shard=_int(row, "dp_shard", 1),
-        cp=_int(row, "cp", 1),
-        tp=_int(row, "tp", 1),
+        cp=cp,
+        tp=tp,
         ep=_int(row, "ep", 1),
     )
+
+
+def strategies_of(row: Row) -> tuple[Strategy, ...]:
+    """What the row says ran; where it is silent on recomputation, more and more blocks in full, by eighths."""
+    mesh = _mesh(row)
     if mesh.devices != _int(row, "devices"):
         raise Unscorable(f"the mesh has {mesh.devices} devices, the row {row['devices']}")
     batch = Batch(global_=_int(row, "global_batch"), micro=_int(row, "micro_batch"))
@@ -255,7 +286,7 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
         batch=batch,
         mesh=mesh,
         shard=Shard(
-            zero=_int(row, "zero", 0),
+            zero=_int(row, "zero", 0, least=0),
             sequence_parallel=mesh.tp > 1 and _sequence_parallel(row),
         ),
         pipeline=_schedule(row),
@@ -266,7 +297,7 @@ def strategies_of(row: Row) -> tuple[Strategy, ...]:
     if row.get("recompute") == "half":
         return (replace(base, recompute=_recomputed(base, HALF)),)
     if row.get("recompute"):
-        return (replace(base, recompute=Recompute(mode=row["recompute"])),)
+        return (replace(base, recompute=Recompute(mode=_text(row, "recompute", RECOMPUTES))),)
     return tuple(replace(base, recompute=_recomputed(base, part)) for part in range(EIGHTHS + 1))
 
 
@@ -297,14 +328,14 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     if "LoRA" in row.get("note", ""):
         raise Unscorable("fine-tuning with adapters (LoRA), whose rank and targets are not stated")
     return Run(
-        id=row["id"],
-        source=row["source"],
-        group=row.get("group", ""),
+        id=row.get("id") or "",
+        source=row.get("source") or "",
+        group=row.get("group") or "",
         shape=shape,
         layers=_int(row, "layers"),
         cluster=cluster_of(row, dirs),
         strategies=strategies_of(row),
-        outcome=row.get("outcome") or "ok",
+        outcome=_text(row, "outcome", OUTCOMES, default="ok"),
         step_time_s=_float(row, "step_time_s"),
         peak_memory_gib=_peak_memory_gib(row),
         memory_kind=row.get("memory_kind", ""),

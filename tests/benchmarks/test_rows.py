@@ -123,3 +123,33 @@ def test_dropout_of_a_code_base_is_in_the_model_and_in_what_attention_keeps() ->
     row = {**FURTHER[0], "framework": "aleph-alpha-scaling"}
     assert rows.shape_of(row).dropout == rows.strategies_of(row)[0].execution.dropout == 0.1
     assert rows.shape_of({**row, "framework": "nemo"}).dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"family": "qwen"}, "family is qwen: the benchmark knows gpt"),
+        ({"mlp": ""}, "mlp is not stated"),
+        ({"layers": "many"}, "layers is many: a number is needed"),
+        ({"devices_per_node": "0"}, "devices_per_node is 0: a whole number of at least 1"),
+        ({"micro_batch": "1.5"}, "micro_batch is 1.5: a whole number"),
+        ({"dtype": "int8"}, "dtype is int8: the benchmark knows fp32"),
+        ({"attention": "sdpa"}, "attention is sdpa"),
+        ({"kernels": "slow"}, "kernels is slow"),
+        ({"recompute": "block"}, "recompute is block"),
+        ({"outcome": "lost"}, "outcome is lost"),
+        ({"peak_memory_gib": "much"}, "peak_memory_gib is much"),
+        ({"dp_shard": "7"}, "the mesh has"),
+    ],
+)
+def test_a_row_that_says_what_is_not_known_is_refused_by_name(changes: dict[str, str], says: str) -> None:
+    with pytest.raises(rows.Unscorable, match=says):
+        rows.parse({**FURTHER[0], **changes}, [DEVICES])
+
+
+def test_ranks_that_a_row_does_not_speak_of_are_replicas() -> None:
+    row = published("training_rows")[0]
+    silent = {key: text for key, text in row.items() if key not in ("dp_replicate", "dp_shard")}
+    mesh = rows.parse({**silent, "zero": "0"}).strategies[0].mesh
+    assert mesh.devices == int(row["devices"])
+    assert (mesh.tp, mesh.pp, mesh.dp_shard) == (int(row["tp"]), int(row["pp"]), 1)
