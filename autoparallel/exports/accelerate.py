@@ -1,11 +1,12 @@
 """Hugging Face accelerate: the file of `accelerate launch --config_file`.
 
-Keys: accelerate 1.10 and later (`fsdp_version: 2`, `parallelism_config`).
+Keys: accelerate 1.10 to 1.15 (`fsdp_version: 2`, `parallelism_config`).
 """
 
 from __future__ import annotations
 
 from autoparallel.errors import UserError
+from autoparallel.exports.launch import PORT
 from autoparallel.exports.plan import (
     Plan,
     base_dtype,
@@ -16,23 +17,30 @@ from autoparallel.exports.plan import (
     unsaid_offload,
     unsaid_order,
 )
-from autoparallel.planner.strategy.types import AXES
+from autoparallel.planner.strategy.types import AXES, Strategy
 
 
 def accelerate(plan: Plan) -> str:
-    """A YAML file. Raises UserError for a pipeline, which accelerate does not train with."""
+    """A YAML file. Raises UserError for what accelerate does not train with: pipelines, and tensor or context
+    parallelism between replicas that shard nothing."""
     s = plan.strategy
     if s.mesh.pp > 1:
         raise UserError(
             f"{plan.path}: accelerate does not train with pipeline parallelism; plan again with --set mesh.pp=1, "
             "or export to torchtitan or megatron"
         )
+    if s.mesh.tp * s.mesh.cp > 1 and s.mesh.dp_replicate > 1 and s.mesh.dp_shard == 1:
+        raise UserError(
+            f"{plan.path}: accelerate has no tensor or context parallelism within replicas that shard nothing; plan "
+            "again with --set mesh.dp_replicate=1, or export to torchtitan or megatron"
+        )
+    sharded = s.shard.zero > 0 and s.mesh.dp_shard * s.mesh.cp > 1
     full = s.recompute.mode == "full"
     precision = "fp8" if s.execution.dtype == "fp8" else base_dtype(s)
     keys: list[tuple[str, object]] = [
         ("compute_environment", "LOCAL_MACHINE"),
-        ("distributed_type", ("MULTI_CPU" if plan.on_cpu else "MULTI_GPU") if not s.shard.zero else "FSDP"),
-        ("mixed_precision", precision if precision in ("bf16", "fp16", "fp8") else "no"),
+        ("distributed_type", _distributed_type(plan, sharded=sharded)),
+        ("mixed_precision", precision if precision in ("bf16", "fp16", "fp8") else "'no'"),
         ("num_machines", plan.nodes),
         ("num_processes", s.mesh.devices),
         ("machine_rank", 0),
@@ -41,7 +49,7 @@ def accelerate(plan: Plan) -> str:
         ("use_cpu", plan.on_cpu),
     ]
     text = "".join(f"{key}: {_yaml(value)}\n" for key, value in keys)
-    if s.shard.zero:
+    if sharded:
         text += (
             "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
             f"  fsdp_reshard_after_forward: {_yaml(s.shard.zero == 3)}\n"
@@ -49,7 +57,7 @@ def accelerate(plan: Plan) -> str:
             f"  fsdp_offload_params: {_yaml(s.offload.optimizer > 0)}\n"
             "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
         )
-    if s.mesh.tp > 1 or s.mesh.cp > 1 or s.shard.zero:
+    if s.mesh.tp > 1 or s.mesh.cp > 1 or sharded:
         sizes = {
             "dp_replicate": s.mesh.dp_replicate,
             "dp_shard": s.mesh.dp_shard,
@@ -58,23 +66,42 @@ def accelerate(plan: Plan) -> str:
         }
         text += "parallelism_config:\n"
         text += "".join(f"  parallelism_config_{axis}_size: {size}\n" for axis, size in sizes.items())
+    return header(plan, "accelerate", _unsaid(s, sharded=sharded)) + _launched(plan) + text
+
+
+def _distributed_type(plan: Plan, *, sharded: bool) -> str:
+    if sharded:
+        return "FSDP"
+    if plan.strategy.mesh.devices == 1:
+        return "NO"
+    return "MULTI_CPU" if plan.on_cpu else "MULTI_GPU"
+
+
+def _launched(plan: Plan) -> str:
+    where = f" --machine_rank K --main_process_ip HOST --main_process_port {PORT}" if plan.nodes > 1 else ""
+    on = "On every node, K counting them from 0 at HOST: " if plan.nodes > 1 else ""
+    return f"# {on}accelerate launch --config_file THIS{where} train.py ARGUMENTS\n"
+
+
+def _unsaid(s: Strategy, *, sharded: bool) -> list[str]:
     unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES), *unsaid_experts(s)]
-    unsaid += unsaid_offload(s, optimizer=bool(s.shard.zero))
-    if precision != "fp8":
+    unsaid += unsaid_offload(s, optimizer=sharded)
+    if sharded and 0 < s.offload.optimizer < 1:
+        unsaid.append(
+            f"offload.optimizer = {s.offload.optimizer:g}: all of it is offloaded, with the parameters"
+        )
+    if s.execution.dtype != "fp8":
         unsaid += unsaid_dtype(s)
     unsaid.append(
         f"batch.micro = {s.batch.micro}, gradient accumulation over {s.micro_batches} micro-batches: arguments of "
         f"your script (gradient_accumulation_steps={s.micro_batches})"
     )
-    if s.shard.zero in (1, 2):
+    if sharded and s.shard.zero < 3:
         unsaid.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
-    if (
-        s.recompute.mode in ("selective", "operators")
-        or any(s.recompute.per_stage)
-        or (full and not s.shard.zero)
-    ):
+    mode = s.recompute.mode
+    if mode in ("selective", "operators") or any(s.recompute.per_stage) or (mode == "full" and not sharded):
         unsaid.append(f'recompute.mode = "{s.recompute.mode}", per_stage = {list(s.recompute.per_stage)}')
-    return header(plan, "accelerate", unsaid) + text
+    return unsaid
 
 
 def _yaml(value: object) -> str:

@@ -1,6 +1,6 @@
 """DeepSpeed: a ds_config.json.
 
-Keys: DeepSpeed configuration reference (deepspeed.ai/docs/config-json). Pipeline stages are chosen in code
+Keys: DeepSpeed configuration reference (deepspeed.ai/docs/config-json), as its main of August 2026 reads them. Pipeline stages are chosen in code
 there (`PipelineModule(num_stages=…)`), so a plan with a pipeline is refused.
 """
 
@@ -13,16 +13,14 @@ from autoparallel.errors import UserError
 from autoparallel.exports.plan import (
     Plan,
     base_dtype,
+    bucket_elements,
     unsaid_dtype,
     unsaid_everywhere,
     unsaid_experts,
     unsaid_offload,
     unsaid_order,
 )
-from autoparallel.planner.strategy.types import AXES
-
-MIB = 1024**2
-_ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+from autoparallel.planner.strategy.types import AXES, Strategy
 
 
 def deepspeed(plan: Plan) -> str:
@@ -33,12 +31,11 @@ def deepspeed(plan: Plan) -> str:
             f"{plan.path}: a ds_config.json cannot say pipeline or context parallelism; plan again with --set "
             "mesh.pp=1 --set mesh.cp=1, or export to torchtitan or megatron"
         )
-    bucket = round(s.grad_sync.bucket_mib * MIB / _ITEM_BYTES[s.execution.grad_dtype])
     zero: dict[str, Any] = {
         "stage": s.shard.zero,
         "overlap_comm": s.grad_sync.overlap,
-        "reduce_bucket_size": bucket,  # in elements
-        "allgather_bucket_size": bucket,
+        "reduce_bucket_size": bucket_elements(s),
+        "allgather_bucket_size": bucket_elements(s),
         "contiguous_gradients": True,
     }
     if s.offload.optimizer and s.mesh.data_parallel == 1:
@@ -52,19 +49,33 @@ def deepspeed(plan: Plan) -> str:
         else:
             unsaid.append(f"dp_replicate = {s.mesh.dp_replicate}: state is sharded over all ranks instead")
     if offloads:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": s.offload.optimizer}
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if zero["stage"] == 3:
+            zero["offload_optimizer"]["ratio"] = s.offload.optimizer
+        elif s.offload.optimizer < 1:
+            unsaid.append(f"offload.optimizer = {s.offload.optimizer:g}: below ZeRO 3 all of it is offloaded")
+    accumulated = s.execution.grad_dtype if zero["stage"] else _model_dtype(s)
+    if accumulated != s.execution.grad_dtype:
+        unsaid.append(
+            f'execution.grad_dtype = "{s.execution.grad_dtype}": without ZeRO gradients are added up in {accumulated}'
+        )
     if s.recompute.mode != "none" or any(s.recompute.per_stage):
         unsaid.append(f'recompute.mode = "{s.recompute.mode}": switch it on in the model')
     config: dict[str, Any] = {
         "train_batch_size": s.batch.global_,
         "train_micro_batch_size_per_gpu": s.batch.micro,
         "gradient_accumulation_steps": s.micro_batches,
-        "bf16": {"enabled": base_dtype(s) == "bf16"},
-        "fp16": {"enabled": base_dtype(s) == "fp16"},
-        "data_types": {"grad_accum_dtype": s.execution.grad_dtype},
+        "bf16": {"enabled": _model_dtype(s) == "bf16"},
+        "fp16": {"enabled": _model_dtype(s) == "fp16"},
+        "data_types": {"grad_accum_dtype": accumulated},
         "zero_optimization": zero,
     }
     if s.mesh.tp > 1:
         config["tensor_parallel"] = {"autotp_size": s.mesh.tp}
     note = {"from": plan.path, "not_said_here": unsaid}
     return json.dumps({"_autoparallel": note, **config}, indent=2) + "\n"
+
+
+def _model_dtype(s: Strategy) -> str:
+    dtype = base_dtype(s)
+    return dtype if dtype in ("bf16", "fp16") else "fp32"

@@ -1,24 +1,39 @@
 """Megatron-LM: arguments of pretrain_gpt.py and its siblings.
 
-Names: megatron/training/arguments.py.
+Names: megatron/training/arguments.py and the dataclasses that it makes arguments of (`TransformerConfig`,
+`ModelParallelConfig`, megatron/training/config/), main of August 2026.
 """
 
 from __future__ import annotations
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_offload, unsaid_order
+from autoparallel.exports.plan import (
+    Plan,
+    bucket_elements,
+    header,
+    unsaid_everywhere,
+    unsaid_offload,
+    unsaid_order,
+)
 from autoparallel.planner.strategy.types import Strategy
 
 # Rank orders of megatron/core/parallel_state.py, "tp-cp-ep-dp-pp" and "tp-cp-ep-pp-dp", outermost first here.
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_ORDER_PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 _PRECISIONS = {
     "bf16": ["--bf16"],
     "fp16": ["--fp16"],
     "fp8": ["--bf16", "--fp8-format hybrid"],
     "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
     "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+    "fp32": [],
 }
-_ORDER_PIPELINE_INSIDE = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
+_OPTIMIZERS = {
+    "adamw": ["--optimizer adam"],  # which decays weights as AdamW does
+    "adam": ["--optimizer adam"],
+    "sgd": ["--optimizer sgd", "--sgd-momentum 0"],
+    "sgd-momentum": ["--optimizer sgd"],
+}
 
 
 def megatron(plan: Plan) -> str:
@@ -31,7 +46,15 @@ def megatron(plan: Plan) -> str:
         )
     groups = [_sizes(plan), _pipeline(s), _precision(s), _recompute(s), _data_parallel(s), _offload(s)]
     body = "".join(f"    {flag}\n" for group in groups for flag in group)
-    return f"{header(plan, 'Megatron-LM', _unsaid(s))}MEGATRON_ARGS=(\n{body})\n"
+    return f"{header(plan, 'Megatron-LM', _unsaid(s))}{_connections(s)}MEGATRON_ARGS=(\n{body})\n"
+
+
+def _connections(s: Strategy) -> str:
+    """How many queues a device takes work from: one keeps the order of products and messages that tensor and context
+    parallelism count on before Blackwell, and Megatron-FSDP refuses to start with one."""
+    if s.shard.zero > 1:
+        return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if s.mesh.tp > 1 or s.mesh.cp > 1 else ""
 
 
 def _sizes(plan: Plan) -> list[str]:
@@ -45,7 +68,8 @@ def _sizes(plan: Plan) -> list[str]:
         f"--seq-length {plan.seq_len}",
     ]
     if s.mesh.ep > 1:
-        flags.insert(3, f"--expert-model-parallel-size {s.mesh.ep}")
+        # Experts are whole: without the second flag Megatron-LM would split each over tp as well.
+        flags += [f"--expert-model-parallel-size {s.mesh.ep}", "--expert-tensor-parallel-size 1"]
     if s.shard.sequence_parallel:
         flags.append("--sequence-parallel")
     if _pipeline_inside(s):
@@ -67,15 +91,14 @@ def _pipeline(s: Strategy) -> list[str]:
 
 
 def _precision(s: Strategy) -> list[str]:
-    flags = _PRECISIONS.get(s.execution.dtype, [])
+    flags = [*_PRECISIONS.get(s.execution.dtype, []), *_OPTIMIZERS.get(s.execution.optimizer, [])]
     if s.execution.grad_dtype == "bf16":
-        flags = [*flags, "--grad-reduce-in-bf16"]
-    if s.execution.attention == "flash":
-        flags = [*flags, "--attention-backend flash"]
-    optimizer = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "sgd-momentum": "sgd"}.get(
-        s.execution.optimizer
-    )
-    return [*flags, f"--optimizer {optimizer}"] if optimizer else flags
+        flags.append("--grad-reduce-in-bf16")
+    attention = "unfused" if s.execution.attention == "unfused" else "flash"
+    dropout = f"{s.execution.dropout:g}"  # Megatron-LM's own default is 0.1
+    return [
+        *flags, f"--attention-backend {attention}", f"--attention-dropout {dropout}", f"--hidden-dropout {dropout}",
+    ]  # fmt: skip
 
 
 def _recompute(s: Strategy) -> list[str]:
@@ -94,13 +117,15 @@ def _data_parallel(s: Strategy) -> list[str]:
     flags: list[str] = []
     if s.shard.zero == 1:
         flags = ["--use-distributed-optimizer"]
-        if s.mesh.dp_replicate > 1:
-            flags.append(f"--num-distributed-optimizer-instances {s.mesh.dp_replicate}")
     elif s.shard.zero > 1:
         flags = ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {sharding[s.shard.zero]}",
                  "--use-distributed-optimizer", "--ckpt-format fsdp_dtensor"]  # fmt: skip
+    if s.shard.zero and s.mesh.dp_replicate > 1:
+        flags.append(f"--num-distributed-optimizer-instances {s.mesh.dp_replicate}")
     if s.grad_sync.overlap and s.mesh.data_parallel > 1:
         flags.append("--overlap-grad-reduce")
+        if s.shard.zero < 2:
+            flags.append(f"--ddp-bucket-size {bucket_elements(s)}")
         if s.shard.zero:
             flags.append("--overlap-param-gather")
     return flags
@@ -128,8 +153,9 @@ def _unsaid(s: Strategy) -> list[str]:
             'recompute.mode = "operators": --recompute-granularity selective with --recompute-modules layernorm and what '
             "else your version knows is its nearest"
         )
-    if s.execution.optimizer == "adafactor":
-        found.append('execution.optimizer = "adafactor"')
+    for key, known in (("optimizer", _OPTIMIZERS), ("dtype", _PRECISIONS)):
+        if (value := getattr(s.execution, key)) not in known:
+            found.append(f'execution.{key} = "{value}"')
     return [*found, *([] if _pipeline_inside(s) else unsaid_order(s, _ORDER))]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoparallel.errors import UserError
 from autoparallel.labels import whole_matrices
+from autoparallel.planner.expand.state import MIB, dtype_bytes
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import nodes_in_use
 from autoparallel.planner.strategy.types import Strategy
@@ -85,6 +86,11 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
             f"mesh.placement = {list(strategy.mesh.placement)}: list the hosts in this order of the cluster's nodes"
         )
     return found
+
+
+def bucket_elements(strategy: Strategy) -> int:
+    """Gradients in a bucket: frameworks count elements."""
+    return round(strategy.grad_sync.bucket_mib * MIB / dtype_bytes(strategy.execution.grad_dtype))
 
 
 def base_dtype(strategy: Strategy) -> str:

@@ -1,16 +1,16 @@
-"""torchtitan: a TOML job file.
+"""torchtitan: a Python module that sets a run's configuration.
 
-Keys: torchtitan 0.2, torchtitan/config/job_config.py (`Parallelism`, `Training`, `ActivationCheckpoint`).
+Names: torchtitan 0.3, torchtitan/config/configs.py (`TrainingConfig`, `ParallelismConfig`, `CompileConfig`) and
+torchtitan/distributed/activation_checkpoint.py. Its configurations are Python; it has read no TOML since 0.2.
 """
 
 from __future__ import annotations
 
+from autoparallel.errors import UserError
 from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_offload, unsaid_order
 from autoparallel.planner.strategy.types import AXES, Strategy
-from autoparallel.planner.strategy.write import literal
 
 _SCHEDULES = {
-    "none": "1F1B",
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved-1f1b": "Interleaved1F1B",
@@ -19,35 +19,67 @@ _SCHEDULES = {
     "dualpipev": "DualPipeV",
 }
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_CHECKPOINTING = {
+    "none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()", "operators": "SelectiveAC.Config()",
+}  # fmt: skip
 
 
 def torchtitan(plan: Plan) -> str:
-    """The tables that a torchtitan job file needs for this plan; model and data are the user's."""
+    """A function that makes a torchtitan configuration this plan's; model, data and optimizer stay the user's.
+
+    Raises UserError for a schedule that torchtitan lacks.
+    """
     s = plan.strategy
-    tables: dict[str, dict[str, object]] = {
-        "parallelism": _parallelism(s),
-        "training": {
-            # Without a pipeline, torchtitan accumulates gradients over batches of local_batch_size.
-            "local_batch_size": s.batch.micro * (s.micro_batches if s.mesh.pp > 1 else 1),
-            "global_batch_size": s.batch.global_,
-            "seq_len": plan.seq_len,
-            "mixed_precision_param": _DTYPES.get(s.execution.dtype, "bfloat16"),
-            "mixed_precision_reduce": _DTYPES.get(s.execution.grad_dtype, "float32"),
-        },
-        "activation_checkpoint": {"mode": {"operators": "selective"}.get(s.recompute.mode, s.recompute.mode)},
-        "compile": {"enable": s.execution.kernels == "compiled"},
+    if s.mesh.pp > 1 and s.pipeline.schedule not in _SCHEDULES:
+        raise UserError(
+            f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": torchtitan has {", ".join(_SCHEDULES)}; plan '
+            "again with --set pipeline.schedule=1f1b"
+        )
+    keys = {**_parallelism(s), **_training(plan), "compile.enable": repr(s.execution.kernels == "compiled")}
+    checkpointing = _CHECKPOINTING[s.recompute.mode]
+    keys["activation_checkpoint"] = checkpointing
+    policy = checkpointing.partition(".")[0]
+    return (
+        header(plan, "torchtitan 0.3", _unsaid(s))
+        + _USAGE
+        + (f"from torchtitan.distributed.activation_checkpoint import {policy}\n" if policy != "None" else "")
+        + '\n\ndef planned(config):\n    """A torchtitan `Trainer.Config`, by this plan."""\n'
+        + "".join(f"    config.{key} = {value}\n" for key, value in keys.items())
+        + "    return config\n"
+    )
+
+
+_USAGE = """#
+# Save this as autoparallel_plan.py, and beside it my_run.py:
+#     from autoparallel_plan import planned
+#     from torchtitan.models.llama3.config_registry import llama3_8b  # or your own
+#
+#     def run():
+#         return planned(llama3_8b())
+#
+# torchrun ... -m torchtitan.train --module my_run --config run
+"""
+
+
+def _training(plan: Plan) -> dict[str, str]:
+    s = plan.strategy
+    half = s.execution.param_dtype == "bf16" and not s.execution.master_weights
+    keys = {
+        # Without a pipeline, torchtitan accumulates gradients over batches of local_batch_size.
+        "local_batch_size": s.batch.micro * (s.micro_batches if s.mesh.pp > 1 else 1),
+        "global_batch_size": s.batch.global_,
+        "seq_len": plan.seq_len,
+        "dtype": "bfloat16" if half else "float32",
+        "mixed_precision_param": _DTYPES.get(s.execution.dtype, "bfloat16"),
     }
-    if s.recompute.mode in ("selective", "operators"):
-        tables["activation_checkpoint"]["selective_ac_option"] = "op"
     if s.offload.optimizer:
-        tables["training"]["enable_cpu_offload"] = True
-    text = header(plan, "torchtitan 0.2", _unsaid(s))
-    for name, keys in tables.items():
-        text += f"\n[{name}]\n" + "".join(f"{key} = {literal(value)}\n" for key, value in keys.items())
-    return text
+        keys["enable_cpu_offload"] = True
+    if s.mesh.pp > 1 or s.mesh.ep > 1:
+        keys["disable_cuda_graphs"] = True  # torchtitan refuses to capture them there
+    return {f"training.{key}": repr(value) for key, value in keys.items()}
 
 
-def _parallelism(s: Strategy) -> dict[str, object]:
+def _parallelism(s: Strategy) -> dict[str, str]:
     keys: dict[str, object] = {
         "data_parallel_replicate_degree": s.mesh.dp_replicate,
         "data_parallel_shard_degree": s.mesh.dp_shard,
@@ -57,17 +89,13 @@ def _parallelism(s: Strategy) -> dict[str, object]:
         "expert_parallel_degree": s.mesh.ep,
         "pipeline_parallel_degree": s.mesh.pp,
     }
+    if s.mesh.tp > 1:
+        keys["enable_sequence_parallel"] = s.shard.sequence_parallel
     if s.mesh.pp > 1:
-        blocks = s.pipeline.stage_blocks
-        keys["pipeline_parallel_schedule"] = _SCHEDULES.get(s.pipeline.schedule, "1F1B")
+        keys["pipeline_parallel_schedule"] = _SCHEDULES[s.pipeline.schedule]
         keys["pipeline_parallel_microbatch_size"] = s.batch.micro
-        if len(set(blocks)) == 1:
-            keys["pipeline_parallel_layers_per_stage"] = blocks[0]
-            keys["pipeline_parallel_first_stage_less_layers"] = 0
-            keys["pipeline_parallel_last_stage_less_layers"] = 0
-        else:
-            keys["module_fqns_per_model_part"] = _parts(blocks)
-    return keys
+        keys["module_fqns_per_model_part"] = _parts(s.pipeline.stage_blocks)
+    return {f"parallelism.{key}": repr(value) for key, value in keys.items()}
 
 
 def _parts(blocks: tuple[int, ...]) -> list[list[str]]:
@@ -77,7 +105,7 @@ def _parts(blocks: tuple[int, ...]) -> list[list[str]]:
         parts.append([f"layers.{i}" for i in range(first, first + count)])
         first += count
     parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "output"]
+    parts[-1] += ["norm", "lm_head"]
     return parts
 
 
@@ -89,8 +117,6 @@ def _unsaid(s: Strategy) -> list[str]:
         )
     if s.shard.zero in (1, 2) and s.mesh.dp_shard > 1:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
-    if s.mesh.tp > 1 and not s.shard.sequence_parallel:
-        found.append("sequence_parallel = false: torchtitan's tensor parallelism is sequence parallel")
     if s.recompute.mode == "operators":
         found.append(
             'recompute.mode = "operators": torchtitan keeps the result of every second matrix product only'
@@ -103,4 +129,6 @@ def _unsaid(s: Strategy) -> list[str]:
         found.append(f"recompute.per_stage = {list(s.recompute.per_stage)}")
     if s.execution.dtype not in _DTYPES:
         found.append(f'execution.dtype = "{s.execution.dtype}": bfloat16 stands below')
+    if s.execution.grad_dtype != "fp32" and s.mesh.data_parallel * s.mesh.cp > 1:
+        found.append(f'execution.grad_dtype = "{s.execution.grad_dtype}": gradients are reduced in float32')
     return found

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
-import tomllib
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autoparallel.exports import EXPORTS, plan_of
+from autoparallel.errors import UserError
+from autoparallel.exports import EXPORTS, Plan, plan_of
 from autoparallel.planner.strategy.file import read_strategy_file
-from autoparallel.planner.strategy.types import Offload, Pipeline, Recompute, TensorRule
+from autoparallel.planner.strategy.types import Offload, Pipeline, Recompute, Shard, TensorRule
+from tests.cli.framework_names import MEGATRON_FLAGS, TITAN_CONFIG, TITAN_POLICIES
 from tests.cli.runner import refused, run
 from tests.report.sample import write_sample
 
@@ -32,27 +37,123 @@ def exported(path: Path, target: str) -> str:
     return answer.out
 
 
-def test_torchtitan_is_toml_whose_sizes_multiply_to_the_devices(pipelined: Path) -> None:
+def titan(text: str) -> SimpleNamespace:
+    """The configuration that the exported function returns; AttributeError for a name that torchtitan lacks."""
+    module: dict[str, Any] = {}
+    policies = ModuleType("torchtitan.distributed.activation_checkpoint")
+    vars(policies).update({name: SimpleNamespace(Config=lambda name=name: name) for name in TITAN_POLICIES})
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("torchtitan", "torchtitan.distributed"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, policies.__name__, policies)
+        exec(text, module)
+    sections = {name: type(name, (), {"__slots__": keys.split()})() for name, keys in TITAN_CONFIG.items()}
+    return module["planned"](SimpleNamespace(activation_checkpoint="not set", **sections))
+
+
+def test_torchtitan_is_a_configuration_whose_sizes_multiply_to_the_devices(pipelined: Path) -> None:
     text = exported(pipelined, "torchtitan")
-    job = tomllib.loads(text)
-    sizes = job["parallelism"]
+    config = titan(text)
+    sizes = config.parallelism
     product = 1
     for axis in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel"):
-        product *= sizes[f"{axis}_degree"]
+        product *= getattr(sizes, f"{axis}_degree")
     assert product == 16, text
-    assert job["training"]["global_batch_size"] == job["training"]["local_batch_size"] * 2
+    assert config.training.global_batch_size == config.training.local_batch_size * 2
+    assert config.training.disable_cuda_graphs, "torchtitan refuses them with a pipeline"
+    assert config.activation_checkpoint == "SelectiveAC"
     assert "grad_sync.compression" in text  # what it cannot say is said
 
 
-def test_uneven_stages_name_every_module_of_torchtitan_once(pipelined: Path) -> None:
+def test_stages_name_every_module_of_torchtitan_once(pipelined: Path) -> None:
     plan = plan_of(read_strategy_file(pipelined))
     uneven = replace(plan.strategy, pipeline=Pipeline(schedule="1f1b", stage_blocks=(9, 8, 8, 7)))
-    parts = tomllib.loads(EXPORTS["torchtitan"](replace(plan, strategy=uneven)))["parallelism"][
-        "module_fqns_per_model_part"
-    ]
+    parts = titan(
+        EXPORTS["torchtitan"](replace(plan, strategy=uneven))
+    ).parallelism.module_fqns_per_model_part
     flat_names = [name for part in parts for name in part]
-    assert flat_names == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "output"]
+    assert flat_names == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "lm_head"]
     assert [len(part) for part in parts] == [10, 8, 8, 9]
+
+
+def variants(plan: Plan) -> Iterator[Plan]:
+    """The plan with other settings, one plan for each value of any of them."""
+    s = plan.strategy
+    changes: list[dict[str, Any]] = [{"shard": replace(s.shard, zero=zero)} for zero in range(4)]
+    changes += [{"shard": replace(s.shard, sequence_parallel=False)}]
+    changes += [{"recompute": Recompute(mode=mode)} for mode in ("none", "selective", "operators", "full")]
+    changes += [{"offload": Offload(optimizer=share)} for share in (0.5, 1.0)]
+    changes += [
+        {"mesh": replace(s.mesh, dp_replicate=2, dp_shard=s.mesh.dp_shard // 2)},
+        {"mesh": replace(s.mesh, ep=2)},
+    ]
+    executions: list[dict[str, Any]] = [
+        {"dtype": dtype} for dtype in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+    ]
+    executions += [{"optimizer": name} for name in ("adam", "sgd", "sgd-momentum", "adafactor")]
+    executions += [
+        {"grad_dtype": "bf16"},
+        {"attention": "unfused"},
+        {"kernels": "compiled"},
+        {"master_weights": False},
+    ]
+    changes += [{"execution": replace(s.execution, **changed)} for changed in executions]
+    for change in changes:
+        yield replace(plan, strategy=replace(s, **change))
+
+
+def test_every_name_that_an_export_writes_is_the_frameworks_own(
+    pipelined: Path, flat: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(read_strategy_file(pipelined))
+    for one in variants(plan):
+        titan(EXPORTS["torchtitan"](one))
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    for name, kind in MEGATRON_FLAGS.items():
+        if kind is None:
+            parser.add_argument(name, action="store_true")
+        elif isinstance(kind, tuple):
+            parser.add_argument(name, choices=kind)
+        else:
+            parser.add_argument(name, type=kind)
+    for one in variants(plan):
+        flags = megatron_flags(EXPORTS["megatron"](one), tmp_path)
+        assert parser.parse_known_args(flags)[1] == [], flags
+
+
+@pytest.mark.parametrize(
+    ("grads", "zero", "expected"), [("fp32", 0, "bf16"), ("fp32", 1, "fp32"), ("bf16", 0, "bf16")]
+)
+def test_deepspeed_without_zero_adds_gradients_up_in_the_models_own_dtype(
+    flat: Path, grads: str, zero: int, expected: str
+) -> None:
+    plan = plan_of(read_strategy_file(flat))
+    s = plan.strategy
+    changed = replace(s, shard=replace(s.shard, zero=zero), execution=replace(s.execution, grad_dtype=grads))
+    config = json.loads(EXPORTS["deepspeed"](replace(plan, strategy=changed)))
+    assert config["data_types"]["grad_accum_dtype"] == expected
+    said = " ".join(config["_autoparallel"]["not_said_here"])
+    assert ("execution.grad_dtype" in said) == (grads != expected)
+
+
+def test_megatron_is_told_of_what_its_defaults_would_change(flat: Path, tmp_path: Path) -> None:
+    plan = plan_of(read_strategy_file(flat))
+    s = plan.strategy
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in EXPORTS["megatron"](plan)  # it refuses tp without
+    sharded = replace(s, shard=replace(s.shard, zero=3), mesh=replace(s.mesh, dp_replicate=2, dp_shard=4))
+    text = EXPORTS["megatron"](replace(plan, strategy=sharded))
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in text  # and Megatron-FSDP with
+    flags = megatron_flags(text, tmp_path)
+    assert flags[flags.index("--num-distributed-optimizer-instances") + 1] == "2"
+    experts = replace(s, mesh=replace(s.mesh, ep=4), grad_sync=replace(s.grad_sync, bucket_mib=100.0))
+    flags = megatron_flags(EXPORTS["megatron"](replace(plan, strategy=experts)), tmp_path)
+    for name, value in {
+        "--hidden-dropout": "0",
+        "--attention-dropout": "0",
+        "--expert-tensor-parallel-size": "1",
+        "--ddp-bucket-size": str(100 * 2**20 // 4),
+    }.items():
+        assert flags[flags.index(name) + 1] == value, flags
 
 
 def megatron_flags(text: str, tmp_path: Path) -> list[str]:
@@ -101,7 +202,11 @@ def test_what_is_kept_on_the_host_is_said_or_named_by_every_export(flat: Path, t
     flags = megatron_flags(EXPORTS["megatron"](away), tmp_path)
     assert flags[flags.index("--optimizer-offload-fraction") + 1] == "0.5"
     assert "--optimizer-cpu-offload" in flags
-    assert json.loads(EXPORTS["deepspeed"](away))["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
+    assert json.loads(EXPORTS["deepspeed"](away))["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu"
+    }
+    whole = replace(away, strategy=replace(away.strategy, shard=Shard(zero=3)))
+    assert json.loads(EXPORTS["deepspeed"](whole))["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
     for target in ("torchtitan", "megatron", "deepspeed", "accelerate"):
         text = EXPORTS[target](away)
         assert "offload.activations = 0.25" in text, text
@@ -119,6 +224,22 @@ def test_products_in_few_bits_stand_on_bf16_in_every_export(flat: Path, tmp_path
     assert config["bf16"]["enabled"]
     assert f'"{dtype}": bf16' in " ".join(config["_autoparallel"]["not_said_here"])
     assert "mixed_precision: no" not in EXPORTS["accelerate"](few)
+
+
+def test_accelerate_reads_what_yaml_would_read_otherwise(flat: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    plan = plan_of(read_strategy_file(flat))
+    s = plan.strategy
+    single = replace(s.execution, dtype="fp32")
+    config = yaml.safe_load(EXPORTS["accelerate"](replace(plan, strategy=replace(s, execution=single))))
+    assert config["mixed_precision"] == "no"
+    alone = replace(s, mesh=replace(s.mesh, dp_shard=1, tp=8))
+    config = yaml.safe_load(EXPORTS["accelerate"](replace(plan, strategy=alone)))
+    assert config["distributed_type"] == "MULTI_GPU", "FSDP refuses a mesh with nothing to shard over"
+    assert config["parallelism_config"]["parallelism_config_tp_size"] == 8
+    replicas = replace(plan, strategy=replace(s, mesh=replace(s.mesh, dp_replicate=8, dp_shard=1)))
+    with pytest.raises(UserError, match=r"mesh\.dp_replicate=1"):
+        EXPORTS["accelerate"](replicas)
 
 
 def test_yaml_exports_are_yaml(pipelined: Path, flat: Path) -> None:
