@@ -129,7 +129,8 @@ def _decide(
         cache=given.cache,
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,
-        limits={**limits(source.constraints), **shared},
+        # A caller's own optimizer keeps its state where the parameters are, so that no plan relies on another place.
+        limits={"offload.optimizer": 0.0, **limits(source.constraints), **shared},
     )
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 

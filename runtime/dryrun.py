@@ -34,6 +34,7 @@ from autoparallel.runtime.materialise import all_names
 from autoparallel.runtime.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
 from autoparallel.runtime.messages import Message
 from autoparallel.runtime.micro_batches import as_call
+from autoparallel.runtime.optimizer import hosted
 from autoparallel.runtime.parallel_module import numerics
 from autoparallel.runtime.pipeline_channels import describe, gradient_part, rebuild
 from autoparallel.runtime.pipeline_module import rules_within
@@ -184,7 +185,7 @@ class _Step:
         return tuple(
             LoweredStage(
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
-                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer_bytes(stage, self._strategy.execution),
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer_bytes(stage, self._strategy),
                 traffic=self._traffic[i],
             )
             for i, stage in enumerate(self._stages)
@@ -295,9 +296,11 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(local(tensor).nbytes for tensor in {id(t): t for t in tensors}.values())
 
 
-def optimizer_bytes(stage: nn.Module, execution: Execution) -> int:
-    """Bytes of the state that the optimizer keeps for this rank's parameters, after an update."""
-    parameters = [nn.Parameter(local(p)) for p in dict.fromkeys(stage.parameters()) if p.requires_grad]
+def optimizer_bytes(stage: nn.Module, strategy: Strategy) -> int:
+    """Bytes of the state that the optimizer keeps for this rank's parameters on the device, after an update."""
+    trained = [p for p in dict.fromkeys(stage.parameters()) if p.requires_grad]
+    away, execution = hosted(trained, strategy.offload.optimizer), strategy.execution
+    parameters = [nn.Parameter(local(p)) for p in trained if p not in away]
     copies = 0
     if execution.master_weights and execution.param_dtype in ("bf16", "fp16"):
         parameters = [nn.Parameter(p.detach().float()) for p in parameters]

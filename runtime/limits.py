@@ -62,11 +62,6 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
         found["mesh.cp"] = 1
         # With zero 1 sharded parameters run, too; a search that leaves the level open could choose another.
         found |= {} if constraints.get("shard.zero") == 1 else {"mesh.dp_shard": 1}
-    if constraints.get("offload.optimizer"):  # see runtime.offload
-        raise UserError(
-            "offload.optimizer: the state belongs to your optimizer, which updates it where the parameters are; set it to 0"
-        )
-    found["offload.optimizer"] = 0.0
     if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas
         found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
     if constraints.get("execution.kernels") == "compiled":  # see runtime.compiled

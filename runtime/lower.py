@@ -20,9 +20,10 @@ from autoparallel.runtime.data import announce_micro_batch, reductions_per_step,
 from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.experts_on_shares import run_on_shares
 from autoparallel.runtime.gradients import GradientSync
+from autoparallel.runtime.host_copies import OffloadCount
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
-from autoparallel.runtime.offload import OffloadCount, offload_blocks
+from autoparallel.runtime.offload import offload_blocks
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.reductions import Reducer
 from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer

@@ -5,10 +5,6 @@ prices it. What is kept is told storage by storage (several operators keep the s
 order in which the forward pass keeps them: one moves as long as what has moved stays within the share. Parameters,
 which are there anyway, stay where they are. Until its forward pass ends, what a block keeps is on the device, so
 that copies run beside its kernels, from a stream of their own.
-
-Optimizer state is not offloaded: the caller's optimizer owns it, and what is priced is a state that comes to the
-device and goes back piece by piece, inside of the update, which no torch optimizer does. FSDP2's offloading keeps
-parameters and gradients on the host as well and updates them there: another strategy than the one asked for.
 """
 
 from __future__ import annotations
@@ -26,29 +22,16 @@ from torch.utils._pytree import tree_leaves
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Offload
-from autoparallel.runtime.accelerator import device_module
+from autoparallel.runtime.host_copies import HostCopies, OffloadCount
 from autoparallel.runtime.tensor_tools import local
 from autoparallel.runtime.torch_private import laid_out, layout_of, storage_key
 
 
 def check_offload(offload: Offload) -> None:
-    """Refuse what is not offloaded. Raises UserError."""
-    if offload.optimizer:
-        raise UserError(
-            f"offload.optimizer = {offload.optimizer}: the state belongs to your optimizer, which updates it where the "
-            "parameters are; set it to 0 (shard.zero = 1 or more divides the state over dp_shard ranks)"
-        )
-    if not 0.0 <= offload.activations <= 1.0:
-        raise UserError(f"offload.activations = {offload.activations}: a share, from 0 to 1")
-
-
-@dataclass(slots=True, kw_only=True)
-class OffloadCount:
-    """Bytes that blocks have kept for their backward passes, those of them that went to the host, and came back."""
-
-    kept_bytes: int = 0
-    moved_bytes: int = 0
-    returned_bytes: int = 0
+    """Refuse what is no share. Raises UserError."""
+    for name, share in (("optimizer", offload.optimizer), ("activations", offload.activations)):
+        if not 0.0 <= share <= 1.0:
+            raise UserError(f"offload.{name} = {share}: a share, from 0 to 1")
 
 
 def offload_blocks(
@@ -60,7 +43,7 @@ def offload_blocks(
     """
     count = OffloadCount()
     if share > 0.0:
-        host, latest = _Host(device, count), dict[int, _Keeping]()
+        host, latest = HostCopies(device, count), dict[int, _Keeping]()
         for position, path in enumerate(blocks):
             block = module.get_submodule(path)
             block.forward = _offloaded(block, position, share, host, latest)
@@ -68,7 +51,7 @@ def offload_blocks(
 
 
 def _offloaded(
-    block: nn.Module, position: int, share: float, host: _Host, latest: dict[int, _Keeping]
+    block: nn.Module, position: int, share: float, host: HostCopies, latest: dict[int, _Keeping]
 ) -> Callable[..., Any]:
     forward = block.forward
 
@@ -87,47 +70,10 @@ def _offloaded(
     return run
 
 
-class _Host:
-    """Copies bytes to the host and back, where there is one beside the device on a stream of its own."""
-
-    def __init__(self, device: torch.device, count: OffloadCount) -> None:
-        self.device, self.count = device, count
-        self._torch = device_module(device)
-        self._stream = None if device.type == "cpu" else self._torch.Stream(device)
-
-    def copied_out(self, held: Tensor) -> Tensor:
-        """The bytes on the host; they may still be on their way, in the order of the stream."""
-        self.count.moved_bytes += held.nbytes
-        if self._stream is None:
-            return held.clone()
-        copy = torch.empty(held.shape, dtype=held.dtype, pin_memory=True)
-        self._stream.wait_stream(self._torch.current_stream(self.device))
-        with self._torch.stream(self._stream):
-            copy.copy_(held, non_blocking=True)
-        held.record_stream(self._stream)
-        return copy
-
-    def copied_back(self, copy: Tensor) -> tuple[Tensor, torch.Event | None]:
-        """The bytes on the device, and the event after which they are there (see `arrived`)."""
-        self.count.returned_bytes += copy.nbytes
-        if self._stream is None:
-            return copy, None
-        with self._torch.stream(self._stream):
-            return copy.to(self.device, non_blocking=True), self._stream.record_event()
-
-    def arrived(self, held: Tensor, ready: torch.Event | None) -> Tensor:
-        """What has been copied back, for kernels of the current stream."""
-        if ready is not None:
-            stream = self._torch.current_stream(self.device)
-            stream.wait_event(ready)
-            held.record_stream(stream)
-        return held
-
-
 class _Storage:
     """A storage on the host, and on the device again until all that was kept of it has been used."""
 
-    def __init__(self, host: _Host, held: Tensor) -> None:
+    def __init__(self, host: HostCopies, held: Tensor) -> None:
         self._host, self._copy = host, host.copied_out(held)
         self._there: tuple[Tensor, torch.Event | None] | None = None
         self.uses = 0
@@ -167,7 +113,7 @@ class _Keeping:
     Storages stay alive until it ends, so that none is mistaken for another one at the same address.
     """
 
-    def __init__(self, block: nn.Module, share: float, host: _Host, before: _Keeping | None) -> None:
+    def __init__(self, block: nn.Module, share: float, host: HostCopies, before: _Keeping | None) -> None:
         self._block, self._share, self._host = block, share, host
         self._before = weakref.ref(before) if before is not None else None
         self._alive: list[Tensor] = []

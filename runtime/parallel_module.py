@@ -15,22 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.checkpoint_chunks import with_chunks
 from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradients
 from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh, sharding_axes
 from autoparallel.runtime.micro_batches import as_call, loss_of, scalar, split, to_device
+from autoparallel.runtime.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.recompute import attention_kernel
 from autoparallel.runtime.tensor_tools import to_plain
 
 LossFn = Callable[[Any, Any], Tensor]
 _MEMBERS = (
-    "step", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict", "full_gradients",
-    "strategy", "program",
+    "step", "optimizer", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict",
+    "full_gradients", "strategy", "program",
 )  # fmt: skip
 
 
@@ -43,6 +46,7 @@ class Run:
     dtypes: Dtypes
     lowered: Lowered
     program: Callable[[], Program]
+    optimizers: Optimizers
 
     def numerics(self) -> AbstractContextManager[None]:
         """What forward passes run under."""
@@ -68,6 +72,7 @@ class ParallelModule(nn.Module):
         batch, and returns that mean on every rank. Raises UserError for a share of another size.
         """
         run, count = self._run, self._run.strategy.micro_batches
+        run.optimizers.check()
         micro = run.strategy.batch.micro
         batches = split(inputs, micro=micro, count=count, what="inputs")
         wanted = split(targets, micro=micro, count=count, what="targets")
@@ -89,6 +94,15 @@ class ParallelModule(nn.Module):
         # Only the loss is made plain: logits sharded over tp are never gathered.
         with self._run.numerics():
             return to_plain(loss_of(super().__call__(*args, **kwargs)))  # type: ignore[no-any-return]
+
+    def optimizer(
+        self, kind: type[Optimizer], parameters: Any = None, /, **options: Any
+    ) -> ParallelOptimizer:
+        """`kind(parameters, **options)` with its state where the strategy wants it, which any strategy loads.
+
+        `parameters` (or groups of them) are all of this rank's by default. See `runtime.optimizer`.
+        """
+        return self._run.optimizers.make(kind, parameters, options)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -125,6 +139,10 @@ class ParallelModule(nn.Module):
         """The whole model's gradients by parameter name on rank 0 (tied ones once), `{}` elsewhere; collective."""
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         return gather_full(gradients, self._run.mesh.rank)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's state under the original names."""
+        return with_chunks(super().state_dict(*args, **kwargs))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import Strategy, TensorRule
+from autoparallel.runtime.checkpoint_chunks import with_chunks
 from autoparallel.runtime.cut import StageModule, cut, release
 from autoparallel.runtime.experts import Sharing, experts_within
 from autoparallel.runtime.gradients import gradient_norm_squared
@@ -22,6 +25,7 @@ from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_m
 from autoparallel.runtime.materialise import common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh
 from autoparallel.runtime.micro_batches import loss_of, scalar, split, to_device
+from autoparallel.runtime.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.parallel_module import (
     LossFn,
     clip_gradients,
@@ -179,6 +183,11 @@ class PipelineModule(nn.Module):
         self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
         self._names = aliases
+        self._optimizers = Optimizers(
+            strategy=strategy,
+            device=mesh.device,
+            named=partial(self.named_parameters, remove_duplicate=False),
+        )
         down = pipeline_group(mesh, range(mesh.sizes.pp))
         assert down is not None, "every rank is on a pipeline"
         self._ties = TiedGradients(stages, mesh)
@@ -203,6 +212,7 @@ class PipelineModule(nn.Module):
 
         `inputs` and `targets` are the same on every rank of the pipeline.
         """
+        self._optimizers.check()
         count, micro = self._strategy.micro_batches, self._strategy.batch.micro
         batches = split(inputs, micro=micro, count=count, what="inputs")
         wanted = split(targets, micro=micro, count=count, what="targets")
@@ -228,6 +238,12 @@ class PipelineModule(nn.Module):
 
     def _before_backward(self, stage: int, last: bool) -> None:
         self._lowered[stage].announce(last=last)
+
+    def optimizer(
+        self, kind: type[Optimizer], parameters: Any = None, /, **options: Any
+    ) -> ParallelOptimizer:
+        """An optimizer of this rank's parameters, as without a pipeline (see `ParallelModule.optimizer`)."""
+        return self._optimizers.make(kind, parameters, options)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -266,7 +282,7 @@ class PipelineModule(nn.Module):
         """This rank's part of the model's state under the original's names."""
         merged: dict[str, Any] = {}
         for stage in self._by_index.values():
-            merged |= stage.state_dict(*args, **kwargs)
+            merged |= with_chunks(stage.state_dict(*args, **kwargs))
         return merged
 
     def load_state_dict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, low
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
 from autoparallel.runtime.offload import check_offload
+from autoparallel.runtime.optimizer import Optimizers
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.recompute import MODES
 from autoparallel.runtime.replicas import check_algorithm, with_levels
@@ -74,7 +76,12 @@ def parallelize(
         module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
         experts=sharings,
     )  # fmt: skip
-    run = Run(strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program)
+    optimizers = Optimizers(
+        strategy=strategy, device=mesh.device, named=partial(module.named_parameters, remove_duplicate=False)
+    )
+    run = Run(
+        strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers
+    )
     return make_parallel(module, run)
 
 

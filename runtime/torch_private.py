@@ -128,6 +128,12 @@ def laid_out(part: Tensor, layout: Any) -> DTensor:
     return DTensor(part, layout, requires_grad=False)
 
 
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """An optimizer's step without the hooks that torch calls around it: where it is a part of another one's."""
+    step: Callable[..., Any] = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
 def norms_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     """The norm of each tensor in `dtype`, in few kernels on accelerators."""
     return torch._foreach_norm(list(tensors), 2.0, dtype)

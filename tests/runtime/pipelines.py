@@ -94,7 +94,8 @@ def run_pipeline(
         example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
         experts=example.experts,
     )  # fmt: skip
-    optimizers = [torch.optim.SGD(m.parameters(), lr=LEARNING_RATE, momentum=0.9) for m in (model, reference)]
+    alone = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    optimizers = [model.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9), alone]
     first = model.data_parallel_rank * share
     inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))
     worst, where, loss_difference = 0.0, "", 0.0

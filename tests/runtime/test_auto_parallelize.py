@@ -144,7 +144,9 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
     path.write_text('schema = 1\n[batch]\nglobal = 8\n[recompute]\nmode = "full"\n')
     auto_parallelize(Mlp(), _inputs(), strategy=path, cache=None)
     (problem,) = planner.problems
-    assert problem.constraints == {"batch.global": 8, "recompute.mode": "full", **limits({})}
+    assert problem.constraints == {
+        "batch.global": 8, "recompute.mode": "full", "offload.optimizer": 0.0, **limits({})
+    }  # fmt: skip
     assert problem.global_batch == 8
 
 

@@ -14,7 +14,7 @@ from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.search.answer.result import with_rules
-from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Offload, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.dryrun import dry_run
 from autoparallel.runtime.messages import Message
@@ -34,7 +34,7 @@ STRATEGIES = {
     ),
     "zero 2": Strategy(
         batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=4), shard=Shard(zero=2),
-        pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
+        pipeline=Pipeline(stage_blocks=(2,)), execution=FP32, offload=Offload(optimizer=0.5),
     ),
     "a pipeline, tensor parallel": Strategy(
         batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, tp=2),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def test_fused_projections_give_the_gradients_of_one(
     assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
 
 
-def _saved_and_held(rank: int, world_size: int, shards: int) -> tuple[bool, int, bool]:
+def _saved_and_held(rank: int, world_size: int, shards: int, folder: Path) -> tuple[bool, int, bool]:
     torch.manual_seed(3)
     example = fused(2)
     before = {n: t.clone() for n, t in example.module.state_dict().items()}
@@ -99,16 +100,27 @@ def _saved_and_held(rank: int, world_size: int, shards: int) -> tuple[bool, int,
     model = parallelize(example.module, None, strategy, blocks=example.blocks, program=no_program)
     full = model.full_state_dict()
     same = all(torch.equal(full[n], before[n]) for n in full)
+    dcp.save({"model": model}, checkpoint_id=folder)
+    kept = {"model": {n: torch.zeros_like(t) for n, t in before.items()}}
+    dcp.load(kept, checkpoint_id=folder, no_dist=True)
+    same &= all(torch.equal(kept["model"][n], before[n]) for n in before)
     doubled = {n: 2 * t for n, t in before.items()}
     model.load_state_dict(doubled)
+    dcp.save({"model": model}, checkpoint_id=folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    dcp.load({"model": model}, checkpoint_id=folder)
     again = model.full_state_dict()
     loaded = all(torch.equal(again[n], doubled[n]) for n in again)
     return same, local(model.get_parameter("0.qkv.weight")).numel(), loaded
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_the_state_of_a_fused_projection_has_the_original_layout(gloo: Processes, shards: int) -> None:
-    for same, held, loaded in gloo.run(2 * shards, _saved_and_held, shards=shards):
+def test_the_state_of_a_fused_projection_has_the_original_layout(
+    gloo: Processes, shards: int, tmp_path: Path
+) -> None:
+    for same, held, loaded in gloo.run(2 * shards, _saved_and_held, shards=shards, folder=tmp_path):
         assert same
         assert loaded
         assert held == 3 * WIDTH * WIDTH // (2 * shards), "a rank holds its share only"

@@ -26,7 +26,7 @@ from tests.toy_graphs import toy_transformer
 def test_what_is_asked_for_limits_the_meshes_that_run_it(
     asked: dict[str, Any], fixed: dict[str, Any]
 ) -> None:
-    assert limits(asked) == {"embedding": ON_DEVICES, "offload.optimizer": 0.0, **fixed}
+    assert limits(asked) == {"embedding": ON_DEVICES, **fixed}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_no_mesh_runs_is_refused(asked: dict[str, Any], words: str) -> None
     [
         ({}, None),
         ({"offload": Offload(activations=1.0)}, None),
-        ({"offload": Offload(optimizer=1.0)}, "offload.optimizer"),
+        ({"offload": Offload(optimizer=1.0)}, None),
         (
             {"mesh": Mesh(pp=2, dp_shard=2), "shard": Shard(zero=2), "pipeline": Pipeline(schedule="zb1p")},
             "mesh.dp_shard = 2",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Offload, Pipeline, Recompute, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.limits import limits
 from autoparallel.runtime.offload import check_offload, offload_blocks
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import TOLERANCE, compare
@@ -140,10 +138,7 @@ def test_nothing_moves_without_gradients() -> None:
     assert count.kept_bytes == 0
 
 
-def test_optimizer_state_is_refused_where_it_is_planned_and_where_it_is_run() -> None:
-    with pytest.raises(UserError, match=r"offload.optimizer = 0.5: .* set it to 0"):
-        check_offload(Offload(optimizer=0.5))
-    with pytest.raises(UserError, match=r"offload.optimizer: .* set it to 0"):
-        limits({"offload.optimizer": 0.5})
-    with pytest.raises(UserError, match="a share, from 0 to 1"):
-        check_offload(replace(Offload(), activations=1.5))
+@pytest.mark.parametrize("name", ["optimizer", "activations"])
+def test_what_is_no_share_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"offload.{name} = 1.5: a share, from 0 to 1"):
+        check_offload(Offload(**{name: 1.5}))

@@ -227,7 +227,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch": Batch(global_=3, micro=2)}, "batch.global = 3"),
     "another model": ({"pipeline": Pipeline(stage_blocks=(7,))}, "the model has 3"),
     "recompute": ({"recompute": Recompute(mode="some")}, "recompute.mode"),
-    "offload": ({"offload": Offload(optimizer=0.5)}, "offload"),
+    "offload": ({"offload": Offload(optimizer=1.5)}, "offload"),
 }
 
 
