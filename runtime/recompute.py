@@ -80,15 +80,17 @@ def recompute_blocks(
         block = module.get_submodule(path)
         own = "full" if position < full else mode
         if own == "full":
-            block.forward = _recomputed(path, block.forward, _same_attention(attention))
+            block.forward = _recomputed(path, block, _same_attention(attention))
         elif own == "operators":
-            block.forward = _recomputed(path, block.forward, functools.partial(_keeping_products, path))
+            block.forward = _recomputed(path, block, functools.partial(_keeping_products, path))
         elif own == "selective":
             block.forward = _attention_recomputed(block.forward, attention)
 
 
-def _recomputed(path: str, forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
-    first = True
+def _recomputed(path: str, block: nn.Module, contexts: Contexts | None) -> Callable[..., Any]:
+    first, forward = True, block.forward
+    if norms := [m for m in block.modules() if hasattr(m, "track_running_stats")]:
+        contexts = functools.partial(_counting_once, norms, contexts)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -106,6 +108,28 @@ def _recomputed(path: str, forward: Callable[..., Any], contexts: Contexts | Non
         return output
 
     return run
+
+
+def _counting_once(
+    norms: Sequence[nn.Module], contexts: Contexts | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The second run of batch norms changes copies of their statistics: they have seen these samples."""
+    first, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return first, _on_copies(norms, again)
+
+
+@contextmanager
+def _on_copies(norms: Sequence[nn.Module], context: AbstractContextManager[Any]) -> Iterator[None]:
+    held = [(norm, dict(norm._buffers)) for norm in norms]
+    try:
+        with torch.no_grad():
+            for norm, buffers in held:
+                norm._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+        with context:
+            yield
+    finally:
+        for norm, buffers in held:
+            norm._buffers.update(buffers)
 
 
 def _remembered(values: Any) -> dict[str, tuple[int, ...]]:

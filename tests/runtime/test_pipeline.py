@@ -33,7 +33,7 @@ ON_TWO: dict[str, Case] = {
     "qwen3, one micro-batch": ("qwen3", ONE_F_ONE_B, {"micro_batches": 1}),
     "vit, gpipe, full recomputation": ("vit", GPIPE, {"micro_batches": 2, "recompute": "full"}),
     "mlp, interleaved": ("mlp", INTERLEAVED, {"micro_batches": 2}),
-    "resnet, 1f1b": ("resnet", ONE_F_ONE_B, {"micro_batches": 3}),
+    "resnet, 1f1b": ("resnet", ONE_F_ONE_B, {"micro_batches": 3, "recompute": "operators"}),
     "gpt2, zero bubble in a V": ("gpt2", {**INTERLEAVED, "schedule": "zbv"}, {"micro_batches": 4}),
     "llama, two pipelines in a V": (
         "llama",

@@ -105,3 +105,16 @@ def test_a_product_that_something_is_written_into_runs_again() -> None:
         module(x).sum().backward()
         gradients.append([p.grad for p in module.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("mode", ["full", "operators"])
+def test_batch_norms_count_what_runs_again_once(mode: str) -> None:
+    states = []
+    for own in ("none", mode):
+        torch.manual_seed(0)
+        example = EXAMPLES["resnet"](4)
+        recompute_blocks(example.module, example.blocks, mode=own)
+        for _ in range(2):
+            example.module(*example.inputs).square().sum().backward()
+        states.append(example.module.state_dict() | {n: p.grad for n, p in example.module.named_parameters()})
+    torch.testing.assert_close(*states, rtol=0.0, atol=0.0)
