@@ -103,7 +103,7 @@ def run_whatif(
     rows = [outcome_table(outcome, tokens) for outcome in outcomes]
     print_outcomes(console, rows)
     if output:
-        write_text(output, render_comparison(base.model, rows))
+        write_text(output, render_comparison(base.model, rows, tokens))
         console.print(f"comparison written to {output}", markup=False)
     if json_:
         print_json({"model": base.model, "cases": rows})

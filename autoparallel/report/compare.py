@@ -13,8 +13,8 @@ from autoparallel.report.page import environment, resource
 BAR = 20.0
 
 
-def render_comparison(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One self-contained HTML page for the cases of a what-if (`answer.outcome_table`), fastest first."""
+def render_comparison(model: str, rows: Sequence[Mapping[str, Any]], tokens: float | None = None) -> str:
+    """One self-contained HTML page for the cases of a what-if (`answer.outcome_table`, with `tokens`), fastest first."""
     planned = sorted((r for r in rows if "reason" not in r), key=lambda r: -r["tokens_per_s"])
     fastest = planned[0]["tokens_per_s"] if planned else 1.0
     context = {
@@ -22,11 +22,14 @@ def render_comparison(model: str, rows: Sequence[Mapping[str, Any]]) -> str:
         "model": model,
         "name": planned[0]["model"]["name"] if planned else model,
         "settings": list(rows[0]["settings"]),
-        "days": any("days" in row for row in planned),
+        "tokens": tokens,
         "priced": any("price_per_trillion_tokens" in row for row in planned),
         "planned": [
             {
                 **row,
+                "title": " · ".join(
+                    value if key == "cluster" else f"{key} {value}" for key, value in row["settings"].items()
+                ),
                 "speed": _share_bar(
                     row["tokens_per_s"] / fastest, f"{significant(row['tokens_per_s'])} tokens/s"
                 ),

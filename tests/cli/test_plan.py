@@ -158,8 +158,9 @@ def test_a_plan_can_be_reported_and_compared(
     page = tmp_path / "whatif.html"
     clusters = ("--cluster", CLUSTER, "--cluster", "a100-sxm-80gb:1x4")
     answer = run(
-        "whatif", graph, *clusters, "--vary", "mesh.tp=1,2", "--global-batch", "16", "-o", page, "--json"
-    )
+        "whatif", graph, *clusters, "--vary", "mesh.tp=1,2", "--global-batch", "16", "--tokens", "1e12", "-o", page,
+        "--json",
+    )  # fmt: skip
     assert answer.status == 0, answer
     cases = answer.json["cases"]
     assert [case["settings"] for case in cases] == [
@@ -168,7 +169,9 @@ def test_a_plan_can_be_reported_and_compared(
     assert all(case["strategy"]["mesh"]["tp"] == int(case["settings"]["mesh.tp"]) for case in cases)
     shown = Page(page.read_text())
     assert shown.open == []
-    assert "a100-sxm-80gb:1x4" in shown.text
+    assert "a100-sxm-80gb:1x4 · mesh.tp 2" in shown.text  # each case by what is particular to it
+    assert "Days: for 1.00 trillion tokens" in shown.text
+    assert "16 samples" in shown.text  # of a step
 
 
 def test_a_what_if_says_why_a_case_has_no_plan(graph: Path, tmp_path: Path) -> None:
