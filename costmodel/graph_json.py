@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from autoparallel.costmodel.block_index import output_names
 from autoparallel.costmodel.graph import (
+    ITEM_BYTES,
     SCHEMA,
     Block,
     Instance,
@@ -155,81 +157,127 @@ def _graph(graph: ModelGraph) -> dict[str, Any]:
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
+def _whole(raw: Any) -> int:
+    if type(raw) is not int:
+        raise ValueError(f"{raw!r} is not a whole number")
+    return raw
+
+
+def _word(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(f"{raw!r} is not a name")
+    return raw
+
+
+def _words(raw: Any) -> tuple[str, ...]:
+    if not isinstance(raw, list):
+        raise ValueError(f"{raw!r} is not a list of names")
+    return tuple(map(_word, raw))
+
+
+def _dtype(raw: Any) -> str:
+    if raw not in ITEM_BYTES:
+        raise ValueError(f"{raw!r} is not a dtype")
+    return str(raw)
+
+
 def _read_size(raw: Any) -> Size:
-    return Size(int(raw[0]), int(raw[1])) if isinstance(raw, list) else Size(int(raw))
+    return Size(*map(_whole, raw)) if isinstance(raw, list) else Size(_whole(raw))
 
 
 def _read_spec(raw: Any) -> TensorSpec:
     dtype, shape = raw
-    return TensorSpec(shape=tuple(map(_read_size, shape)), dtype=dtype)
+    return TensorSpec(shape=tuple(map(_read_size, shape)), dtype=_dtype(dtype))
 
 
 def _read_kernel(raw: Any) -> KernelSpec:
     kind, dtype, flops, moved, product, gradient = raw
     return KernelSpec(
         kind=OpKind(kind),
-        dtype=dtype,
+        dtype=_dtype(dtype),
         flops=_read_size(flops),
         bytes_moved=_read_size(moved),
-        product=product,
-        gradient_of=gradient,
+        product=_word(product),
+        gradient_of=_word(gradient),
     )
 
 
 def _read_operator(raw: Mapping[str, Any]) -> Operator:
     return Operator(
-        name=raw["name"],
-        target=raw["target"],
+        name=_word(raw["name"]),
+        target=_word(raw["target"]),
         kind=OpKind(raw["kind"]),
-        module=raw["module"],
-        inputs=tuple(raw["inputs"]),
+        module=_word(raw["module"]),
+        inputs=_words(raw["inputs"]),
         outputs=tuple(map(_read_spec, raw["outputs"])),
         forward=tuple(map(_read_kernel, raw["forward"])),
         backward=tuple(map(_read_kernel, raw["backward"])),
-        saved=tuple(Saved(value=value, spec=_read_spec(spec)) for value, spec in raw["saved"]),
+        saved=tuple(Saved(value=_word(value), spec=_read_spec(spec)) for value, spec in raw["saved"]),
         shardings=tuple(
-            Sharding(inputs=tuple(i), outputs=tuple(o), divides=tuple(map(_read_size, d)))
+            Sharding(inputs=_words(i), outputs=_words(o), divides=tuple(map(_read_size, d)))
             for i, o, d in raw["shardings"]
         ),
-        labels=tuple(raw["labels"]),
-        sizes=tuple((letter, _read_size(size)) for letter, size in raw["sizes"]),
+        labels=_words(raw["labels"]),
+        sizes=tuple((_word(letter), _read_size(size)) for letter, size in raw["sizes"]),
         causal=raw["causal"],
     )
 
 
 def _read_block(raw: Mapping[str, Any]) -> Block:
-    return Block(
-        name=raw["name"],
+    block = Block(
+        name=_word(raw["name"]),
         inputs=tuple(map(_read_spec, raw["inputs"])),
-        outputs=tuple(raw["outputs"]),
+        outputs=_words(raw["outputs"]),
         operators=tuple(map(_read_operator, raw["operators"])),
         parameters=tuple(
-            Parameter(name=name, shape=tuple(shape), dtype=dtype, trainable=trainable, tied=tied)
+            Parameter(
+                name=_word(name), shape=tuple(map(_whole, shape)), dtype=_dtype(dtype), trainable=bool(trainable),
+                tied=_word(tied),
+            )
             for name, shape, dtype, trainable, tied in raw["parameters"]
         ),
-        buffers=tuple((name, _read_spec(spec)) for name, spec in raw["buffers"]),
+        buffers=tuple((_word(name), _read_spec(spec)) for name, spec in raw["buffers"]),
         calls=tuple(
-            ModuleCall(module=module, inputs=tuple((n, v) for n, v in inputs), outputs=tuple(outputs))
+            ModuleCall(
+                module=_word(module), inputs=tuple((_word(n), _word(v)) for n, v in inputs), outputs=_words(outputs)
+            )
             for module, inputs, outputs in raw.get("calls", ())
         ),
-    )
+    )  # fmt: skip
+    _check_values(block)
+    return block
+
+
+def _check_values(block: Block) -> None:
+    """Raises ValueError for a value that is read but nowhere made. (A tied parameter may have another link's name.)"""
+    made = {f"input:{i}" for i in range(len(block.inputs))} | {f"buffer:{name}" for name, _ in block.buffers}
+    made |= {name for op in block.operators for name in output_names(op)}
+    read = (value for op in block.operators for value in op.inputs)
+    for value in (*read, *block.outputs):
+        if value not in made and not value.startswith("param:"):
+            raise ValueError(f"{block.name} reads {value!r}, which nothing makes")
 
 
 def _read_graph(raw: Mapping[str, Any]) -> ModelGraph:
     blocks = tuple(map(_read_block, raw["blocks"]))
     chain = tuple(
-        Instance(block=block, path=path, repeated=repeated, sends=tuple(map(_read_spec, sends)))
+        Instance(
+            block=_whole(block),
+            path=_word(path),
+            repeated=bool(repeated),
+            sends=tuple(map(_read_spec, sends)),
+        )
         for block, path, repeated, sends in raw["chain"]
     )
-    if any(not 0 <= link.block < len(blocks) for link in chain):
-        raise ValueError("a link of the chain names a block that is not there")
+    if {link.block for link in chain} != set(range(len(blocks))):
+        raise ValueError("the chain names a block that is not there, or leaves one out")
     return ModelGraph(
-        name=raw["name"],
-        dtype=raw["dtype"],
+        name=_word(raw["name"]),
+        dtype=_dtype(raw["dtype"]),
         blocks=blocks,
         chain=chain,
-        tokens_per_sample=raw["tokens_per_sample"],
-        has_loss=raw["has_loss"],
-        pipeline_cuts=raw["pipeline_cuts"],
-        warnings=tuple(raw["warnings"]),
+        tokens_per_sample=_whole(raw["tokens_per_sample"]),
+        has_loss=bool(raw["has_loss"]),
+        pipeline_cuts=bool(raw["pipeline_cuts"]),
+        warnings=_words(raw["warnings"]),
     )

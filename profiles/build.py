@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoparallel.errors import UserError
-from autoparallel.profiles.constants import CONSTANTS, UNLESS_SET, UNSTATED
+from autoparallel.profiles.constants import CONSTANTS, DIVISORS, UNLESS_SET, UNSTATED
 from autoparallel.profiles.figures import Figures
 from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Group, Level, Residual, ValueKind
 from autoparallel.profiles.network import with_network
@@ -23,6 +23,8 @@ from autoparallel.profiles.schema import (
 )
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+# More than any machine has: planning for so many takes ten seconds, for a thousand times as many no machine's memory.
+MOST_DEVICES = 2**20
 # Constants that are time on a processor, which processes that share it wait for. Kind: formula.
 HOST_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.start_s.", "collective.host_s", "collective.peer_s")  # fmt: skip
 
@@ -46,12 +48,14 @@ def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) ->
         name=table.name,
         memory_bytes=figures.take("memory.bytes", table.memory.bytes),
         reserve_bytes=figures.take("memory.reserve_bytes", table.memory.reserve_bytes, above=False),
-        peak_flops={d: figures.take(f"peak_flops.{d}", f) for d, f in table.peak_flops.items()},
-        hbm_bytes_per_s=figures.take("hbm_bytes_per_s", table.hbm_bytes_per_s),
+        peak_flops={d: figures.rate(f"peak_flops.{d}", f) for d, f in table.peak_flops.items()},
+        hbm_bytes_per_s=figures.rate("hbm_bytes_per_s", table.hbm_bytes_per_s),
         devices_per_node=figures.whole("box.devices_per_node", box.devices_per_node),
         levels=_levels(box.levels, "box.levels", figures),
         constants={
-            key: figures.take(f"constants.{key}", figure, above=False)
+            key: figures.take(
+                f"constants.{key}", figure, above="efficiency" in key or key.startswith(DIVISORS)
+            )
             for key, figure in sorted(constants.items())
         },
         cores=figures.whole("box.cores", box.cores) if box.cores else 0,
@@ -101,6 +105,7 @@ def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> 
 def _group(table: GroupTable, device: Device, key: str, figures: Figures) -> Group:
     price, nodes = table.price_per_device_hour, figures.whole(f"{key}.nodes", table.nodes)
     per_node = figures.whole(f"{key}.devices_per_node", table.devices_per_node)
+    _check_count(nodes * per_node, f"{figures.where}: `{key}`")
     short: dict[int, int] = {}
     for name, figure in table.short.items():
         if not name.isdecimal() or int(name) >= nodes:
@@ -136,6 +141,7 @@ def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
         raise UserError(
             f"cluster `{spec}`: needs at least one node of one device, such as `{device.name}:1x1`"
         )
+    _check_count(nodes * per_node, f"cluster `{spec}`")
     if per_node > device.devices_per_node:
         usual = device.devices_per_node
         raise UserError(
@@ -150,6 +156,13 @@ def cluster_of(device: Device, nodes: int, per_node: int, spec: str) -> Cluster:
         if key.startswith("box.levels")
     }
     return Cluster(name=spec, groups=(group,), levels=levels, provenance=provenance)
+
+
+def _check_count(devices: int, where: str) -> None:
+    if devices > MOST_DEVICES:
+        raise UserError(
+            f"{where}: {devices:,} devices are more than the {MOST_DEVICES:,} that can be planned for; name a part of them"
+        )
 
 
 def shared_device(device: Device, per_node: int) -> Device:
@@ -192,7 +205,7 @@ def _levels(tables: Sequence[LevelTable], prefix: str, figures: Figures) -> tupl
             Level(
                 name=table.name,
                 size=size,
-                bytes_per_s=figures.take(f"{key}.bytes_per_s", table.bytes_per_s),
+                bytes_per_s=figures.rate(f"{key}.bytes_per_s", table.bytes_per_s),
                 latency_s=figures.take(f"{key}.latency_s", table.latency_s, above=False),
                 oversubscription=figures.take(f"{key}.oversubscription", over, least=1.0, above=False)
                 if over

@@ -84,6 +84,9 @@ CONSTANTS: dict[str, str] = {
     **{f"collective.bandwidth.{p}": f"bandwidth of protocol {p} relative to simple" for p in PROTOCOLS},
 }
 
+# Constants that times are divided by, besides all with `efficiency` in their key: a device cannot have 0 of them.
+DIVISORS = ("gemm.units", "gemm.tile.", "attention.forward", "attention.backward", "attention.large_head_", "attention.v1", "attention.v2", "collective.bandwidth.")  # fmt: skip
+
 UNSTATED = "stated by no file: the default of profiles/constants.py"
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {

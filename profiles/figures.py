@@ -28,6 +28,10 @@ class Figures:
         self.provenance[key] = self.listed.get(key, known) if figure.kind is ValueKind.USER else known
         return value
 
+    def rate(self, key: str, figure: FigureTable) -> float:
+        """The number under `key`, of which there is at least one a second: less is a unit mistaken."""
+        return self.take(key, figure, least=1.0, above=False)
+
     def whole(self, key: str, figure: FigureTable, *, above: bool = True) -> int:
         """The whole number under `key`."""
         value = self.take(key, figure, above=above)

@@ -117,7 +117,7 @@ def _of_switch(
 
 
 def _link(ends: Sequence[int], rate: FigureTable, latency: FigureTable, key: str, figures: Figures) -> Link:
-    bytes_per_s = figures.take(f"{key}.bytes_per_s", rate)
+    bytes_per_s = figures.rate(f"{key}.bytes_per_s", rate)
     latency_s = figures.take(f"{key}.latency_s", latency, above=False)
     return _joined(ends, bytes_per_s, latency_s, key, figures)
 

@@ -57,7 +57,7 @@ def render_report(file: StrategyFile) -> str:
     try:
         context = _context(file, strategy, cluster)
         return environment().get_template("page.html.j2").render(context)
-    except (KeyError, TypeError, ValueError, IndexError, UndefinedError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, UndefinedError) as error:
         raise UserError(
             f"{file.path}: [predicted] or [search] is not as plan writes it ({error!r}); plan again"
         ) from None

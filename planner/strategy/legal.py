@@ -11,7 +11,7 @@ from autoparallel.planner.expand.state import STATES
 from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.groups import group_problems
-from autoparallel.planner.strategy.machines import placement_problems
+from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -38,6 +38,11 @@ def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mappin
     tp, pp = constraints.get("mesh.tp"), constraints.get("mesh.pp")
     found += _tensor_degree(graph, tp) if isinstance(tp, int) and tp > 1 else ()
     found += _uncuttable(graph, pp) if isinstance(pp, int) else ()
+    nodes, per_node = constraints.get("mesh.placement"), constraints.get("mesh.per_node")
+    if unknown := unknown_nodes(
+        cluster, nodes if isinstance(nodes, tuple) else (), per_node if isinstance(per_node, int) else 0
+    ):
+        found.append(unknown)
     return found
 
 
@@ -133,9 +138,10 @@ def _tensor_degree(graph: ModelGraph, tp: int) -> Iterator[str]:
     odd = [h for h in heads if h % tp]
     if heads and odd:
         good = [d for d in range(1, odd[0] + 1) if all(h % d == 0 for h in heads)]
+        near = min(good, key=lambda d: (abs(d - tp), -d))
         yield (
             f"mesh.tp = {tp} does not divide the attention heads of {graph.name} "
-            f"({', '.join(map(str, heads))}, key-value heads included); try mesh.tp = {good[-1]}"
+            f"({', '.join(map(str, heads))}, key-value heads included); try mesh.tp = {near}"
         )
 
 

@@ -62,16 +62,23 @@ def nodes_in_use(mesh: Mesh) -> tuple[int, ...]:
     return mesh.placement[: -(-mesh.devices // each)]
 
 
+def unknown_nodes(cluster: Cluster, nodes: Sequence[int], per_node: int) -> str:
+    """What is wrong with `mesh.placement` or `mesh.per_node` whatever the mesh; "" for nothing."""
+    have = devices_of_nodes(cluster)
+    if len(set(nodes)) < len(nodes) or any(not 0 <= node < len(have) for node in nodes):
+        return f"mesh.placement = {list(nodes)}: name nodes from 0 to {len(have) - 1} of {cluster.name}, each at most once"
+    if per_node > max(have):
+        return f"mesh.per_node = {per_node}: the nodes of {cluster.name} have at most {max(have)} devices"
+    return ""
+
+
 def placement_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
     """What is wrong with `mesh.placement` and `mesh.per_node`; nothing where they are left out."""
     mesh, have = strategy.mesh, devices_of_nodes(cluster)
     nodes, per_node = mesh.placement, mesh.per_node
     shown = f"mesh.placement = {list(nodes)}"
-    if len(set(nodes)) < len(nodes) or any(not 0 <= node < len(have) for node in nodes):
-        yield f"{shown}: name nodes from 0 to {len(have) - 1} of {cluster.name}, each at most once"
-        return
-    if per_node > max(have):
-        yield f"mesh.per_node = {per_node}: the nodes of {cluster.name} have at most {max(have)} devices"
+    if unknown := unknown_nodes(cluster, nodes, per_node):
+        yield unknown
         return
     if not nodes and not per_node:
         return

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from tests.cli.runner import refused, run, save, strategy_toml
 from tests.toy_graphs import toy_transformer
@@ -119,9 +121,13 @@ def test_a_damaged_or_newer_graph(tmp_path: Path, graph: Path) -> None:
         "empty": "{}",
         "newer": json.dumps({**whole, "schema": 99}),
         "damaged": json.dumps({**whole, "blocks": [{}]}),
+        "shorter": json.dumps({**whole, "chain": whole["chain"][1:]}),
+        "dtype": graph.read_text().replace('"float32"', '"float33"', 1),
+        "size": graph.read_text().replace("32", '"32"', 1),
+        "value": graph.read_text().replace('"outputs":["', '"outputs":["no', 1),
     }.items():
         path = write(tmp_path / f"{name}.json", text)
-        refused("plan", path, "--cluster", CLUSTER, words=[str(path)])
+        refused("plan", path, "--cluster", CLUSTER, words=[str(path), "graph"])
 
 
 def test_a_sequence_length_that_a_saved_graph_does_not_have(graph: Path) -> None:
@@ -274,7 +280,8 @@ def test_a_strategy_whose_numbers_do_not_fit_together(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["mesh.tp=3"], ["mesh.tp"]),
+        (["mesh.tp=3"], ["mesh.tp", "try mesh.tp = 4"]),
+        (["mesh.placement=[1]"], ["mesh.placement = [1]", "nodes from 0 to 0"]),
         (["mesh.tp=8"], ["mesh"]),
         (["mesh.pp=16"], ["mesh"]),
         (["batch.micro=3"], ["batch"]),
@@ -345,6 +352,17 @@ def test_a_report_of_a_file_without_predictions(tmp_path: Path) -> None:
     refused("report", path, "-o", tmp_path / "r.html", words=[str(path), "[predicted]", "plan"])
     refused("report", tmp_path / "none.toml", "-o", tmp_path / "r.html", words=["none.toml", "no such"])
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("damage", ["breakdown_s = 3", "timeline.ranks = [[1]]", "peak_memory_gib = inf"])
+def test_a_report_of_damaged_predictions(tmp_path: Path, graph: Path, damage: str) -> None:
+    out = tmp_path / "s.toml"
+    assert run("plan", graph, "--cluster", CLUSTER, "-o", out).status == 0
+    table = tomllib.loads(out.read_text())
+    changed = tomllib.loads(f"[predicted]\n{damage}\n")["predicted"]
+    table["predicted"] |= changed
+    write(out, tomli_w.dumps(table))
+    refused("report", out, "-o", tmp_path / "r.html", words=[str(out), "[predicted]", "plan again"])
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from autoparallel.costmodel.graph import (
 from autoparallel.costmodel.graph_json import GraphFileError, graph_from_json, graph_hash, graph_to_json
 
 NAMES = st.text("abc.:_0", min_size=1, max_size=6)
+VALUES = NAMES.map("param:{}".format)  # others have to be made by an operator
 SIZES = st.builds(Size, st.integers(0, 9), st.integers(0, 9))
 SPECS = st.builds(
     TensorSpec, shape=st.lists(SIZES, max_size=3).map(tuple), dtype=st.sampled_from(["float32", "int64"])
@@ -52,7 +53,7 @@ OPERATORS = st.builds(
     target=NAMES,
     kind=st.sampled_from(OpKind),
     module=NAMES,
-    inputs=tuples(NAMES),
+    inputs=tuples(VALUES),
     outputs=tuples(SPECS),
     forward=tuples(KERNELS),
     backward=tuples(KERNELS),
@@ -66,7 +67,7 @@ BLOCKS = st.builds(
     Block,
     name=NAMES,
     inputs=tuples(SPECS),
-    outputs=tuples(NAMES),
+    outputs=tuples(VALUES),
     operators=tuples(OPERATORS),
     parameters=tuples(
         st.builds(
@@ -83,14 +84,13 @@ BLOCKS = st.builds(
         st.builds(ModuleCall, module=NAMES, inputs=tuples(st.tuples(NAMES, NAMES)), outputs=tuples(NAMES))
     ),
 )
+LINKS = st.builds(Instance, block=st.just(0), path=NAMES, repeated=st.booleans(), sends=tuples(SPECS))
 GRAPHS = st.builds(
     ModelGraph,
     name=NAMES,
     dtype=st.just("float32"),
-    blocks=st.lists(BLOCKS, min_size=1, max_size=2).map(tuple),
-    chain=tuples(
-        st.builds(Instance, block=st.just(0), path=NAMES, repeated=st.booleans(), sends=tuples(SPECS))
-    ),
+    blocks=st.tuples(BLOCKS, BLOCKS),
+    chain=st.tuples(LINKS, LINKS, LINKS).map(lambda links: (*links[:2], replace(links[2], block=1))),
     tokens_per_sample=st.integers(1, 9),
     has_loss=st.booleans(),
     pipeline_cuts=st.booleans(),

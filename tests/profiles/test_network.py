@@ -40,7 +40,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"link": [{"between": ["node-0", "leaf"], "bytes_per_s": 1e9, "latency_s": 0}], "switch": [{"name": "leaf-0"}]},
      "did you mean `leaf-0`"),
     ({"link": [{"between": ["node-0", "node-0"], "bytes_per_s": 1e9, "latency_s": 0}]}, "itself"),
-    ({"link": [{"between": ["node-0", "node-1"], "bytes_per_s": 0, "latency_s": 0}]}, "more than 0"),
+    ({"link": [{"between": ["node-0", "node-1"], "bytes_per_s": 0, "latency_s": 0}]}, "at least 1"),
     ({"link": [{"between": ["node-0", "node-1"], "bytes_per_s": 1e9, "latency_s": 0, "speed": 3}]}, "unknown key `speed`"),
     ({"switch": [{"name": "leaf", "nodes": [0, 5], "bytes_per_s": 1e9, "latency_s": 0}]}, "nodes 0 to 2"),
     ({"switch": [{"name": "leaf", "nodes": [0, 1]}]}, "needs bytes_per_s"),
