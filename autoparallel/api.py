@@ -124,8 +124,8 @@ def _decide(
         cluster,
         source,
         global_batch=given.global_batch or source.global_batch or _samples(example_inputs) * world_size(),
-        # What runs here: eager kernels, and no float32 copy but the one the user's optimizer may keep.
-        execution=_with_dtypes(Execution(master_weights=False, kernels="eager"), dtypes),
+        # What runs here: eager kernels, DTensor, and no float32 copy but the one the user's optimizer may keep.
+        execution=_with_dtypes(Execution(master_weights=False, kernels="eager", dtensor=True), dtypes),
         cache=given.cache,
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,

@@ -77,7 +77,10 @@ def check_request(request: Request) -> Checked:
         constraints = merge_constraints(constraints, given.constraints, name="--global-batch:")
     constraints = apply_settings(constraints, request.settings)
     if request.runnable:
-        constraints = merge_constraints(constraints, limits(constraints), name="--runnable:")
+        own = (
+            {"execution.dtensor": True} if "execution.dtensor" not in constraints else {}
+        )  # what it is made of
+        constraints = merge_constraints(constraints, {**limits(constraints), **own}, name="--runnable:")
     record = file.problem if file else None
     if file and record:
         _check_record(file, record, request, cluster)

@@ -34,7 +34,7 @@ class Framework:
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     added_gradients: bool = False  # to the sum, by a kernel of their own
-    dtensor_gathers: bool = False  # of sequence parallelism: DTensor's, along the second dim
+    dtensor: bool = False  # of sequence parallelism: DTensor's, along the second dim
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
     vocab: int = 0  # likewise
     gb_bytes: float = 2.0**30  # what its authors print as a GB of memory, where a row does not know
@@ -106,11 +106,9 @@ FRAMEWORKS = {
     "fms-fsdp": Framework(flash="flash-v2", full_parameters=True),
     # pytorch/torchtitan, torchtitan/config: mixed_precision_param bfloat16 over fp32 parameters, mixed_precision_reduce
     # float32. Asynchronous tensor parallelism is an option (enable_async_tensor_parallel) that some runs take.
-    "torchtitan": Framework(
-        dtensor_gathers=True, flash="flash-v2", full_parameters=True, full_reduction=True
-    ),
+    "torchtitan": Framework(dtensor=True, flash="flash-v2", full_parameters=True, full_reduction=True),
     "torchtitan-async-tp": Framework(
-        dtensor_gathers=True, flash="flash-v2", full_parameters=True, full_reduction=True, async_tp=True
+        dtensor=True, flash="flash-v2", full_parameters=True, full_reduction=True, async_tp=True
     ),
     # huggingface/nanotron@9b0de5be, parallel/pipeline_parallel/state.py: a message is waited for, its shape sent before
     # it; models/llama.py: attention of the flash_attn package, which on Hopper is its second generation.
@@ -118,7 +116,7 @@ FRAMEWORKS = {
     # KempnerInstitute/KempnerForge, kempnerforge/distributed/parallel.py: bf16 parameters, fp32 reduction; tensor_parallel.py:
     # the head's outputs are replicated.
     "kempnerforge": Framework(
-        dtensor_gathers=True,
+        dtensor=True,
         flash="flash-v2",
         full_reduction=True,
         tensor=GATHERED_LOGITS,

@@ -224,7 +224,7 @@ def _execution(row: Row) -> Execution:
         async_gradients=framework.async_gradients,
         merged_dispatch=framework.merged_dispatch,
         added_gradients=framework.added_gradients,
-        dtensor_gathers=framework.dtensor_gathers,
+        dtensor=framework.dtensor,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0, least=0) > 0,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoparallel.costmodel.fit import Sample, fit_constants, kernel_price, with_constants
+from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.profiles.constants import MEMORY_KINDS
 from autoparallel.profiles.hardware import Device, Provenance, Residual, ValueKind
 
@@ -61,6 +62,7 @@ def fit_device(base: Device, samples: Sequence[Sample], *, source: str, own_peak
             device, keys, price, [s.seconds for s in chosen], source=where
         )
     device = _overhead(device, overhead, by_family.get("launch", ()), source)
+    device = _dtensor(device, by_family.get("dtensor", ()), source)
     return replace(device, residuals=residuals)
 
 
@@ -73,6 +75,17 @@ def _overhead(device: Device, key: str, tiny: Sequence[Sample], source: str) -> 
         each_s = sample.seconds / sum(kernel.count for kernel in sample.kernels)
         device = with_constants(device, {key: each_s})
         device = _measured(device, {f"constants.{key}"}, f"{source}; {sample.label}")
+    return device
+
+
+def _dtensor(device: Device, samples: Sequence[Sample], source: str) -> Device:
+    """What DTensor's dispatch adds to an operator: what its layers take more than the others, by operator."""
+    for sample in samples:
+        *launched, added = sample.kernels
+        rest_s = sum(kernel_s(kernel, device, MODE) for kernel in launched)
+        each_s = max(sample.seconds - rest_s, 0.0) / added.count
+        device = with_constants(device, {"launch_s.dtensor": each_s})
+        device = _measured(device, {"constants.launch_s.dtensor"}, f"{source}; {sample.label}")
     return device
 
 

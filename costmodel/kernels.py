@@ -39,6 +39,7 @@ PER_TENSOR = (
     "optimizer_tensors"  # what an optimizer step takes for each of `count` tensors, whatever its size
 )
 PIECES = "pieces"  # copies of the pieces of a tensor, which the host launches one by one from Python
+DTENSOR = "dtensor"  # what the host adds to the launches of `count` eager operators that DTensor dispatches
 HOST_COPY = "host"  # a copy between the device's memory and its host's
 SERVED = (
     "served"  # rows that a parameter server on a host gives or takes, while every device of the node asks it
@@ -70,12 +71,19 @@ def host_s(kernel: Kernel, device: Device, kernels: str) -> float:
     a grouped product expert by expert (Transformer Engine's GroupedLinear: a loop over cuBLAS calls and casts)."""
     if kernel.kind == OpKind.GROUPED_GEMM and kernel.product is not None and kernels == "fused":
         return kernel.count * kernel.product[0] * device.constants["launch_s.expert"]
+    if kernel.kind == DTENSOR:
+        return kernel.count * device.constants["launch_s.dtensor"]
     return launches(kernel, kernels) * device.constants[f"launch_s.{kernels}"]
+
+
+def runs_ahead(device: Device) -> bool:
+    """Whether the device computes while its host launches further kernels; a CPU does both in turn."""
+    return device.constants["launch_s.eager"] > 0.0
 
 
 def launches(kernel: Kernel, kernels: str) -> int:
     """Launches: one each, but for unfused attention its products and the passes over its scores."""
-    if kernel.kind in (OpKind.VIEW, PER_TENSOR, PIECES):
+    if kernel.kind in (OpKind.VIEW, PER_TENSOR, PIECES, DTENSOR):
         return 0
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None and not kernel.attention.flash:
         over_scores = _SCORE_KERNELS[kernels] + (kernel.attention.dropout and kernels == "fused")
@@ -87,6 +95,8 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     """Seconds of the device for all `kernel.count` launches, the host far ahead."""
     if kernel.kind == OpKind.VIEW or kernel.count == 0:
         return 0.0
+    if kernel.kind == DTENSOR:  # a CPU launches and computes in turn
+        return 0.0 if runs_ahead(device) else host_s(kernel, device, kernels)
     if kernel.kind == PER_TENSOR:
         return kernel.count * device.constants["optimizer.tensor_s"]
     if kernel.kind == PIECES:  # the device waits for each

@@ -56,7 +56,7 @@ def plan_and_run_a_small_model() -> tuple[dict[str, Any], dict[str, Any], dict[s
         BIN / "autoparallel", "plan", f"hf:{config}", "--cluster", f"cpu-gloo:1x{PROCESSES}",
         "--seq-len", str(SEQ_LEN), "--global-batch", str(GLOBAL_BATCH), "--time-limit", TIME_LIMIT_S,
         "--set", "execution.dtype=fp32", "--set", "execution.param_dtype=fp32",
-        "--set", "execution.master_weights=false", "--set", "execution.kernels=eager", "-o", strategy,
+        "--set", "execution.master_weights=false", "--set", "execution.kernels=eager", "--runnable", "-o", strategy,
     )  # fmt: skip
     run("   … and show why", BIN / "autoparallel", "report", strategy, "-o", OUT / "llama-tiny.html")
     with strategy.open("rb") as handle:

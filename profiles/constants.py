@@ -72,6 +72,7 @@ CONSTANTS: dict[str, str] = {
         for mode in KERNEL_MODES
     },
     "launch_s.expert": "host time per expert of a grouped product, its casts with it, kernels = fused",
+    "launch_s.dtensor": "further host time per operator that DTensor dispatches, kernels = eager",
     **{f"launch_s.{mode}": f"host time per kernel launch, kernels = {mode}" for mode in KERNEL_MODES},
     **{f"gemm.tile.{tile}": f"main-loop efficiency of a {tile} tile relative to the best" for tile in TILES},
     **{f"memory.efficiency.{kind}": f"share of memory bandwidth, {kind} kernels" for kind in MEMORY_KINDS},
@@ -91,6 +92,8 @@ UNSTATED = "stated by no file: the default of profiles/constants.py"
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {
     "launch_s.expert": "launch_s.fused",
+    # Kind: measured, on other hosts. Source: veScale (arXiv:2509.07003), DTensor's dispatch in C++, as torch has it since 2.10.
+    "launch_s.dtensor": 30e-6,
     "memory.efficiency.batch_norm": "memory.efficiency.norm",
     "memory.efficiency.pool": "memory.efficiency.reduction",
     "attention.v2": 1.0,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ class TensorParallel(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for value in (*args, *kwargs.values()) for leaf in _within(value)]
+        if type(func) is MethodWrapperType:  # the getter of an attribute (shape, dtype ...)
+            return func(*args, **kwargs)
+        given = _tensors_of((*args, *kwargs.values()))
         mesh = next((tensor.device_mesh for tensor in given if isinstance(tensor, DTensor)), None)
         if mesh is None or mesh.ndim > 1:  # shares of the sequence: see `context`
             return func(*args, **kwargs)
@@ -83,11 +86,15 @@ class TensorParallel(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _within(value: Any) -> Iterator[Tensor]:
-    """A tensor, or those in a list of them."""
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, Tensor):
-            yield item
+def _tensors_of(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -8,6 +8,7 @@ from itertools import chain
 
 from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
+from autoparallel.costmodel.kernels import DTENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import local_memory as memory
 from autoparallel.planner.expand.context import key_collectives
@@ -22,6 +23,9 @@ from autoparallel.planner.expand.local import (
 from autoparallel.planner.sharding.plan import Exchange, Reshard, conjugates
 
 # A norm's weight gradient reads its input and the gradient once more. Kind: formula.
+# Operators' worth of dispatch in a DTensor's change of placement: it leaves DTensor, starts a collective, waits for it, comes
+# back. Kind: measured. Source: 48 to 94 us beside 22 for an operator on the machine of profiles/devices/cpu-gloo.toml.
+PER_MOVE = 4
 WEIGHT_PASSES = 2
 
 
@@ -157,18 +161,23 @@ def _forward(local: LocalBlock, units: Sequence[Unit]) -> list[list[Step]]:
 def _communication(local: LocalBlock, move: Reshard | Exchange, *, backward: bool) -> list[Step]:
     if isinstance(move, Exchange):
         return _exchange(local, move, backward=backward)
-    return [*_collectives(local, move, backward=backward), *_rearranged(local, move, backward=backward)]
+    dispatched = _dispatched(local, PER_MOVE, backward=backward)
+    return [
+        *_collectives(local, move, backward=backward),
+        *_rearranged(local, move, backward=backward),
+        *dispatched,
+    ]
 
 
 def _rearranged(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list[Kernel]:
     """Copies that torch makes of what it gathers or scatters along another dim than the first, which collectives cannot
-    (`execution.dtensor_gathers`): all chunks after one another become one tensor. One sample is a view.
+    (`execution.dtensor`): all chunks after one another become one tensor. One sample is a view.
 
     Source: torch/distributed/_functional_collectives.py, all_gather_tensor (torch.cat of chunks), reduce_scatter_tensor.
     """
     execution = local.setting.execution
     dims = {place for place in (reshard.before, reshard.after) if place.startswith("S")}
-    if not execution.dtensor_gathers or local.setting.tp == 1 or local.setting.micro == 1 or dims == {"S0"}:
+    if not execution.dtensor or local.setting.tp == 1 or local.setting.micro == 1 or dims == {"S0"}:
         return []
     size, dtype = local.value_bytes(reshard.value, "R"), SHORT_DTYPE[local.setting.tensor_dtype]
     moved = {CollectiveOp.ALL_GATHER: 2 * _gathered_bytes(local, size), CollectiveOp.REDUCE_SCATTER: 2 * size}
@@ -183,7 +192,7 @@ def _gathered_bytes(local: LocalBlock, size: int) -> int:
     """Bytes of a gathered tensor of `size` bytes in compute. DTensor gathers what an 8-bit product reads (or its backward the
     gradient of its output) after the cast. Source: pytorch/ao, torchao/float8/float8_tensor_parallel.py."""
     execution = local.setting.execution
-    if not execution.dtensor_gathers or execution.dtype not in QUANTISED_BYTES:
+    if not execution.dtensor or execution.dtype not in QUANTISED_BYTES:
         return size
     return round(size * QUANTISED_BYTES[execution.dtype] / ITEM_BYTES[local.setting.tensor_dtype])
 
@@ -249,9 +258,19 @@ def _unit_forward(local: LocalBlock, unit: Unit) -> list[Kernel]:
     operators = local.index.block.operators
     alone = [k for op in unit.ops for k in local.kernels(op, operators[op].forward, backward=False)]
     if len(alone) < 2 or not unit.fused:
-        return [k for k in alone if k.count]
+        return [*(k for k in alone if k.count), *_dispatched(local, len(unit.ops), backward=False)]
     moved = sum(_bytes(local, unit, v) for v in (*unit.inputs, *unit.outputs))
     return [_joined(local, alone, moved, backward=False)]
+
+
+def _dispatched(local: LocalBlock, operators: int, *, backward: bool) -> list[Kernel]:
+    """What DTensor adds to that many eager operators, views among them (`execution.dtensor`). Compiled code has it no more."""
+    setting = local.setting
+    shared = setting.tp > 1 or setting.cp > 1
+    if not (shared and setting.execution.dtensor and setting.execution.kernels == "eager" and operators):
+        return []
+    dtype = SHORT_DTYPE[setting.tensor_dtype]
+    return [Kernel(kind=DTENSOR, dtype=dtype, flops=0, bytes_moved=0, backward=backward, count=operators)]
 
 
 def _bytes(local: LocalBlock, unit: Unit, value: str) -> int:
@@ -324,7 +343,8 @@ def _unit_backward(local: LocalBlock, unit: Unit) -> tuple[list[Kernel], list[Ke
                 continue
             (weights if is_weight else inputs).extend(local.kernels(op, (spec,), backward=True))
     if not unit.fused or len(inputs) + len(weights) < 2:
-        return [k for k in inputs if k.count], [k for k in weights if k.count]
+        of_inputs, of_weights = (_dispatched(local, len(found), backward=True) for found in (inputs, weights))
+        return [*(k for k in inputs if k.count), *of_inputs], [*(k for k in weights if k.count), *of_weights]
     gradients = [v for v in (*unit.inputs, *unit.outputs) if v in index.needs_grad and index.is_activation(v)]
     kept = [s.value for _, s in unit.saved if s.value and s.value in index.specs]
     moved = sum(_bytes(local, unit, v) for v in (*gradients, *kept))

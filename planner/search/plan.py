@@ -60,7 +60,6 @@ SCORED_ONLY = (
     "blocking_launches",
     "merged_dispatch",
     "added_gradients",
-    "dtensor_gathers",
 )  # of `Execution`: ways of published runs that are scored, and not searched
 
 

@@ -125,8 +125,9 @@ class ExecutionSection(Section):
         None,
         description="fused kernels, but a micro-batch's gradients are added to the sum by one of their own",
     )
-    dtensor_gathers: bool | None = Field(
-        None, description="sequence-parallel gathers and scatters copy what they move (DTensor)"
+    dtensor: bool | None = Field(
+        None,
+        description="tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator",
     )
     merged_dispatch: bool | None = Field(
         None, description="a token goes once to a rank and a node that hold several of its experts (DeepEP)"

@@ -103,8 +103,8 @@ class Execution:
     blocking_launches: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
     parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
     added_gradients: bool = False  # with fused kernels: a kernel of its own adds a micro-batch's gradients to the sum (Megatron until 2022)
-    dtensor_gathers: bool = (
-        False  # of sequence parallelism: copied along the second dim, 8-bit for 8-bit products
+    dtensor: bool = (
+        False  # tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator
     )
     merged_dispatch: bool = (
         False  # a token goes once to a rank and a node that hold several of its experts (DeepEP)

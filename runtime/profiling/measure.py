@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.costmodel.fit import Sample
 from autoparallel.runtime.accelerator import current_device, device_module, device_name
-from autoparallel.runtime.profiling import memory_bound, products
+from autoparallel.runtime.profiling import launches, memory_bound, products
 from autoparallel.runtime.profiling.case import Case
 from autoparallel.runtime.profiling.timing import measure_s, on_accelerator
 
@@ -35,14 +36,17 @@ class Measurements:
 
 def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Measurements:
     """Times every case on the CPU (with the threads that torch has) or on the current accelerator."""
-    cases = all_cases()
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
     samples = []
-    for done, case in enumerate(cases):
-        tell(done, len(cases), case.label)
-        seconds = measure_s(case.calls(), budget_s=budget_s)
-        samples.append(Sample(family=case.family, label=case.label, kernels=case.kernels, seconds=seconds))
-    tell(len(cases), len(cases), "")
+    with launches.mesh_of_one() as mesh:
+        cases = all_cases(mesh)
+        for done, case in enumerate(cases):
+            tell(done, len(cases), case.label)
+            seconds = measure_s(case.calls(), budget_s=budget_s)
+            samples.append(
+                Sample(family=case.family, label=case.label, kernels=case.kernels, seconds=seconds)
+            )
+        tell(len(cases), len(cases), "")
     return Measurements(
         samples=tuple(samples),
         hardware=hardware_name(),
@@ -52,11 +56,12 @@ def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Mea
     )
 
 
-def all_cases() -> list[Case]:
-    """Everything that one process measures."""
+def all_cases(mesh: DeviceMesh | None = None) -> list[Case]:
+    """Everything that one process measures; DTensor needs a mesh."""
     dtypes = (torch.bfloat16, torch.float32) if on_accelerator() else (torch.float32, torch.bfloat16)
     attention = torch.bfloat16 if on_accelerator() else torch.float32
-    cases = [memory_bound.copy_case(), memory_bound.launch_case(), memory_bound.dispatch_case()]
+    cases = [memory_bound.copy_case(), launches.launch_case(), launches.dispatch_case()]
+    cases += [launches.dtensor_case(mesh)] if mesh else []
     for dtype in dtypes:
         cases += products.product_cases(dtype)
     cases += [*products.convolution_cases(torch.float32), *products.attention_cases(attention)]

@@ -1,4 +1,4 @@
-"""Kernels whose time is that of the bytes they move, optimizer steps, and the overhead of a launch, to measure.
+"""Kernels whose time is that of the bytes they move, and optimizer steps, to measure.
 
 One constant prices a whole kind of kernels, so what belongs together in a step is measured together: forward and
 backward of a normalisation, or the element-wise operators that models use.
@@ -35,8 +35,6 @@ STEPS = {
     True: ((1024, 64), (1 << 20, 32), (1 << 24, 12)),
 }
 COPY_BYTES = {False: 64 << 20, True: 1 << 30}
-TINY = 4  # numbers: nothing to compute, all overhead
-CHAIN = 16  # tiny layers between two readings of the clock
 ADAMW_BYTES = 28  # fp32: reads gradient, reads and writes parameter and two states
 FP32 = 4
 ATEN = torch.ops.aten
@@ -94,42 +92,6 @@ def copy_case() -> Case:
         return lambda: target.copy_(source)
 
     return Case(family="bandwidth", label=f"copy of {size >> 20} MiB", kernels=(kernel,), make=make)
-
-
-def launch_case() -> Case:
-    """Layers of a few numbers, forward and backward: what an operator takes by itself, its module's call and its
-    share of autograd included."""
-    chain = [layer for _ in range(CHAIN) for layer in (torch.nn.Linear(TINY, TINY), torch.nn.GELU())]
-    layers = torch.nn.Sequential(*chain).to(device_name())
-    # Forward: product, activation. Backward: activation, two products, the sum of the bias.
-    kernel = Kernel(
-        kind=OpKind.ELEMENTWISE, dtype="fp32", flops=0, bytes_moved=3 * TINY * FP32, count=CHAIN * 6
-    )
-
-    def make() -> Call:
-        x, one = (
-            random(TINY, TINY).requires_grad_(),
-            torch.ones(TINY, TINY, device=device_name()),
-        )
-        return lambda: torch.autograd.grad(layers(x), (x, *layers.parameters()), one)
-
-    return Case(family="launch", label=f"{kernel.count} tiny kernels", kernels=(kernel,), make=make)
-
-
-def dispatch_case() -> Case:
-    """Bare operators on a few numbers: the overhead that the other cases, which build no graph, have in them."""
-    kernel = Kernel(kind=OpKind.ELEMENTWISE, dtype="fp32", flops=0, bytes_moved=3 * TINY * FP32, count=CHAIN)
-
-    def make() -> Call:
-        x, y = random(TINY), random(TINY)
-
-        def run() -> None:
-            for _ in range(CHAIN):
-                torch.mul(x, y)
-
-        return run
-
-    return Case(family="dispatch", label=f"{CHAIN} bare kernels", kernels=(kernel,), make=make)
 
 
 def row_cases() -> Iterator[Case]:

@@ -21,7 +21,7 @@ def test_what_it_writes_can_be_planned_for_and_says_where_each_figure_is_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = [case for case in all_cases() if any(word in case.label for word in QUICK)]
-    monkeypatch.setattr(measure, "all_cases", lambda: few)
+    monkeypatch.setattr(measure, "all_cases", lambda _: few)
     path = tmp_path / "here.toml"
     answer = run("profile", "-o", path, "--quick")
     assert answer.status == 0, answer

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from autoparallel.costmodel.block_index import index_block
 from autoparallel.costmodel.graph import OpKind
+from autoparallel.costmodel.kernels import DTENSOR, device_s, host_s
 from autoparallel.costmodel.program import BlockWork, Collective, Kernel
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import Setting
-from autoparallel.planner.expand.localize import localize, passes_of
+from autoparallel.planner.expand.localize import PER_MOVE, localize, passes_of
 from autoparallel.planner.sharding.plan import conjugates, replicated_plan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
@@ -37,6 +38,10 @@ def parallel(tp: int, *, sequence: bool, **execution) -> BlockWork:
         pipeline=Pipeline(stage_blocks=(4,)), execution=Execution(**execution),
     )  # fmt: skip
     return Expander(GRAPH, load_cluster("h100-sxm:1x8")).work(strategy, 1, "none")
+
+
+def dispatched(steps) -> int:
+    return sum(s.count for s in steps if isinstance(s, Kernel) and s.kind == DTENSOR)
 
 
 def flops(steps) -> int:
@@ -96,7 +101,7 @@ def test_what_megatron_gathers_again_runs_beside_the_backward() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_dtensor_copies_what_it_gathers_and_scatters_along_the_sequence(dtype: str) -> None:
     plain, copying = (
-        parallel(4, sequence=True, kernels="eager", dtype=dtype, dtensor_gathers=wanted).forward
+        parallel(4, sequence=True, kernels="eager", dtype=dtype, dtensor=wanted).forward
         for wanted in (False, True)
     )
     whole = 2 * SEQ * HIDDEN * 2  # bf16
@@ -107,7 +112,32 @@ def test_dtensor_copies_what_it_gathers_and_scatters_along_the_sequence(dtype: s
     copies = [s.bytes_moved for s in copying if isinstance(s, Kernel) and s.kind is OpKind.COPY]
     more = sorted(copies)[-len(moved) :]
     assert sorted(more) == sorted(2 * size for _, size in moved)
-    assert len(copying) - len(plain) == len(moved)
+    assert len([s for s in copying if not dispatched([s])]) - len(plain) == len(moved)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dtensor_dispatches_every_eager_operator_and_change_of_placement(sequence: bool) -> None:
+    own = parallel(4, sequence=sequence, kernels="eager", dtensor=True)
+    moves = [s for s in own.forward if isinstance(s, Collective)]
+    assert dispatched(own.forward) >= len(GRAPH.blocks[1].operators) + PER_MOVE * len(moves)
+    kernels = sum(
+        isinstance(s, Kernel) for s in parallel(4, sequence=sequence, kernels="eager").backward_weight
+    )
+    assert dispatched(own.backward_weight) >= kernels
+    for other in (
+        parallel(4, sequence=sequence, kernels="eager"),
+        parallel(4, sequence=sequence, kernels="compiled", dtensor=True),
+        work(kernels="eager", dtensor=True),
+    ):
+        assert not dispatched((*other.forward, *other.backward_input, *other.backward_weight))
+
+
+def test_a_cpu_dispatches_and_computes_in_turn_and_an_accelerator_s_host_runs_ahead() -> None:
+    kernel = Kernel(kind=DTENSOR, dtype="bf16", flops=0, bytes_moved=0, count=10)
+    cpu, gpu = load_cluster("cpu-gloo:1x2").device, load_cluster("h100-sxm:1x8").device
+    assert device_s(kernel, cpu, "eager") == pytest.approx(10 * cpu.constants["launch_s.dtensor"])
+    assert device_s(kernel, gpu, "eager") == 0.0
+    assert host_s(kernel, gpu, "eager") == pytest.approx(10 * gpu.constants["launch_s.dtensor"])
 
 
 @pytest.mark.parametrize("sequence", [False, True])

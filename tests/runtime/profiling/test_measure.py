@@ -7,9 +7,12 @@ import time
 import pytest
 import torch
 
+from autoparallel.costmodel.fit import Sample, with_constants
+from autoparallel.costmodel.fit_device import fit_device
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.profiles import load_device
 from autoparallel.profiles.constants import MEMORY_KINDS
+from autoparallel.runtime.profiling import launches
 from autoparallel.runtime.profiling.collectives import group_places
 from autoparallel.runtime.profiling.measure import all_cases
 from autoparallel.runtime.profiling.timing import measure_s
@@ -33,6 +36,23 @@ def test_a_case_of_each_family_runs_and_has_a_price() -> None:
         seen.add(case.family)
         case.make()()
         assert sum(kernel_s(kernel, device, "eager") for kernel in case.kernels) > 0, case.label
+
+
+def test_dtensor_s_dispatch_is_what_its_layers_take_more() -> None:
+    torch.set_num_threads(1)
+    base = with_constants(load_device("cpu-gloo"), {"launch_s.dtensor": 0.0})
+    with launches.mesh_of_one() as mesh:
+        cases = [launches.launch_case(), launches.dtensor_case(mesh)]
+        samples = [
+            Sample(
+                family=c.family, label=c.label, kernels=c.kernels, seconds=measure_s(c.calls(), budget_s=0.05)
+            )
+            for c in cases
+        ]
+    device = fit_device(base, samples, source="here", own_peaks=False)
+    assert device.constants["launch_s.dtensor"] > 0
+    predicted_s = [sum(kernel_s(kernel, device, "eager") for kernel in sample.kernels) for sample in samples]
+    assert predicted_s == pytest.approx([sample.seconds for sample in samples], rel=1e-3)
 
 
 def test_a_call_is_timed_by_what_it_takes() -> None:
