@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.runtime.compression import Bf16ReduceScatter
 from autoparallel.runtime.mesh import RankMesh, sharding_axes
+from autoparallel.runtime.split_backward import WeightHalf
 from autoparallel.runtime.tensor_tools import local
-from autoparallel.runtime.torch_private import parts_of
+from autoparallel.runtime.torch_private import parts_of, reduce_unit, whole_weights
 
 
 def shard_data(
@@ -146,6 +147,26 @@ def announce_micro_batch(module: nn.Module, *, zero: int, last: bool) -> None:
             unit.set_is_last_backward(last)
             unit.set_requires_gradient_sync(last or zero >= 2, recurse=False)
             unit.set_reshard_after_backward(last or zero == 3, recurse=False)
+
+
+def run_weights(module: nn.Module, half: WeightHalf) -> None:
+    """The second half of a split backward pass at zero 2: each unit reduces its gradients as soon as it has them all."""
+    waiting = whole_weights(module)
+    for unit in waiting if not half.junctions else ():  # a pass of its own, in which FSDP2 sees to that
+        unit.set_requires_gradient_sync(True, recurse=False)
+    home = {weight: unit for unit, weights in waiting.items() for weight in weights}
+
+    def complete(weight: Tensor) -> None:
+        unit = home.get(weight)
+        if unit is not None:
+            waiting[unit].discard(weight)
+            if not waiting[unit]:
+                waiting.pop(unit)
+                reduce_unit(unit)
+
+    half.run(complete)
+    for unit in waiting:
+        reduce_unit(unit)
 
 
 def reductions_per_step(zero: int, micro_batches: int, *, sharded: bool) -> int:

@@ -60,8 +60,11 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
         )
     if constraints.get("pipeline.schedule") in SPLIT_BACKWARD:  # see runtime.pipeline_module
         found["mesh.cp"] = 1
-        # With zero 1 sharded parameters run, too; a search that leaves the level open could choose another.
-        found |= {} if constraints.get("shard.zero") == 1 else {"mesh.dp_shard": 1}
+        zero = constraints.get("shard.zero")
+        if zero is None and constraints.get("mesh.dp_shard") != 1:
+            found["shard.zero"] = 1  # 2 runs, too; a search that leaves the level open could choose 3
+        elif zero == 3:
+            found["mesh.dp_shard"] = 1
     if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas
         found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
     if constraints.get("execution.kernels") == "compiled":  # see runtime.compiled

@@ -16,7 +16,7 @@ from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.compiled import compile_blocks
 from autoparallel.runtime.context import run_in_shares
-from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, shard_data
+from autoparallel.runtime.data import announce_micro_batch, reductions_per_step, run_weights, shard_data
 from autoparallel.runtime.experts import Sharing, share_experts
 from autoparallel.runtime.experts_on_shares import run_on_shares
 from autoparallel.runtime.gradients import GradientSync
@@ -27,6 +27,7 @@ from autoparallel.runtime.offload import offload_blocks
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.reductions import Reducer
 from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer
+from autoparallel.runtime.split_backward import WeightHalf
 from autoparallel.runtime.tensor import resolve_rules, shard_tensors
 from autoparallel.runtime.tensor_tools import as_bytes
 from autoparallel.runtime.torch_private import reduce_accumulated
@@ -100,8 +101,17 @@ class Lowered:
 
     def announce(self, *, last: bool) -> None:
         """Say that the next micro-batch comes, and whether it is the step's last."""
-        if self._sharded:
-            announce_micro_batch(self.module, zero=self._zero, last=last and not self._deferred)
+        if self._deferred:
+            announce_micro_batch(self.module, zero=1, last=False)
+        elif self._sharded:
+            announce_micro_batch(self.module, zero=self._zero, last=last)
+
+    def run_weights(self, half: WeightHalf) -> None:
+        """The second half of a split backward pass."""
+        if self._sharded and self._zero == 2:
+            run_weights(self.module, half)
+        else:
+            half.run()
 
     def finish(self) -> None:
         """End the step: `.grad` holds the mean over all data-parallel ranks."""

@@ -42,6 +42,7 @@ class Hooks:
     )
     before_forward: Callable[[int], None] = lambda stage: None  # noqa: ARG005
     before_backward: Callable[[int, bool], None] = lambda stage, last: None  # noqa: ARG005
+    run_weights: Callable[[int, WeightHalf], None] = lambda stage, half: half.run()  # noqa: ARG005
     reduce_gradients: Callable[[int], None] = lambda stage: None  # noqa: ARG005
 
 
@@ -188,7 +189,7 @@ class PipelineRunner:
         flight = self._flights.pop((action.stage, _micro(action)))
         self._hooks.before_backward(action.stage, action == self._final[action.stage])
         assert flight.rest is not None, "W without I"
-        flight.rest.run()
+        self._hooks.run_weights(action.stage, flight.rest)
 
     def _hand_back(self, action: Action, received: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if action.stage > 0:

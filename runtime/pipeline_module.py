@@ -107,10 +107,10 @@ def _check_stages(strategy: Strategy, stages: int) -> None:
             f'pipeline.schedule = "{pipeline.schedule}" with mesh.cp = {strategy.mesh.cp}: the runtime does not split '
             "the backward of sharded sequences; use 1f1b, or dp_replicate"
         )
-    if pipeline.schedule in SPLIT_BACKWARD and strategy.mesh.dp_shard > 1 and strategy.shard.zero > 1:
+    if pipeline.schedule in SPLIT_BACKWARD and strategy.mesh.dp_shard > 1 and strategy.shard.zero == 3:
         raise UserError(
-            f'pipeline.schedule = "{pipeline.schedule}" with shard.zero = {strategy.shard.zero}: a split backward keeps '
-            "whole gradients and parameters until the step's end; set shard.zero to 1, or use 1f1b"
+            f'pipeline.schedule = "{pipeline.schedule}" with shard.zero = 3: the second half of a split backward pass would '
+            "have to gather parameters that the first has freed; set shard.zero to 1 or 2, or use 1f1b"
         )
     if len(pipeline.stage_blocks) != stages:
         raise UserError(
@@ -197,7 +197,11 @@ class PipelineModule(nn.Module):
             groups=(mesh.group("pp"), down),
             device=mesh.device,
             mesh=mesh.activation_mesh(),
-            hooks=Hooks(run_stage=self._run_stage, before_backward=self._before_backward),
+            hooks=Hooks(
+                run_stage=self._run_stage,
+                before_backward=lambda stage, last: self._lowered[stage].announce(last=last),
+                run_weights=lambda stage, half: self._lowered[stage].run_weights(half),
+            ),
             recomputed=recomputed_stages(strategy),
             loss_dtype=torch.promote_types(dtypes.compute, torch.float32),
         )
@@ -235,9 +239,6 @@ class PipelineModule(nn.Module):
     def _run_stage(self, stage: StageModule, received: Sequence[Tensor], inputs: Any) -> Any:
         with numerics(self._strategy, self._dtypes, self._mesh):
             return stage(received, inputs)
-
-    def _before_backward(self, stage: int, last: bool) -> None:
-        self._lowered[stage].announce(last=last)
 
     def optimizer(
         self, kind: type[Optimizer], parameters: Any = None, /, **options: Any

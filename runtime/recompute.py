@@ -64,7 +64,21 @@ def _same_attention(attention: str) -> Contexts | None:
 
 
 def _first_and_again(attention: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), attention_kernel(attention)
+    return nullcontext(), _MadeAnew(functools.partial(attention_kernel, attention))
+
+
+class _MadeAnew(AbstractContextManager[None]):
+    """A context that can be entered again: each half of a split backward pass runs the block."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._open = make, list[AbstractContextManager[None]]()
+
+    def __enter__(self) -> None:
+        self._open.append(self._make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
 
 
 def recompute_blocks(
@@ -115,7 +129,7 @@ def _counting_once(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The second run of batch norms changes copies of their statistics: they have seen these samples."""
     first, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
-    return first, _on_copies(norms, again)
+    return first, _MadeAnew(functools.partial(_on_copies, norms, again))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ weights, and from there down to the weights. No kernel runs twice, and nothing i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,21 @@ class _Junction:
     edges: list[_Edge]
     arrived: tuple[Tensor | None, ...] = ()
 
+    def places(self) -> list[GradientEdge]:
+        """Where gradients leave it towards weights."""
+        return [GradientEdge(*edge) for edge in dict.fromkeys(self.edges)]
+
+    def gradients(self) -> dict[GradientEdge, Tensor]:
+        """What leaves it there; none if nothing flowed through it."""
+        starts = [(k, g) for k, g in enumerate(self.arrived) if g is not None]
+        if not starts:
+            return {}
+        found = torch.autograd.grad(
+            [GradientEdge(self.node, k) for k, _ in starts], self.places(), [g for _, g in starts],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        return {edge: g for edge, g in zip(self.places(), found, strict=True) if g is not None}
+
 
 @dataclass(slots=True, kw_only=True)
 class WeightHalf:
@@ -37,28 +52,58 @@ class WeightHalf:
     roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
     weights: Sequence[Tensor] | None = None  # the only ones wanted, where roots lead elsewhere too
 
-    def run(self) -> None:
-        """Gradients of the weights, once."""
-        pending: dict[GradientEdge, Tensor | None] = dict(self.roots)
-        for junction in self.junctions:
-            starts = [(k, g) for k, g in enumerate(junction.arrived) if g is not None]
-            if not starts:
-                continue  # nothing flowed through it
-            wanted = [GradientEdge(*edge) for edge in dict.fromkeys(junction.edges)]
-            found = torch.autograd.grad(
-                [GradientEdge(junction.node, k) for k, _ in starts],
-                wanted,
-                [g for _, g in starts],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            for edge, g in zip(wanted, found, strict=True):
-                if g is not None:  # a weight that is used twice: autograd takes each place to start from once
-                    before = pending.get(edge)
-                    pending[edge] = g if before is None else before + g
-        self.junctions, self.roots = [], []
-        if pending:
-            torch.autograd.backward(list(pending), list(pending.values()), inputs=self.weights)
+    def run(self, complete: Callable[[Tensor], None] | None = None) -> None:
+        """Gradients of the weights, once: all at the end, or, where `complete` wants to be told of each weight that has
+        all of its gradient, one after the other from the outputs back."""
+        gradients: dict[GradientEdge, Tensor | None] = dict(self.roots)
+        edges = [*gradients, *(edge for junction in self.junctions for edge in junction.places())]
+        families = _families(edges) if complete is not None and self.weights is None else [edges]
+        home = {edge: number for number, family in enumerate(families) for edge in family}
+        left = Counter(home[edge] for junction in self.junctions for edge in junction.places())
+
+        def deliver(number: int) -> None:
+            own = {edge: gradients.pop(edge) for edge in families[number] if edge in gradients}
+            if own:
+                torch.autograd.backward(list(own), list(own.values()), inputs=self.weights)
+            if complete is not None:
+                for weight in self.weights or _leaves(families[number]):
+                    complete(weight)
+
+        for number in range(len(families)):
+            if not left[number]:
+                deliver(number)
+        while self.junctions:
+            junction = self.junctions.pop()
+            for edge, g in junction.gradients().items():
+                # A weight that is used twice: autograd takes each place to start from once.
+                before = gradients.get(edge)
+                gradients[edge] = g if before is None else before + g
+            for edge in junction.places():
+                left[home[edge]] -= 1
+                if not left[home[edge]]:
+                    deliver(home[edge])
+        self.roots = []
+
+
+def _families(edges: Sequence[GradientEdge]) -> list[list[GradientEdge]]:
+    """The edges, together where they lead to the same weights: those nodes run once, for all that arrives."""
+    found: dict[int, list[GradientEdge]] = {}
+    home: dict[Node, int] = {}
+    for number, edge in enumerate(dict.fromkeys(edges)):
+        below = list(_reached(edge.node))
+        found[number] = [edge]
+        for met in {home[node]: None for node in below if node in home}:
+            moved = found.pop(met)
+            found[number] += moved
+            home.update({node: number for node, own in home.items() if own == met})
+        home.update(dict.fromkeys(below, number))
+    return list(found.values())
+
+
+def _leaves(edges: Sequence[GradientEdge]) -> list[Tensor]:
+    """The weights that the edges lead to."""
+    nodes = dict.fromkeys(node for edge in edges for node in _reached(edge.node))
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def backward_input(

@@ -295,6 +295,26 @@ def reduce_accumulated(module: nn.Module) -> None:
     module._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def whole_weights(module: nn.Module) -> dict[FSDPModule, set[Tensor]]:
+    """Of each unit of FSDP2 that is gathered, the parameters as they are computed with."""
+    return {
+        unit: {p._unsharded_param for p in group.fsdp_params if p._unsharded_param.requires_grad}
+        for unit in module.modules()
+        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group)
+    }
+
+
+def reduce_unit(unit: FSDPModule) -> None:
+    """Let one unit of FSDP2 reduce and scatter the gradients that its parameters have, and stay gathered."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    assert group is not None
+    before = group._training_state
+    unit.set_requires_gradient_sync(True, recurse=False)
+    group.post_backward()
+    unit.set_requires_gradient_sync(False, recurse=False)
+    group._training_state = before  # what it does at the end of a step is still to come
+
+
 def accumulated_bytes(module: nn.Module) -> int:
     """Bytes of whole gradients that FSDP2 keeps between micro-batches, outside of `.grad`."""
     found = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Pipeline, Strategy
+from autoparallel.runtime.messages import Message
 from autoparallel.runtime.start import parallelize
+from autoparallel.runtime.traffic import TrafficRecorder
 from tests.runtime.compare import (
     LEARNING_RATE,
     STEPS,
@@ -169,6 +172,23 @@ def refused(
     except UserError as error:
         return str(error)
     return ""
+
+
+def exchanged(
+    rank: int, world_size: int, name: str, pipelines: list[dict[str, Any]], options: dict[str, Any]
+) -> list[Counter[Message]]:
+    """What a step sends over dp_shard with each of `pipelines`."""
+    found = []
+    for pipeline in pipelines:
+        example = deep(name, 4, torch.float32)
+        strategy = pipeline_strategy(example, pipeline, options)
+        model = parallelize(
+            example.module, example.inputs, strategy, blocks=example.blocks, program=no_program
+        )  # fmt: skip
+        with TrafficRecorder({model._mesh.group("dp_shard").group_name: "dp_shard"}) as recorder:
+            model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
+        found.append(Counter({m: n for m, n in recorder.found.items() if m.axis == "dp_shard"}))
+    return found
 
 
 def _difference(value: Tensor, wanted: Tensor) -> float:

@@ -16,8 +16,9 @@ from tests.toy_graphs import toy_transformer
     [
         ({}, {}),
         ({"pipeline.schedule": "1f1b"}, {}),
-        ({"pipeline.schedule": "zb1p"}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
-        ({"pipeline.schedule": "zbv", "shard.zero": 1}, {"mesh.cp": 1}),
+        ({"pipeline.schedule": "zb1p"}, {"shard.zero": 1, "mesh.cp": 1}),
+        ({"pipeline.schedule": "zb1p", "mesh.dp_shard": 1}, {"mesh.cp": 1}),
+        ({"pipeline.schedule": "zbv", "shard.zero": 2}, {"mesh.cp": 1}),
         ({"pipeline.schedule": "dualpipev", "shard.zero": 3}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
         ({"grad_sync.algorithm": "hierarchical"}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
         ({"execution.kernels": "compiled"}, {"mesh.tp": 1, "mesh.cp": 1}),
@@ -51,7 +52,7 @@ def test_what_no_mesh_runs_is_refused(asked: dict[str, Any], words: str) -> None
         ({"offload": Offload(activations=1.0)}, None),
         ({"offload": Offload(optimizer=1.0)}, None),
         (
-            {"mesh": Mesh(pp=2, dp_shard=2), "shard": Shard(zero=2), "pipeline": Pipeline(schedule="zb1p")},
+            {"mesh": Mesh(pp=2, dp_shard=2), "shard": Shard(zero=3), "pipeline": Pipeline(schedule="zb1p")},
             "mesh.dp_shard = 2",
         ),
     ],

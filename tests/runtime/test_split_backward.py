@@ -58,7 +58,8 @@ def _whole(stage: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("name", ["layers", "shared", "attention"])
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_the_halves_give_the_gradients_of_the_whole(name: str, recomputed: bool) -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_the_halves_give_the_gradients_of_the_whole(name: str, recomputed: bool, told: bool) -> None:
     stage, x = _stage(name), torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     wanted, wanted_input = _whole(stage, x)
     for _ in range(2):  # micro-batches add up
@@ -70,9 +71,27 @@ def test_the_halves_give_the_gradients_of_the_whole(name: str, recomputed: bool)
         assert found is not None
         torch.testing.assert_close(found, wanted_input)
         assert x.grad is None
-        rest.run()
+        rest.run((lambda _: None) if told else None)
     for key, parameter in stage.named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * wanted[key])
+
+
+@pytest.mark.parametrize("name", ["layers", "shared", "attention"])
+def test_weights_are_told_of_when_they_have_all_of_their_gradients(name: str) -> None:
+    stage, x = _stage(name), torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    wanted, _ = _whole(stage, x)
+    names = {parameter: key for key, parameter in stage.named_parameters()}
+    _, rest = backward_input([stage(x).square().sum()], [None], [x])
+    told: dict[str, int] = {}
+
+    def complete(weight: Any) -> None:
+        torch.testing.assert_close(weight.grad, wanted[names[weight]])
+        told[names[weight]] = sum(p.grad is not None for p in names)
+
+    rest.run(complete)
+    assert told.keys() == wanted.keys(), "each once"
+    at_once = name == "shared"  # a pass of its own
+    assert (min(told.values()) == len(names)) == at_once, "while others are still to come"
 
 
 def test_no_product_is_computed_twice() -> None:
