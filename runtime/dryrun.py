@@ -40,6 +40,7 @@ from autoparallel.runtime.pipeline_channels import describe, gradient_part, rebu
 from autoparallel.runtime.pipeline_module import rules_within
 from autoparallel.runtime.pipeline_ties import separate_ties
 from autoparallel.runtime.replicas import with_levels
+from autoparallel.runtime.split_backward import WeightHalf
 from autoparallel.runtime.start import check_strategy
 from autoparallel.runtime.tensor_tools import local, to_plain
 from autoparallel.runtime.torch_private import accumulated_bytes, as_one_of, fake_tensors, traced_as
@@ -217,6 +218,7 @@ class _Step:
             received, outputs = flights[i]
             with self._counting(i, often):
                 torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
+                self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
             wanted = [t for t in received if t.requires_grad]
             parts = [gradient_part(t.grad, t) for t in wanted]
             self._sent(i, i - 1, parts, often)

@@ -105,6 +105,20 @@ def test_a_dry_run_sends_over_dp_shard_what_a_run_sends(gloo: Processes, zero: i
     }
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_halves_of_backward_passes_send_what_whole_ones_do(zero: int) -> None:
+    found = []
+    for schedule in ("1f1b", "zb1p"):
+        strategy = Strategy(
+            batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(pp=2, dp_shard=2), shard=Shard(zero=zero),
+            pipeline=Pipeline(schedule=schedule, stage_blocks=(1, 2)), execution=FP32,
+        )  # fmt: skip
+        example, module = _on_meta("mlp")
+        stages = dry_run(module, example.inputs, strategy, blocks=example.blocks)
+        found.append([stage.traffic for stage in stages])
+    assert found[0] == found[1]
+
+
 def test_optimizer_state_follows_the_optimizer_and_its_master_weights() -> None:
     def state(**execution: Any) -> int:
         example, module = _on_meta("mlp")
