@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -48,10 +49,15 @@ class Hooks:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A micro-batch between its forward and its backward on one stage."""
+    """A micro-batch between its forward and its backward on one stage.
+
+    Of what was handed on only the way back is kept: the numbers are gone once they have been sent.
+    """
 
     received: list[Tensor]
-    outputs: list[Tensor]  # what was handed on, or the loss
+    outputs: list[
+        tuple[GradientEdge, Described]
+    ]  # of what was handed on, or of the loss, where it wants a gradient
     rest: WeightHalf | None = None  # of a backward pass whose first half has run
 
 
@@ -132,8 +138,11 @@ class PipelineRunner:
             outputs = [value / self.micro_batches]
         else:
             outputs = list(output)
-            self._ready[True, stage + 1, micro] = [t.detach() if not t.requires_grad else t for t in outputs]
-        self._flights[stage, micro] = _Flight(received=received, outputs=outputs)
+            self._ready[True, stage + 1, micro] = [
+                t.detach().requires_grad_(t.requires_grad) for t in outputs
+            ]
+        ways = [(get_gradient_edge(t), describe(t)) for t in outputs if t.requires_grad]
+        self._flights[stage, micro] = _Flight(received=received, outputs=ways)
 
     def _take_activations(self, action: Action) -> list[Tensor]:
         """The activations handed to a stage, as leaves that collect gradients."""
@@ -147,17 +156,17 @@ class PipelineRunner:
             for part, d in zip(parts, described, strict=True)
         ]
 
-    def _take_gradients(self, action: Action) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs that take part in the backward pass, and their gradients."""
+    def _take_gradients(self, action: Action) -> tuple[list[GradientEdge], list[Tensor | None]]:
+        """Where the backward pass begins, and the gradients there."""
         stage, micro = action.stage, _micro(action)
-        outputs = [t for t in self._flights[stage, micro].outputs if t.requires_grad]
+        outputs = [edge for edge, _ in self._flights[stage, micro].outputs]
+        layouts = [described for _, described in self._flights[stage, micro].outputs]
         if stage == self._last_stage:
             return outputs, [None]
         if self._home[stage + 1] == self._home[stage]:
             parts = self._ready.pop((False, stage, micro))
         else:
             parts, _ = self._channels.take(Action(stage, ActionKind.RECV_B, micro))
-        layouts: list[Described] = [describe(t) for t in outputs]
         return outputs, [rebuild(part, d, self._mesh) for part, d in zip(parts, layouts, strict=True)]
 
     def _backward(self, action: Action) -> None:

@@ -107,16 +107,15 @@ def _leaves(edges: Sequence[GradientEdge]) -> list[Tensor]:
 
 
 def backward_input(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], received: Sequence[Tensor]
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor | None], received: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """Gradients of `received` (leaves that want one), and the other half of the pass."""
-    edges = [get_gradient_edge(t) for t in outputs]
+    """Gradients of `received` (leaves that want one), and the other half of the pass from the edges of `outputs` back."""
     targets = {get_gradient_edge(t).node for t in received}
-    inward, weighty = _divide([edge.node for edge in edges], targets)
+    inward, weighty = _divide([edge.node for edge in outputs], targets)
     half = WeightHalf(
         roots=[
             (e, g)
-            for e, g in zip(edges, gradients, strict=True)
+            for e, g in zip(outputs, gradients, strict=True)
             if e.node not in inward and e.node in weighty
         ]
     )
@@ -128,7 +127,7 @@ def backward_input(
         leaves = [m.variable for m in weighty if not m.next_functions and hasattr(m, "variable")]
         return backward_input_recomputed(outputs, gradients, received, leaves)
     handles = [junction.node.register_prehook(_note(junction)) for junction in half.junctions]
-    used = [n for n, edge in enumerate(edges) if edge.node in inward]
+    used = [n for n, edge in enumerate(outputs) if edge.node in inward]
     found: Sequence[Tensor | None] = [None] * len(received)
     if used and received:
         found = torch.autograd.grad(
@@ -160,7 +159,7 @@ def _reached(node: Node) -> Iterator[Node]:
 
 
 def backward_input_recomputed(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor | None],
     received: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -170,7 +169,7 @@ def backward_input_recomputed(
     found: Sequence[Tensor | None] = [None] * len(received)
     if received:
         found = torch.autograd.grad(outputs, received, gradients, retain_graph=True, allow_unused=True)
-    roots = [(get_gradient_edge(t), g) for t, g in zip(outputs, gradients, strict=True)]
+    roots = list(zip(outputs, gradients, strict=True))
     return list(found), WeightHalf(roots=roots if weights else [], weights=weights)
 
 

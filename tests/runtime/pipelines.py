@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Pipeline, Strategy
@@ -189,6 +190,30 @@ def exchanged(
             model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
         found.append(Counter({m: n for m, n in recorder.found.items() if m.axis == "dp_shard"}))
     return found
+
+
+def outputs_kept(rank: int, world_size: int, pipeline: dict[str, Any], micro_batches: int) -> int:
+    """How many of the first stage's outputs are in memory when its first backward pass begins."""
+    example = deep("mlp", 2 * micro_batches, torch.float32)
+    last = example.module.get_submodule(example.blocks[1])
+    forward, made, alive = last.forward, list[StorageWeakRef](), list[int]()
+
+    def watched(x: Tensor) -> Tensor:
+        output: Tensor = forward(x)
+        made.append(StorageWeakRef(output.untyped_storage()))
+        output.register_hook(count)
+        return output
+
+    def count(gradient: Tensor) -> None:
+        model._runner._channels.finish()  # Gloo does not tell by itself that a message has left
+        alive.append(sum(not one.expired() for one in made))
+
+    last.forward = watched  # type: ignore[method-assign]
+    strategy = pipeline_strategy(example, pipeline, {"pp": 2, "micro_batches": micro_batches})
+    model = parallelize(example.module, example.inputs, strategy, blocks=example.blocks, program=no_program)
+    made.clear()  # of what was traced
+    model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
+    return alive[0] if rank == 0 else 0
 
 
 def _difference(value: Tensor, wanted: Tensor) -> float:

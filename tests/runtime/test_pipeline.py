@@ -8,7 +8,7 @@ import torch
 from autoparallel.costmodel.program import CollectiveOp
 from tests.runtime.compare import TOLERANCE
 from tests.runtime.harness import Processes
-from tests.runtime.pipelines import exchanged, initial_state, refused, run_pipeline
+from tests.runtime.pipelines import exchanged, initial_state, outputs_kept, refused, run_pipeline
 
 pytestmark = pytest.mark.distributed
 
@@ -119,6 +119,10 @@ def test_a_model_built_on_meta_starts_as_in_one_process(gloo: Processes, name: s
 def test_a_pipeline_that_cannot_run_is_refused_in_words(gloo: Processes) -> None:
     message = gloo.run(2, refused, pipeline={"schedule": "1f1b", "stage_blocks": (4,)})[0]
     assert "one entry for each of the 2 stages" in message
+
+
+def test_what_has_been_sent_is_not_kept(gloo: Processes) -> None:
+    assert gloo.run(2, outputs_kept, pipeline=GPIPE, micro_batches=4)[0] == 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

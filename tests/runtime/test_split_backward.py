@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.runtime.split_backward import backward_input, backward_input_recomputed
@@ -65,9 +66,11 @@ def test_the_halves_give_the_gradients_of_the_whole(name: str, recomputed: bool,
     for _ in range(2):  # micro-batches add up
         loss = stage(x).square().sum()
         if recomputed:
-            (found,), rest = backward_input_recomputed([loss], [None], [x], list(stage.parameters()))
+            (found,), rest = backward_input_recomputed(
+                [get_gradient_edge(loss)], [None], [x], list(stage.parameters())
+            )
         else:
-            (found,), rest = backward_input([loss], [None], [x])
+            (found,), rest = backward_input([get_gradient_edge(loss)], [None], [x])
         assert found is not None
         torch.testing.assert_close(found, wanted_input)
         assert x.grad is None
@@ -81,7 +84,7 @@ def test_weights_are_told_of_when_they_have_all_of_their_gradients(name: str) ->
     stage, x = _stage(name), torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     wanted, _ = _whole(stage, x)
     names = {parameter: key for key, parameter in stage.named_parameters()}
-    _, rest = backward_input([stage(x).square().sum()], [None], [x])
+    _, rest = backward_input([get_gradient_edge(stage(x).square().sum())], [None], [x])
     told: dict[str, int] = {}
 
     def complete(weight: Any) -> None:
@@ -100,7 +103,7 @@ def test_no_product_is_computed_twice() -> None:
         stage(x).square().sum().backward()
     loss = stage(x).square().sum()
     with _Kernels() as first:
-        _, rest = backward_input([loss], [None], [x])
+        _, rest = backward_input([get_gradient_edge(loss)], [None], [x])
     with _Kernels() as second:
         rest.run()
     assert first.found["mm"] == second.found["mm"] == 2, "one product each way for each layer"
@@ -112,7 +115,7 @@ def test_hooks_of_a_parameter_fire_once_a_micro_batch() -> None:
     fired: Counter[str] = Counter()
     for name, parameter in stage.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
-    _, rest = backward_input([stage(x).sum()], [None], [x])
+    _, rest = backward_input([get_gradient_edge(stage(x).sum())], [None], [x])
     assert not fired
     rest.run()
     assert fired == {"one.weight": 1, "one.bias": 1, "other": 1}
@@ -120,7 +123,9 @@ def test_hooks_of_a_parameter_fire_once_a_micro_batch() -> None:
 
 def test_a_first_stage_does_all_its_work_in_the_second_half() -> None:
     stage = _stage("layers")
-    found, rest = backward_input([stage(torch.randn(2, 6, dtype=torch.float64)).sum()], [None], [])
+    found, rest = backward_input(
+        [get_gradient_edge(stage(torch.randn(2, 6, dtype=torch.float64)).sum())], [None], []
+    )
     assert found == []
     rest.run()
     assert all(p.grad is not None for p in stage.parameters())
