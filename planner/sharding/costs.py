@@ -65,15 +65,15 @@ def price_problem(
         layout=Layout(index=problem.index, plan=replicated_plan(problem.index.block)), setting=setting
     )
     shares = _fused_shares(whole)
-    keeps = tuple(
-        tuple(_keeps(whole, op, variant, gathered=_regathered(problem, setting)) for variant in row)
-        for op, row in enumerate(problem.variants)
-    )
+    gathered = _regathered(problem, setting)
+    local = [[_with_sharding(whole, op, v) for v in row] for op, row in enumerate(problem.variants)]
     return BlockCosts(
-        keeps=keeps,
+        keeps=tuple(
+            tuple(_keeps(one, op, gathered=gathered) for one in row) for op, row in enumerate(local)
+        ),
         variants=tuple(
-            tuple(_variant_cost(whole, op, variant, shares.get(op), seconds) for variant in row)
-            for op, row in enumerate(problem.variants)
+            tuple(_variant_cost(one, op, shares.get(op), seconds) for one in row)
+            for op, row in enumerate(local)
         ),
         changes=tuple(
             {
@@ -133,21 +133,19 @@ def _fused_shares(whole: LocalBlock) -> dict[int, _Share]:
     return found
 
 
-def _variant_cost(
-    whole: LocalBlock, op: int, variant: Variant, share: _Share | None, seconds: partial[float]
-) -> Cost:
-    local = _with_sharding(whole, op, variant)
-    operator = whole.index.block.operators[op]
-    kernels = local.kernels(op, operator.forward, backward=False)
-    if any(v in whole.index.needs_grad for v in operator.inputs):
-        kernels += local.kernels(op, operator.backward, backward=True)
-    time_s = sum(seconds(k) for k in kernels)
+def _variant_cost(local: LocalBlock, op: int, share: _Share | None, seconds: partial[float]) -> Cost:
+    index, operator = local.index, local.index.block.operators[op]
     if share is not None:
         moved = (share.forward_bytes, share.backward_bytes)
         time_s = sum(seconds(_pass(b // local.split(op))) for b in moved) / share.operators
+    else:
+        kernels = local.kernels(op, operator.forward, backward=False)
+        if any(v in index.needs_grad for v in operator.inputs):
+            kernels += local.kernels(op, operator.backward, backward=True)
+        time_s = sum(seconds(k) for k in kernels)
     time_s += sum(seconds(c) for c in inner_collectives(local, op))
     kept = 0
-    if op not in whole.index.aliases:
+    if op not in index.aliases:
         kept = sum(local.spec_bytes(s.spec, local.placement(op, s.value)) for s in operator.saved)
     return Cost(time_ns=round(time_s * NS_PER_S), memory_kib=kept // KIB)
 
@@ -157,9 +155,9 @@ def _regathered(problem: BlockProblem, setting: Setting) -> bool:
     return setting.regathers and any(states == ("S1",) for states in problem.fixed.values())
 
 
-def _keeps(whole: LocalBlock, op: int, variant: Variant, *, gathered: bool) -> tuple[Kept, ...]:
+def _keeps(local: LocalBlock, op: int, *, gathered: bool) -> tuple[Kept, ...]:
     """Storages that an operator keeps: what autograd has it save, and what a product with a weight gradient reads."""
-    index, operator = whole.index, whole.index.block.operators[op]
+    index, operator = local.index, local.index.block.operators[op]
     if op in index.aliases:
         return ()
     kept = {
@@ -168,7 +166,7 @@ def _keeps(whole: LocalBlock, op: int, variant: Variant, *, gathered: bool) -> t
     if any(kernel.gradient_of == "weight" for kernel in operator.backward):
         read = (v for v in operator.inputs if index.is_activation(v))
         kept |= {index.storage[v]: Saved(value=v, spec=index.specs[v]) for v in read}
-    local, found = _with_sharding(whole, op, variant), dict[Kept, None]()
+    found = dict[Kept, None]()
     for storage, saved in kept.items():
         share = gathered and saved.value and local.placement(op, saved.value) == "R"
         size = local.spec_bytes(saved.spec, "S") if share else saved_bytes(local, op, saved)

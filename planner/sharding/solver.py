@@ -14,14 +14,17 @@ likewise at the target; what is fixed from outside stays so. For the objective s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TypeVar
 
 from ortools.sat.python import cp_model
 
 from autoparallel.planner.sharding.costs import BlockCosts, Cost, total
 from autoparallel.planner.sharding.problem import BlockProblem, layout
+
+Key = TypeVar("Key", int, str)
 
 MOST_TIES = 3  # of `change_cost`
 # CP-SAT's own deterministic time (about seconds, the same on every machine): a guard, as blocks of a few hundred
@@ -121,6 +124,7 @@ def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
     solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
     solver.parameters.cp_model_probing_level = 0  # a third of the time, and finds nothing here
     solver.parameters.symmetry_level = 0
+    solver.parameters.cp_model_use_sat_presolve = False  # likewise a tenth
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = EFFORT
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -163,31 +167,44 @@ def _operators_meet_nodes(model: cp_model.CpModel, problem: BlockProblem, unknow
         model.add_exactly_one(state.values())
     for row, picks in zip(problem.variants, unknown.pick, strict=True):
         model.add_exactly_one(picks)
-        for node in dict.fromkeys(n for variant in row for n, _ in variant.states):
+        demands = _demands((variant.states for variant in row), picks)
+        for node in dict.fromkeys(n for n, _ in demands):
             for s, var in unknown.state[node].items():
-                demand = [x for v, x in zip(row, picks, strict=True) if dict(v.states).get(node) == s]
-                model.add(sum(demand) == var)
+                model.add(sum(demands.get((node, s), ())) == var)
 
 
 def _operators_meet_parameters(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
     for placements in unknown.place.values():
         model.add_exactly_one(placements.values())
     for row, picks in zip(problem.variants, unknown.pick, strict=True):
-        for name in dict.fromkeys(n for variant in row for n, _ in variant.params):
+        demands = _demands((variant.params for variant in row), picks)
+        for name in dict.fromkeys(n for n, _ in demands):
             for placement, var in unknown.place[name].items():
-                demand = [x for v, x in zip(row, picks, strict=True) if dict(v.params)[name] == placement]
-                model.add(sum(demand) == var)
+                model.add(sum(demands.get((name, placement), ())) == var)
+
+
+def _demands(
+    rows: Iterable[Iterable[tuple[Key, str]]], picks: Sequence[cp_model.IntVar]
+) -> dict[tuple[Key, str], list[cp_model.IntVar]]:
+    """By what variants demand, the picks of those that do."""
+    found: dict[tuple[Key, str], list[cp_model.IntVar]] = {}
+    for demanded, pick in zip(rows, picks, strict=True):
+        for one in demanded:
+            found.setdefault(one, []).append(pick)
+    return found
 
 
 def _edges_keep_or_change(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
     for edge, change in zip(problem.edges, unknown.change, strict=True):
         source, target = unknown.state[edge.source], unknown.state[edge.target]
         for s in dict.fromkeys((*source, *target)):  # in an order that is the same in every process
-            leaving = sum(x for (before, _), x in change.items() if before == s)
-            arriving = sum(x for (_, after), x in change.items() if after == s)
+            leaving = [x for (before, _), x in change.items() if before == s]
+            arriving = [x for (_, after), x in change.items() if after == s]
             # Kept = source - leaving = target - arriving, and never negative.
-            model.add(source.get(s, 0) - leaving == target.get(s, 0) - arriving)
-            model.add(source.get(s, 0) - leaving >= 0)
+            kept = source.get(s, 0) - sum(leaving)
+            model.add(kept == target.get(s, 0) - sum(arriving))
+            if leaving:
+                model.add(kept >= 0)
 
 
 def _partial_gradients_are_summed(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:

@@ -151,11 +151,11 @@ def unit_table(
     settings, setting_of = settings_of(problem, shapes)
     whole = whole or len(settings) <= MANY
     cores, core_of = (settings, np.arange(len(settings))) if whole else _cores(settings)
-    room = capacity_bytes if whole else np.inf
     alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans
     for at, key in enumerate(cores.tolist()):
         alike.setdefault(tuple(key[1:3]), []).append(at)
-    pieces = [partial(_priced, problem, chain, book, cores[some].tolist(), room) for some in alike.values()]
+    price = partial(_priced, problem, chain, book, capacity_bytes=capacity_bytes, as_cores=not whole)
+    pieces = [partial(price, cores[some].tolist()) for some in alike.values()]
     found = side_by_side(pieces, [len(some) for some in alike.values()], processes if len(cores) > FEW else 1)
     illegal = next((one.illegal for one in found if one.illegal is not None), None)
     if illegal is not None and not any(one.legal for one in found):
@@ -194,8 +194,15 @@ class _Priced:
 
 
 def _priced(
-    problem: Problem, chain: Chain, book: PriceBook, keys: Sequence[Sequence[float]], capacity_bytes: float
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    keys: Sequence[Sequence[float]],
+    capacity_bytes: float,
+    *,
+    as_cores: bool = False,
 ) -> _Priced:
+    """Rows of settings; `as_cores` without what is not asked of cores (`MORE_THAN_CORE`), nor whether they fit."""
     names = [f.name for f in fields(Units)]
     nothing = (np.inf,) * len(names)
     known = set(book.expander.works.plans)
@@ -210,12 +217,15 @@ def _priced(
             if setting != full:
                 strategy = representative(problem, chain, key)
                 axes = nearest_axes(strategy.mesh, ordered=ordered)
-                row = _row(chain, strategy, _links(problem, chain, book, strategy, axes, added=key[-2] > 0))
+                links = _links(
+                    problem, chain, book, strategy, axes, added=key[-2] > 0, recomputed=not as_cores
+                )
+                row = _row(chain, strategy, links)
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
         unit = row[names.index("least_saved")] + row[names.index("peak")]
-        if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
+        if not as_cores and max(unit, row[names.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
     plans = {request: plan for request, plan in book.expander.works.plans.items() if request not in known}
@@ -291,8 +301,9 @@ def _links(
     axes: tuple[Axis, ...],
     *,
     added: bool,
+    recomputed: bool = True,
 ) -> _Links:
-    """Head, tail, and each kind of unit, kept and recomputed in full."""
+    """Head, tail, and each kind of unit, kept and `recomputed` in full (else kept once more)."""
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
@@ -302,9 +313,9 @@ def _links(
     head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [link(b, "none") for b in chain.tail]
     units = [[link(b, mode if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
+    if not recomputed or (mode == "full" and "recompute.per_stage" not in problem.constraints):
+        return head, tail, units, units
     full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    if mode == "full" or "recompute.per_stage" in problem.constraints:
-        full = full if "recompute.per_stage" in problem.constraints else units
     return head, tail, units, full
 
 
