@@ -202,8 +202,11 @@ def _priced(
     *,
     as_cores: bool = False,
 ) -> _Priced:
-    """Rows of settings; `as_cores` without what is not asked of cores (`MORE_THAN_CORE`), nor whether they fit."""
+    """Rows of settings; `as_cores` without what is not asked of cores (`MORE_THAN_CORE`). A core whose unit does not fit
+    as its backward begins fits in no setting: recomputed or copied from the host, what it keeps is there by then."""
     names = [f.name for f in fields(Units)]
+    above = "backward_peak" if as_cores else "peak"
+    bare = as_cores and any(len(unit) > 1 for unit in chain.units)  # only one link of them need be there at once
     nothing = (np.inf,) * len(names)
     known = set(book.expander.works.plans)
     priced: list[tuple[float, ...]] = []
@@ -224,8 +227,8 @@ def _priced(
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
-        unit = row[names.index("least_saved")] + row[names.index("peak")]
-        if not as_cores and max(unit, row[names.index("tail_peak")]) > capacity_bytes:
+        unit = 0.0 if bare else row[names.index("least_saved")] + row[names.index(above)]
+        if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
     plans = {request: plan for request, plan in book.expander.works.plans.items() if request not in known}

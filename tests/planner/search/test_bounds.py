@@ -23,7 +23,7 @@ from autoparallel.planner.search.bounds.outer import (
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.planner.search.plan import plan
-from autoparallel.planner.search.space.build import Variants
+from autoparallel.planner.search.space.build import MODES, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
@@ -115,6 +115,23 @@ def test_a_core_bounds_its_settings(
         assert (one[fits] <= other[fits] * (1 + 1e-12)).all(), name
     assert (loose.bounds.time_s <= exact.bounds.time_s * (1 + 1e-12)).all()
     assert (loose.bounds.memory_bytes <= exact.bounds.memory_bytes * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[::2])
+def test_a_block_holds_no_less_in_its_backward_than_its_core_does(
+    cluster: str, scale: int, kernels: str
+) -> None:
+    outer = outer_for(cluster, scale, kernels)
+
+    def held(key: list[float]) -> list[int]:
+        """Of each kind of block, kept and recomputed in full."""
+        strategy = tables.representative(outer.problem, outer.chain, key)
+        modes = dict.fromkeys((strategy.recompute.mode, "full"))
+        links = [outer.book.link(strategy, unit[0], mode) for unit in outer.chain.units for mode in modes]
+        return [link.saved + link.recomputed + link.backward_temp for link in links]
+
+    for key in outer.table.settings.tolist():
+        assert min(held(key)) >= min(held([0, *key[1:3], MODES.index("none"), *key[4:]])), key
 
 
 def test_shapes_settled_one_by_one_are_bounded_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
