@@ -186,7 +186,7 @@ class Expander:
         work = self.work(strategy, *link)
         if fetches(strategy):
             return self._fetched(strategy, work, link[0], dropped)
-        gather, expert_gather = state.gather_of(work, strategy), state.expert_gather_of(work, strategy)
+        gather, expert_gather = state.gathers_of(work.parameters, work.expert_parameters, strategy)
         if dropped:
             plan = dict(self.tensor_plan(strategy).blocks[link[0]].params)
             gone = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoparallel.costmodel.compression import residual_bytes
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.kernels import PER_TENSOR
-from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel
+from autoparallel.costmodel.program import Collective, CollectiveOp, Kernel
 from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.offload import host_copy
@@ -94,16 +94,18 @@ def _gather(parameters: int, item_bytes: int, shards: Shards) -> Collective:
     )
 
 
-def gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
-    """ZeRO-3: the block's parameters, experts aside, in the dtype they are computed with."""
-    own, shards = work.parameters - work.expert_parameters, dense_shards(strategy)
-    return _gather(own, computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+def gathers_of(
+    parameters: int, experts: int, strategy: Strategy
+) -> tuple[Collective | None, Collective | None]:
+    """ZeRO-3: so many parameters on this rank, in the dtype they are computed with; the `experts` among them apart."""
 
+    def gather(own: int, shards: Shards) -> Collective | None:
+        return _gather(own, computed_bytes(strategy), shards) if shards.zero == 3 and own else None
 
-def expert_gather_of(work: BlockWork, strategy: Strategy) -> Collective | None:
-    """ZeRO-3: the block's experts on this rank, likewise."""
-    own, shards = work.expert_parameters, expert_shards(strategy)
-    return _gather(own, computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+    return (
+        gather(parameters - experts, dense_shards(strategy)),
+        gather(experts, expert_shards(strategy)) if experts else None,
+    )
 
 
 def computed_bytes(strategy: Strategy) -> int:

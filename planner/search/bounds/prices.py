@@ -137,11 +137,8 @@ class PriceBook:
         self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool, added: bool
     ) -> LinkPrice:
         work = self.expander.work(strategy, block, mode)
-        gathers = [
-            gather
-            for gather in (state.gather_of(work, strategy), state.expert_gather_of(work, strategy))
-            if gather is not None
-        ]
+        both = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+        gathers = [gather for gather in both if gather is not None]
         parameters, trainable = work.parameters, work.trainable
         if not held:
             tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]

@@ -5,11 +5,12 @@ A price depends on where a mesh places its groups, of which there are few: each 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.costmodel.program import Axis, BlockWork
+from autoparallel.costmodel.program import Axis
 from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest_axes
@@ -18,17 +19,15 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import Units
 from autoparallel.planner.search.space.build import Shapes, Space, Variants
-from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of, sync_of
+from autoparallel.planner.search.space.candidates import sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
-from autoparallel.planner.search.stages.problem import Deal
-from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Shard, Strategy
+from autoparallel.planner.strategy.types import AXES, Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
-DATA_PRICES = (
-    "reduce_s", "gather_s", "gather_each_s", "step_s", "reduce_expert_s", "gather_expert_s", "step_expert_s",
-)  # fmt: skip
+EXCHANGED = ("reduce_s", "gather_s", "gather_each_s", "reduce_expert_s", "gather_expert_s")
+STEPPED = ("step_s", "step_expert_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +55,11 @@ class WireBook:
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
     held: Ints  # by shape: the number of what its units hold
     away: Ints  # by shape: the number of the share of the optimizer's state on the host
+    syncs: tuple[GradSync, ...]  # by compression
     pipelines: tuple[list[tuple[int, int]], Ints]  # `_pipelines`
     messages: tuple[list[int], Ints]  # `_messages`
-    known: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _least: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
     _least_of_mesh: dict[int, Floats] = field(default_factory=dict, repr=False)  # by ZeRO level: [mesh, rate]
     _sends: dict[int, float] = field(default_factory=dict, repr=False)
@@ -79,6 +80,7 @@ class WireBook:
             placed=_placements(space),
             held=held.reshape(-1),
             away=np.unique(space.shapes.optimizer_away, return_inverse=True)[1].reshape(-1),
+            syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
             pipelines=_pipelines(space),
             messages=_messages(problem, book, space.shapes),
         )
@@ -86,9 +88,10 @@ class WireBook:
     def price(self, found: Variants) -> Wires:
         """The communication of some variants."""
         few, which = _without_schedules(self.space, found)
-        data = self._data_parallel(few)[which]
-        sends_s = self._sends_s(few)[which]
-        return Wires(**{name: data[:, i] for i, name in enumerate(DATA_PRICES)}, send_s=sends_s)
+        columns = dict(zip(EXCHANGED, self._exchange_prices(few).T, strict=True))
+        columns |= zip(STEPPED, self._step_prices(few).T, strict=True)
+        columns["send_s"] = self._sends_s(few)
+        return Wires(**{name: column[which] for name, column in columns.items()})
 
     def least(self, meshes: Ints, zero: int) -> tuple[Floats, Floats]:
         """By row of `Meshes`: seconds to reduce the gradient of a parameter, and to gather a parameter when all are
@@ -109,17 +112,21 @@ class WireBook:
         return reduce_s, gather_s
 
     def _least_rates(self, mesh: int, order: int, zero: int) -> tuple[float, float]:
-        sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
-        placed = Mesh(**sizes, order=self.space.meshes.orders[order])
-        replicas = placed.dp_replicate * placed.dp_shard
         found = []
-        for compression in self.space.compressions:
-            strategy = Strategy(
-                batch=Batch(global_=replicas, micro=1), mesh=placed, shard=Shard(zero=zero),
-                grad_sync=sync_of(self.problem, compression), execution=self.problem.execution,
-            )  # fmt: skip
+        for compression in range(len(self.space.compressions)):
+            strategy = self._example(mesh, order, zero, compression)
             found.append(_least_dense_s(self.problem, self.book, strategy, mesh_axes(strategy)))
         return min(r for r, _ in found), min(g for _, g in found)
+
+    def _example(self, mesh: int, order: int, zero: int, compression: int = 0, away: float = 0.0) -> Strategy:
+        """A strategy whose gradients and parameters are exchanged, and updated, as they are in such variants."""
+        sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
+        placed = Mesh(**sizes, order=self.space.meshes.orders[order])
+        return Strategy(
+            batch=Batch(global_=placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
+            shard=Shard(zero=zero), offload=Offload(optimizer=away), execution=self.problem.execution,
+            grad_sync=self.syncs[compression],
+        )  # fmt: skip
 
     def inner_placements(self, found: Variants) -> Ints:
         """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
@@ -160,24 +167,55 @@ class WireBook:
                 self._sends[key] = self.book.send_s((axis,), size_bytes) if pp > 1 else 0.0
         return np.array([self._sends[key] for key in distinct.tolist()], dtype=np.float64)[which]
 
-    def _data_parallel(self, found: Variants) -> Floats:
-        """Columns DATA_PRICES."""
-        keys = self.placed[self.space.shapes.mesh[found.shape], found.order]
+    def _exchange_prices(self, found: Variants) -> Floats:
+        """Columns EXCHANGED."""
         own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
-        away = self.away[found.shape]
-        sizes = (
-            4, len(self.space.compressions), int(self.held.max(initial=0)) + 1, int(self.away.max(initial=0)) + 1,
+        keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
+        keys = keys * (int(self.held.max(initial=0)) + 1) + own
+
+        def price(row: int) -> tuple[float, ...]:
+            strategy = self._example_of(found, row)
+            return _exchange_s(self.problem, self.book, self.units, strategy, int(found.shape[row]))
+
+        return _looked_up(self._exchanged, keys, price).reshape(-1, len(EXCHANGED))
+
+    def _step_prices(self, found: Variants) -> Floats:
+        """Columns STEPPED."""
+        keys = self._placed_keys(found) * (int(self.away.max(initial=0)) + 1) + self.away[found.shape]
+        whole = max(self.problem.graph.parameter_count, 1)
+
+        def price(row: int) -> tuple[float, ...]:
+            strategy = self._example_of(found, row)
+            axes, experts = mesh_axes(strategy), self.units.all_experts[found.shape[row]] > 0
+            step_s = _step_s(self.book, strategy, axes, whole, 0)
+            expert_s = _step_s(self.book, strategy, axes, whole, whole) if experts else 0.0
+            return step_s / whole, expert_s / whole
+
+        return _looked_up(self._stepped, keys, price).reshape(-1, len(STEPPED))
+
+    def _placed_keys(self, found: Variants) -> Ints:
+        """Where data parallelism is placed, and the level of ZeRO: 1 and 2 exchange the same, if not as often."""
+        placed = self.placed[self.space.shapes.mesh[found.shape], found.order]
+        return np.asarray(placed * 4 + np.where(found.zero == 2, 1, found.zero))
+
+    def _example_of(self, found: Variants, row: int) -> Strategy:
+        shapes, shape = self.space.shapes, int(found.shape[row])
+        return self._example(
+            int(shapes.mesh[shape]), int(found.order[row]), int(found.zero[row]), int(found.compression[row]),
+            float(shapes.optimizer_away[shape]),
         )  # fmt: skip
-        zero = np.where(found.zero == 2, 1, found.zero)  # which exchange the same, if not as often
-        for column, size in zip((zero, found.compression, own, away), sizes, strict=True):
-            keys = keys * size + column
-        distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
-        for key, row in zip(distinct.tolist(), first.tolist(), strict=True):
-            if key not in self.known:
-                chosen = candidate(self.space, found, row)
-                self.known[key] = _price(self.problem, self.book, self.units, chosen, int(found.shape[row]))
-        prices = [self.known[key] for key in distinct.tolist()]
-        return np.array(prices, dtype=np.float64).reshape(-1, len(DATA_PRICES))[which.reshape(-1)]
+
+
+def _looked_up(
+    known: dict[int, tuple[float, ...]], keys: Ints, price: Callable[[int], tuple[float, ...]]
+) -> Floats:
+    """The prices by key, as columns; of a key that is not known yet, that of its first row."""
+    distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    for key, row in zip(distinct.tolist(), first.tolist(), strict=True):
+        if key not in known:
+            known[key] = price(row)
+    prices = np.array([known[key] for key in distinct.tolist()], dtype=np.float64)
+    return np.asarray(prices[which.reshape(-1)])
 
 
 def _without_schedules(space: Space, found: Variants) -> tuple[Variants, Ints]:
@@ -234,22 +272,16 @@ def _placements(space: Space) -> Ints:
     return np.asarray(number.reshape(orders, meshes).T)
 
 
-def _price(
-    problem: Problem, book: PriceBook, units: Units, chosen: Candidate, shape: int
+def _exchange_s(
+    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, shape: int
 ) -> tuple[float, ...]:
-    """DATA_PRICES of one placement."""
-    strategy = strategy_of(problem, chosen, Deal(blocks=(), recomputed=()), bucketed=False)
-    axes = mesh_axes(strategy)
-    whole, experts = max(problem.graph.parameter_count, 1), int(units.all_experts[shape])
+    """EXCHANGED of one placement."""
+    axes, experts = mesh_axes(strategy), int(units.all_experts[shape])
     dense = _dense_s(problem, book, units, strategy, axes, shape) if _reduces(strategy) else (0.0,) * 3
-    step_s = _step_s(book, strategy, axes, whole, 0) / whole
     if not experts:
-        return (*dense, step_s, 0.0, 0.0, 0.0)
-    return (
-        *dense, step_s, _reduce_expert_s(problem, book, strategy, axes, experts),
-        _gather_s(book, strategy, axes, experts, experts) / experts,
-        _step_s(book, strategy, axes, whole, whole) / whole,
-    )  # fmt: skip
+        return (*dense, 0.0, 0.0)
+    gather_s = _gather_s(book, strategy, axes, experts, experts) / experts
+    return (*dense, _reduce_expert_s(problem, book, strategy, axes, experts), gather_s)
 
 
 def _reduces(strategy: Strategy) -> bool:
@@ -311,10 +343,7 @@ def _bucket_s(
 
 def _gather_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
     """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
-    work = BlockWork(
-        name="", forward=(), backward_input=(), backward_weight=(), parameters=parameters, expert_parameters=experts,
-    )  # fmt: skip
-    gathers = (state.gather_of(work, strategy), state.expert_gather_of(work, strategy))
+    gathers = state.gathers_of(parameters, experts, strategy)
     return sum(book.pricer.collective_s(c, axes) for c in gathers if c is not None)
 
 

@@ -217,7 +217,8 @@ def terms_of(priced: Pricing, bare: Bare, which: int, option: int) -> Terms:
     if catalogue.alone(which):
         with_s, without_s = (priced.link_s(link)[1] for link in (work, catalogue.link(strategy, which, None)))
         more_s = max(with_s - without_s, 0.0)
-        if (gather := state.gather_of(work, strategy)) is not None:
+        gather, _ = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+        if gather is not None:
             gather_s = priced.device_s([gather])
             exposed_s = _exposed_s(bare, one, gather_s)
     cold = cold_state(placed, strategy, cluster)
