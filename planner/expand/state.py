@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoparallel.costmodel.compression import residual_bytes
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.kernels import PER_TENSOR
-from autoparallel.costmodel.program import Collective, CollectiveOp, Kernel
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel
 from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.offload import host_copy

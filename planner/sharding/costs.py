@@ -68,9 +68,7 @@ def price_problem(
     gathered = _regathered(problem, setting)
     local = [[_with_sharding(whole, op, v) for v in row] for op, row in enumerate(problem.variants)]
     return BlockCosts(
-        keeps=tuple(
-            tuple(_keeps(one, op, gathered=gathered) for one in row) for op, row in enumerate(local)
-        ),
+        keeps=tuple(tuple(_keeps(one, op, gathered=gathered) for one in row) for op, row in enumerate(local)),
         variants=tuple(
             tuple(_variant_cost(one, op, shares.get(op), seconds) for one in row)
             for op, row in enumerate(local)

@@ -22,6 +22,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.flight import InFlight, in_flight
 from autoparallel.planner.search.bounds.tables import Units, take_units
 from autoparallel.planner.search.columns import joined
 from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
@@ -214,7 +215,7 @@ class RankBounds:
         state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
         state_bytes += u.unit_experts * expert_rates.parameter
         state_bytes += u.unit_expert_trainable * expert_rates.trainable
-        flight = in_flight(rows, rank, pp)
+        flight = in_flight(rows.schedule, rows.chunks, rows.shapes.micro_batches, rank, pp)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
         fewer = rows.least_per_chunk - rows.least_per_end
         spread = np.maximum(spread - fewer * (flight.most - flight.least) * self.ends, 0)
@@ -265,66 +266,68 @@ class RankBounds:
             + np.where(self.last, tail + again * u.tail_saved, 0.0)
         )
 
-    def dealt(self, repeated: int, time_s: Floats, capacity_bytes: float | Floats) -> Bools:
+    def dealt(self, repeated: int, time_s: Floats, room: Room) -> Bools:
         """Whether every block can be dealt: each rank has at least its chunks, and all of them enough.
 
         What the ranks from one on cannot hold stands before it, which is what it waits for.
         """
         further: Floats | int = 0
-        n = self.most_blocks(time_s, capacity_bytes, further)
-        for _ in range(ROUNDS if self.waits else 0):
-            held = np.cumsum(np.maximum(n, 0.0)[::-1], axis=0)[::-1]
-            before = np.maximum(repeated - held - self.before, 0)
-            if (before <= further).all():
-                break
-            further = before
-            n = self.most_blocks(time_s, capacity_bytes, further)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            n = self.most_blocks(time_s, room, further)
+            for _ in range(ROUNDS if self.waits else 0):
+                held = np.cumsum(np.maximum(n, 0.0)[::-1], axis=0)[::-1]
+                before = np.maximum(repeated - held - self.before, 0)
+                if (before <= further).all():
+                    break
+                further = before
+                n = self.most_blocks(time_s, room, further)
         return np.asarray((n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated))
 
-    def most_blocks(
-        self, time_s: Floats, capacity_bytes: float | Floats, further: Floats | int = 0
-    ) -> Floats:
+    def room(self, capacity_bytes: float | Floats) -> Room:
+        """What a capacity leaves every rank."""
+        free = capacity_bytes - self.base_bytes - self.running_bytes
+        free_all = capacity_bytes - self.base_all_bytes
+        frees = self.freed_bytes > 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = free / self.per_block_bytes
+            most = np.where(frees, (free_all - self.running_bytes) / self.per_block_all_bytes, kept)
+            again_s = np.where(frees, self.recompute_s / self.freed_bytes, 0.0)
+        return Room(free=free, none=free_all < 0, kept=kept, most=most, again_s=again_s)
+
+    def most_blocks(self, time_s: Floats, room: Room, further: Floats | int = 0) -> Floats:
         """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do. `further`: units
         on the ranks before, beside those that surely stand there."""
         base_s = self.base_s + further * self.fill_s
         drained_base_s = self.drained_base_s + further * (self.fill_s + self.drain_s)
-        room_s, room = time_s - base_s, capacity_bytes - self.base_bytes - self.running_bytes
-        with np.errstate(divide="ignore", invalid="ignore"):
-            n = np.minimum(room_s / self.per_block_s, (time_s - drained_base_s) / self.drained_per_block_s)
-            again_s = (time_s - self.round_base_s) / self.round_per_block_s
-            n = np.where(self.round_per_block_s > 0, np.minimum(n, again_s), n)
-            # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
-            again = np.where(self.freed_bytes > 0, self.recompute_s / self.freed_bytes, 0.0)
-            with_recompute = (room_s + again * room) / (self.per_block_s + again * self.per_block_bytes)
-            kept = room / self.per_block_bytes
-            room_all = capacity_bytes - self.base_all_bytes
-            recomputed = (room_all - self.running_bytes) / self.per_block_all_bytes
-        limit = np.minimum(np.maximum(with_recompute, kept), recomputed)
-        limit = np.where(self.freed_bytes > 0, limit, kept)
-        limit = np.where(
-            (limit < 0) & (room_all >= 0), 0.0, limit
-        )  # none of these, which needs no room for one
+        room_s = time_s - base_s
+        n = np.minimum(room_s / self.per_block_s, (time_s - drained_base_s) / self.drained_per_block_s)
+        round_s = (time_s - self.round_base_s) / self.round_per_block_s
+        n = np.where(self.round_per_block_s > 0, np.minimum(n, round_s), n)
+        # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
+        with_recompute = room_s + room.again_s * room.free
+        with_recompute /= self.per_block_s + room.again_s * self.per_block_bytes
+        limit = np.minimum(np.maximum(with_recompute, room.kept), room.most)
+        limit = np.where((limit < 0) & ~room.none, 0.0, limit)  # none of these, which needs no room for one
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
-        n = np.where((room_s < 0) | (room_all < 0), -1.0, n)
+        n = np.where((room_s < 0) | room.none, -1.0, n)
         n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, self.most))
-        return self._whole_blocks(n, time_s, room, base_s, drained_base_s)
+        return self._whole_blocks(n, time_s, room.free, base_s, drained_base_s)
 
     def _whole_blocks(
-        self, n: Floats, time_s: Floats, room: Floats | float, base_s: Floats, drained_base_s: Floats
+        self, n: Floats, time_s: Floats, free: Floats, base_s: Floats, drained_base_s: Floats
     ) -> Floats:
         """Fewer, where that many do not fit once the recomputed ones are counted as whole blocks."""
         limit_s = time_s * (1 + EPSILON)
         for _ in range(ROUNDS):
-            with np.errstate(invalid="ignore"):
-                lacking_bytes = n * self.per_block_bytes - room
-                if not ((lacking_bytes > 0) & (n > 0)).any():
-                    break
-                again = self._recomputed(lacking_bytes)
-                late_s = self.recompute_s * again
-                late = (base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
-                late |= drained_base_s + n * self.drained_per_block_s + late_s > limit_s
-                late |= self.round_base_s + n * self.round_per_block_s + late_s > limit_s
-                late &= n > 0
+            lacking_bytes = n * self.per_block_bytes - free
+            if not ((lacking_bytes > 0) & (n > 0)).any():
+                break
+            again = self._recomputed(lacking_bytes)
+            late_s = self.recompute_s * again
+            late = (base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
+            late |= drained_base_s + n * self.drained_per_block_s + late_s > limit_s
+            late |= self.round_base_s + n * self.round_per_block_s + late_s > limit_s
+            late &= n > 0
             if not late.any():
                 break
             n = n - late
@@ -332,18 +335,28 @@ class RankBounds:
 
     def _recomputed(self, lacking_bytes: Floats) -> Floats:
         """The fewest blocks whose recomputation frees so many bytes, those of the fullest chunks first."""
-        found = np.zeros_like(lacking_bytes)
+        found: Floats | float = 0.0
         left = lacking_bytes * (1 - EPSILON)
         for freed, most in self.freeing:
-            with np.errstate(divide="ignore"):
-                need = np.where(left > 0, np.ceil(left / freed - EPSILON), 0.0)
-            need = np.where(freed > 0, need, 0.0 if most is not None else np.where(left > 0, np.inf, 0.0))
-            here = need if most is None else np.minimum(need, most)
-            found = found + here
-            left = left - np.where(np.isfinite(here), here, 0.0) * freed
-            if most is None:
-                break
-        return found
+            need = np.where(left > 0, np.ceil(left / freed - EPSILON), 0.0)
+            if most is None:  # the last ones, as many as it takes
+                return np.asarray(found + np.where(freed > 0, need, np.where(left > 0, np.inf, 0.0)))
+            here = np.minimum(np.where(freed > 0, need, 0.0), most)
+            found, left = found + here, left - here * freed
+        raise AssertionError(self.freeing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a capacity leaves a rank, [rank, variant]: bytes beside what it holds without a block, whether there are too
+    few even for that, how many blocks it holds with none recomputed and with all that can be, and what each byte that
+    recomputation frees takes."""
+
+    free: Floats
+    none: Bools
+    kept: Floats
+    most: Floats
+    again_s: Floats
 
 
 def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
@@ -366,35 +379,3 @@ def _passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats,
     gathered_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s)
     ended_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s + rows.unit_reduce_s)
     return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
-    """Micro-batches that a rank holds when its warm-up ends: of its fewest-held chunk, of the one that fewer
-    rounds have reached, of its most-held ones and how many these are, and the sum over its chunks."""
-
-    least: Ints
-    part: Ints
-    most: Ints
-    whole: Ints
-    all: Ints
-
-
-def in_flight(rows: Rows, rank: Ints, pp: int) -> InFlight:
-    """1F1B and its interleaved form take turns in rounds; GPipe holds all; other schedules hold one at least and
-    all at most."""
-    m, v = rows.shapes.micro_batches, rows.chunks
-    word = {name: rows.schedule == SCHEDULES.index(name) for name in WHOLE_BACKWARD}
-    plain = np.where(word["gpipe"], m, np.where(word["1f1b"], np.minimum(pp - rank, m), 1))
-    round_ = m // np.maximum(1, m // pp)
-    held = np.minimum((v - 1) * round_ + 2 * (pp - 1 - rank) + 1, v * m)
-    turns, rest = held // (v * round_), held % (v * round_)
-    looped = word["interleaved-1f1b"]
-    other = np.where(word["gpipe"] | word["1f1b"] | word["none"], plain, m)
-    return InFlight(
-        least=np.where(looped, turns * round_ + np.maximum(rest - (v - 1) * round_, 0), plain),
-        part=np.where(looped, turns * round_ + np.where(rest < round_, 0, rest % round_), other),
-        most=np.where(looped, turns * round_ + np.minimum(rest, round_), other),
-        whole=np.where(looped, np.maximum(rest // round_, 1), v),
-        all=np.where(looped, held, plain * v),
-    )

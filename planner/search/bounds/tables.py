@@ -206,7 +206,9 @@ def _priced(
     as its backward begins fits in no setting: recomputed or copied from the host, what it keeps is there by then."""
     names = [f.name for f in fields(Units)]
     above = "backward_peak" if as_cores else "peak"
-    bare = as_cores and any(len(unit) > 1 for unit in chain.units)  # only one link of them need be there at once
+    bare = as_cores and any(
+        len(unit) > 1 for unit in chain.units
+    )  # only one link of them need be there at once
     nothing = (np.inf,) * len(names)
     known = set(book.expander.works.plans)
     priced: list[tuple[float, ...]] = []

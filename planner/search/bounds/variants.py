@@ -131,7 +131,8 @@ def _least_time(
     """The least time, `low_s` or more, in which all blocks can be dealt, and `top_s` where that is not less."""
     found_s = top_s.copy()
     ranks = RankBounds(problem, rows, pp)
-    open_ = ranks.dealt(rows.repeated, top_s, capacity_bytes)
+    room = ranks.room(capacity_bytes)
+    open_ = ranks.dealt(rows.repeated, top_s, room)
     if below_s > FOREVER:  # then what cannot be dealt does not fit
         found_s[~open_] = np.inf
     kept = np.flatnonzero(open_ & (low_s < top_s))
@@ -140,15 +141,16 @@ def _least_time(
     if len(kept) < len(open_):
         rows = rows.take(kept)
         ranks, low_s, top_s = RankBounds(problem, rows, pp), low_s[kept], top_s[kept]
-    early = ranks.dealt(rows.repeated, low_s, capacity_bytes)
+        room = ranks.room(capacity_bytes)
+    early = ranks.dealt(rows.repeated, low_s, room)
     low, high = low_s, np.minimum(2 * low_s, top_s)
-    while not (done := early | ranks.dealt(rows.repeated, high, capacity_bytes)).all():
+    while not (done := early | ranks.dealt(rows.repeated, high, room)).all():
         low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
         if (early | (high - low <= CLOSE * low)).all():
             break
         middle = (low + high) / 2
-        done = ranks.dealt(rows.repeated, middle, capacity_bytes)
+        done = ranks.dealt(rows.repeated, middle, room)
         high, low = np.where(done, middle, high), np.where(done, low, middle)
     found_s[kept] = np.where(early, low_s, low)
     return found_s
@@ -159,10 +161,10 @@ def _least_memory(rows: Rows, ranks: RankBounds) -> Floats:
     size = len(rows.zero)
     forever = np.full(size, FOREVER)
     low, high = np.zeros(size), np.ones(size)
-    while not (done := ranks.dealt(rows.repeated, forever, high)).all():
+    while not (done := ranks.dealt(rows.repeated, forever, ranks.room(high))).all():
         high = np.where(done, high, high * 4)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        done = ranks.dealt(rows.repeated, forever, middle)
+        done = ranks.dealt(rows.repeated, forever, ranks.room(middle))
         high, low = np.where(done, middle, high), np.where(done, low, middle)
     return low
