@@ -33,6 +33,7 @@ class Framework:
     attention: Literal["", "unfused"] = ""  # what its launcher runs, where a row's kernel is an assumption
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
+    kept_outputs: bool = False  # what a stage has sent, until its backward pass
     added_gradients: bool = False  # to the sum, by a kernel of their own
     dtensor: bool = False  # of sequence parallelism: DTensor's, along the second dim
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
@@ -61,8 +62,11 @@ IN_LINE = ("mxfp8", "nvfp4")
 
 FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
-    # ZeRO ran in that engine, one without may have run in Megatron's own.
-    "megatron-deepspeed": Framework(blocking_sends=True, added_gradients=True, beside=deepspeed),
+    # ZeRO ran in that engine, one without may have run in Megatron's own. pipe/engine.py: pipe_buffers["outputs"] until the
+    # backward, which Megatron frees once they are sent (training.py: deallocate_pipeline_outputs).
+    "megatron-deepspeed": Framework(
+        blocking_sends=True, kept_outputs=True, added_gradients=True, beside=deepspeed
+    ),
     # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),

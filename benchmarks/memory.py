@@ -21,6 +21,7 @@ galvatron/core/runtime):
 - transformer/attention.py: attention's output is copied into the sequence-first layout, which for one sample is a view;
 - transformer/fused_kernels.py: the loss is compiled functions, which hand out new tensors where the original wrote in
   place: on its way back two more of the logits' size stand beside the softmax;
+- pipeline/pipeline.py: a stage keeps what it sent until its backward pass;
 - with vocab_parallel = 0 embedding and head are whole on every tensor-parallel rank, and their samples split.
 """
 
@@ -114,7 +115,7 @@ def strategy(row: dict[str, str]) -> Strategy:
         shard=Shard(zero=3 if dp > 1 else 0, sequence_parallel=tp > 1),
         pipeline=Pipeline(schedule="gpipe" if pp > 1 else "none", stage_blocks=(layers // pp,) * pp),
         recompute=Recompute(mode="full" if row["checkpoint"] == "1" else "none"),
-        execution=Execution(grad_dtype="bf16"),
+        execution=Execution(grad_dtype="bf16", kept_outputs=True),
     )
 
 

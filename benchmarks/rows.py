@@ -226,6 +226,7 @@ def _execution(row: Row) -> Execution:
         added_gradients=framework.added_gradients,
         dtensor=framework.dtensor,
         blocking_sends=framework.blocking_sends and _int(row, "zero", 0, least=0) > 0,
+        kept_outputs=framework.kept_outputs,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,
     )

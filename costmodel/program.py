@@ -167,7 +167,9 @@ class StageWork:
     optimizer_bytes: int
     buffer_bytes: int  # communication and bucket buffers
     host_bytes: int = 0  # of optimizer state, kept in the host's memory
-    output_bytes: int = 0  # of what it hands on for a micro-batch, which lives until its backward pass
+    output_bytes: int = (
+        0  # of what it has handed on for a micro-batch, where that lives until its backward pass
+    )
     tied_reduce: tuple[Collective, ...] = ()  # gradients of tensors tied across stages
     received: Collective | None = (
         None  # after a message, either way: joins the shares of tensor-parallel ranks

@@ -126,6 +126,8 @@ def check_strategy(
             )
     if strategy.execution.blocking_sends:
         raise UserError("execution.blocking_sends: the runtime's stages do not wait; set it to false")
+    if strategy.execution.kept_outputs:
+        raise UserError("execution.kept_outputs: the runtime frees what a stage has sent; set it to false")
     if strategy.execution.blocking_launches:
         raise UserError(
             "execution.blocking_launches: the runtime does not wait for each kernel; set it to false"

@@ -306,7 +306,7 @@ def _stage(
         optimizer_bytes=stepped,
         host_bytes=state.offloaded_state_bytes(trainable, strategy, experts[1]),
         output_bytes=send.size_bytes * (strategy.mesh.tp if scatters_messages(strategy) else 1)
-        if send
+        if send and strategy.execution.kept_outputs
         else 0,
         buffer_bytes=sum(w.buffer_bytes for w in works)
         + gathered

@@ -60,6 +60,7 @@ SCORED_ONLY = (
     "blocking_launches",
     "merged_dispatch",
     "added_gradients",
+    "kept_outputs",
 )  # of `Execution`: ways of published runs that are scored, and not searched
 
 

@@ -115,6 +115,9 @@ class ExecutionSection(Section):
         None, description="tensor-parallel gradient sums beside the products"
     )
     blocking_sends: bool | None = Field(None, description="stages wait for their messages to have gone")
+    kept_outputs: bool | None = Field(
+        None, description="stages keep what they have sent until their backward"
+    )
     blocking_launches: bool | None = Field(
         None, description="the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)"
     )
