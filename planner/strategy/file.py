@@ -119,6 +119,8 @@ def parse_strategy(raw: Mapping[str, Any], *, name: str) -> StrategyFile:
     constraints: dict[str, object] = {}
     for section in SECTIONS:
         constraints.update(_section_constraints(section, getattr(parsed, section)))
+    if constraints.get("mesh.placement") == ():  # says no more than leaving it out
+        del constraints["mesh.placement"]
     if parsed.tensor is not None:
         constraints["tensor"] = tuple(
             TensorRule(

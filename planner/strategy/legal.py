@@ -35,6 +35,10 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
 def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object]) -> list[str]:
     """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
     found = [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
+    if constraints.get("pipeline.stage_blocks") == () and graph.repeated_positions:
+        repeated = len(graph.repeated_positions)
+        found.append(f"pipeline.stage_blocks = []: {graph.name} has {repeated} repeated blocks; leave it out, or name how many "
+                     "stand in each chunk")  # fmt: skip
     tp, pp = constraints.get("mesh.tp"), constraints.get("mesh.pp")
     found += _tensor_degree(graph, tp) if isinstance(tp, int) and tp > 1 else ()
     found += _uncuttable(graph, pp) if isinstance(pp, int) else ()

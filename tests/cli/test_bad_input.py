@@ -281,6 +281,7 @@ def test_a_strategy_whose_numbers_do_not_fit_together(
     ("settings", "words"),
     [
         (["mesh.tp=3"], ["mesh.tp", "try mesh.tp = 4"]),
+        (["pipeline.stage_blocks=[]"], ["pipeline.stage_blocks = []", "4 repeated blocks"]),
         (["mesh.placement=[1]"], ["mesh.placement = [1]", "nodes from 0 to 0"]),
         (["mesh.tp=8"], ["mesh"]),
         (["mesh.pp=16"], ["mesh"]),

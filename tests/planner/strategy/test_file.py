@@ -169,6 +169,12 @@ def test_constraints_and_strategies_are_inverse() -> None:
     assert strategy_from_constraints(strategy_to_constraints(STRATEGY)) == STRATEGY
 
 
+def test_an_empty_placement_says_no_more_than_none(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text("[mesh]\nplacement = []\ntp = 2\n", encoding="utf-8")
+    assert read_constraints(path) == {"mesh.tp": 2}
+
+
 def test_a_partial_file_constrains_only_what_it_says(tmp_path: Path) -> None:
     path = _write(tmp_path / "p.toml", 'schema = 1\n[batch]\nglobal = 64\n[mesh]\ntp = 8\norder = ["tp", '
                   '"pp", "dp_replicate", "dp_shard", "cp"]\n')  # fmt: skip
