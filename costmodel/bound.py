@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from autoparallel.costmodel.stage_cost import StageCost
 
 _SPLIT = frozenset({"zb1p", "zbv"})
-_V_SHAPED = frozenset({"zbv", "dualpipev"})
+V_SHAPED = frozenset({"zbv", "dualpipev"})  # stages go down the ranks and up again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class _Path:
 def bound_terms(name: str, homes: tuple[int, ...], micro_batches: int) -> tuple[BoundTerm, ...]:
     """The terms of a legal schedule; `homes[s]` is the rank of stage s (`planner.schedules.rank_of_stage`)."""
     ranks = max(homes) + 1
-    if name in _V_SHAPED:
+    if name in V_SHAPED:
         return (
             _through(homes),
             *(_fill_and_work(name, homes, rank, micro_batches) for rank in range(ranks)),
@@ -222,27 +222,6 @@ def tails_s(costs: Sequence[StageCost], homes: Sequence[int], *, looped: bool = 
         left_s = min(first.reduce_s, first.reduce_after_weight_s) if looped else 0.0
         tails.append(left_s + sum(costs[stage].step.total_s for stage in own))
     return tuple(tails)
-
-
-def step_time_bound(
-    name: str, homes: tuple[int, ...], micro_batches: int, costs: Sequence[StageCost]
-) -> float:
-    """Seconds that no simulation of this schedule with these costs falls below."""
-    matrix = BoundMatrix.of(bound_terms(name, homes, micro_batches))
-    seconds = np.array(
-        [
-            [
-                c.forward.total_s,
-                c.backward.total_s,
-                c.backward_input.total_s,
-                c.backward_weight.total_s,
-                c.send_s,
-            ]
-            for c in costs
-        ]
-    )
-    tails = np.array(tails_s(costs, homes, looped=name not in _V_SHAPED))
-    return float(matrix.bound_s(seconds.T, tails))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,9 +165,9 @@ def linked(
     demand = flows(members, inside, pattern, network.devices)
     routes = routes_of(network.fabric)
     found = figure_of(routes, demand, network.placement, pattern)
-    if pattern not in MESSAGES:
-        return found
     senders = {network.placement[row] for row in np.nonzero(demand)[0]}
+    if pattern not in MESSAGES or not senders:  # none where all of them are on one node
+        return found
     leaving = min(node_bytes_per_s(network.fabric, node) for node in senders)
     return Figure(bytes_per_s=min(found.bytes_per_s, leaving / ports), latency_s=found.latency_s)
 

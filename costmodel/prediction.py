@@ -81,7 +81,6 @@ class Prediction(Held):
     tokens: int  # per step
     devices: int
     peak_flops_per_s: float  # of one device in the compute dtype, the mean of unlike devices
-    spans: tuple[Span, ...] = ()
 
     @property
     def feasible(self) -> bool:

@@ -12,7 +12,6 @@ from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
 from autoparallel.costmodel.price import Pricer, price_program
 from autoparallel.costmodel.program import Action, Kernel, Program
 from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
-from autoparallel.costmodel.timeline import timeline
 from autoparallel.costmodel.timetable import (
     PipelineTimes,
     Timetable,
@@ -46,9 +45,8 @@ def simulate(
     *,
     pricer: Pricer | None = None,
     prepared: Prepared | None = None,
-    spans: bool = True,
 ) -> Prediction:
-    """Step time, breakdown of the busiest rank, memory of every rank and, with `spans`, the timeline.
+    """Step time, breakdown of the busiest rank, memory of every rank. (`timeline.timeline` draws the step.)
 
     A caller with many programs passes one `pricer` for all, and `prepared` for those with equal `ranks`,
     `overlap` and `blocking_sends`.
@@ -71,7 +69,6 @@ def simulate(
         tokens=program.tokens,
         devices=devices_of(program),
         peak_flops_per_s=mean_peak_flops_per_s(program, cluster),
-        spans=timeline(prepared.timetable, times, costs)[0] if spans else (),
     )
 
 

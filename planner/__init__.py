@@ -1,1 +1,9 @@
-"""From a module to a strategy and its program: capture, search, expansion."""
+"""From a module to a strategy and its program.
+
+- `capture/`: a module becomes a `ModelGraph`.
+- `problem.py`: graph, cluster and constraints: what is to be planned; `money.py`: what devices cost.
+- `strategy/`: what is decided, as data and as a file.
+- `sharding/`: tensor-parallel placements inside each distinct block.
+- `expand/`: a strategy becomes the program of one step; `score.py` prices it.
+- `search/`: the best strategy, with its proof; `side_by_side.py` does parts of it in a second process.
+"""

@@ -10,7 +10,7 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.money import rate_per_s
-from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.hardware import Cluster
 
 
@@ -115,10 +115,3 @@ def objective_value(problem: Problem, prediction: Prediction) -> tuple[float, fl
             return (prediction.step_time_s * problem.rate_per_s(prediction.devices), 0.0)
         case Objective.MEMORY:
             return (float(prediction.peak_bytes), prediction.step_time_s)
-
-
-def complete(strategy: Strategy) -> bool:
-    """Whether every list of the strategy has an entry per chunk."""
-    chunks = strategy.mesh.pp * strategy.pipeline.virtual_stages
-    per_stage = strategy.recompute.per_stage
-    return len(strategy.pipeline.stage_blocks) == chunks and len(per_stage) in (0, chunks)

@@ -33,7 +33,6 @@ def score(
         expander.cluster,
         pricer=expander.pricer,
         prepared=expander.prepared(strategy),
-        spans=False,
     )
 
 

@@ -45,7 +45,7 @@ def _level(span: int, cluster: Cluster) -> Level:
 def _on_links(place: Place, strategy: Strategy, cluster: Cluster) -> Place:
     """The place with what the links that it crosses leave each device."""
     network = cluster.network
-    if network is None or place.level is not cluster.levels[-1]:
+    if network is None or len(network.placement) == 1 or place.level is not cluster.levels[-1]:
         return place
     axes = tuple(a for a in mesh_axes(strategy) if a.name == place.axis)
     pattern = CHAIN if place.axis == "pp" else RING

@@ -48,7 +48,6 @@ class Launch:
     inputs: tuple[Meta, ...]
     outputs: tuple[Meta, ...]
     is_view: bool
-    mutates: bool
     signature: tuple[Any, tuple[Any, ...], dict[str, Any]]  # the operator and its arguments, on meta tensors
 
 

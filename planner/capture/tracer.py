@@ -208,7 +208,6 @@ class Tracer(TorchFunctionMode):
             inputs=metas_in,
             outputs=metas_out,
             is_view=not mutates and all(m.storage in storages for m in metas_out),
-            mutates=mutates,
             signature=(func, args, kwargs),
         )
         if self._standing_in:

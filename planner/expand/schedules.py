@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from autoparallel.costmodel.bound import V_SHAPED
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.errors import UserError
@@ -22,7 +23,6 @@ from autoparallel.planner.expand.schedule_orders import (
 
 K = ActionKind
 Schedule = tuple[tuple[Action, ...], ...]
-_V_SHAPED = frozenset({"zbv", "dualpipev"})
 _LOOPED = frozenset({"interleaved-1f1b", "zb1p"})
 BUILT_SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
 SPLIT_BACKWARD = frozenset({"zb1p", "zbv", "dualpipev"})  # schedules with I and W
@@ -45,11 +45,11 @@ def schedule_problem(name: str, ranks: int, virtual_stages: int, micro_batches: 
         return f"schedule none needs pp = 1, not {ranks}; try 1f1b"
     if name not in ("none", "1f1b", "gpipe") and ranks == 1:
         return f"schedule {name} needs at least two pipeline ranks; with pp = 1 use none"
-    if name in _V_SHAPED and virtual_stages != 2:
+    if name in V_SHAPED and virtual_stages != 2:
         return f"schedule {name} needs virtual_stages = 2, not {virtual_stages}"
     if name == "interleaved-1f1b" and virtual_stages < 2:
         return "schedule interleaved-1f1b needs virtual_stages of at least 2; with 1 use 1f1b"
-    if name not in _V_SHAPED | _LOOPED and virtual_stages != 1:
+    if name not in V_SHAPED | _LOOPED and virtual_stages != 1:
         return f"schedule {name} needs virtual_stages = 1, not {virtual_stages}; try interleaved-1f1b"
     rounds = max(1, micro_batches // ranks)
     if name in _LOOPED and micro_batches % rounds:
@@ -62,7 +62,7 @@ def schedule_problem(name: str, ranks: int, virtual_stages: int, micro_batches: 
 def rank_of_stage(name: str, ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Pipeline rank of each stage: around the ranks again and again, or down and up again (V) for zbv, dualpipev."""
     stages = ranks * virtual_stages
-    if name in _V_SHAPED:
+    if name in V_SHAPED:
         return tuple(stage if stage < ranks else stages - 1 - stage for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
 

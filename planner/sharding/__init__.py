@@ -1,1 +1,9 @@
-"""Tensor-parallel placements: one legal sharding per operator of each distinct block, by a solve."""
+"""Tensor-parallel placements: one legal sharding per operator of each distinct block, by a solve.
+
+- `solve.py`: the way from a graph and a degree to a `TensorPlan` (`plan.py`).
+- `rules.py`: what `[[tensor]]` entries fix, and the entries that say what a plan does.
+- `problem.py`, `costs.py`: what there is to choose from in a block, as prepared integers.
+- `experts.py`: layers of experts, which run over tp and ep as a whole.
+- `solver.py`: CP-SAT over blocks that share tied parameters.
+- `points.py`: further points of the Pareto set of time and memory.
+"""

@@ -40,7 +40,6 @@ __all__ = [
     "apply_settings",
     "merge_constraints",
     "missing_keys",
-    "read_constraints",
     "read_strategy_file",
     "strategy_from_constraints",
     "strategy_to_constraints",
@@ -89,14 +88,6 @@ class StrategyFile:
     problem: ProblemRecord | None
     predicted: Mapping[str, Any]
     search: Mapping[str, Any]
-
-
-def read_constraints(path: str | Path) -> Constraints:
-    """The constraints of a strategy file by dotted key; `[problem]`, `[predicted]`, `[search]` are none.
-
-    Raises UserError with file, key and nearest key for anything the format does not know.
-    """
-    return read_strategy_file(path).constraints
 
 
 def read_strategy_file(path: str | Path) -> StrategyFile:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.costmodel.bound import BoundMatrix, bound_terms, step_time_bound, tails_s
+from autoparallel.costmodel.bound import V_SHAPED, BoundMatrix, bound_terms, tails_s
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import pipeline_times, prepare
 from autoparallel.planner.expand.schedules import (
@@ -25,7 +25,11 @@ def simulated_s(name: str, ranks: int, virtual: int, micro: int, costs: list[Sta
 
 
 def bound_s(name: str, ranks: int, virtual: int, micro: int, costs: list[StageCost]) -> float:
-    return step_time_bound(name, rank_of_stage(name, ranks, virtual), micro, costs)
+    homes = rank_of_stage(name, ranks, virtual)
+    phases = ("forward", "backward", "backward_input", "backward_weight")
+    seconds = np.array([[*(getattr(c, phase).total_s for phase in phases), c.send_s] for c in costs])
+    tails = np.array(tails_s(costs, homes, looped=name not in V_SHAPED))
+    return float(BoundMatrix.of(bound_terms(name, homes, micro)).bound_s(seconds.T, tails))
 
 
 def virtual_of(name: str) -> int:

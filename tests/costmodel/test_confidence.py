@@ -47,13 +47,13 @@ def test_what_is_all_of_one_kind_rests_on_it(kind: ValueKind) -> None:
 
 @pytest.mark.parametrize("kind", list(ValueKind))
 def test_slower_figures_never_make_a_step_faster(kind: ValueKind) -> None:
-    before = simulate(PROGRAM, CLUSTER, spans=False).step_time_s
-    after = simulate(PROGRAM, slowed(CLUSTER, kind), spans=False).step_time_s
+    before = simulate(PROGRAM, CLUSTER).step_time_s
+    after = simulate(PROGRAM, slowed(CLUSTER, kind)).step_time_s
     assert after >= before * (1 - 1e-12)
 
 
 def test_the_interval_is_that_of_the_calibration_else_of_published_runs() -> None:
-    step_s = simulate(PROGRAM, CLUSTER, spans=False).step_time_s
+    step_s = simulate(PROGRAM, CLUSTER).step_time_s
     shipped = confidence(PROGRAM, CLUSTER)
     assert shipped.high_s == pytest.approx(step_s * (1 + PUBLISHED.p90_absolute_error))
     close = Residual(samples=5, mean_absolute_error=0.01, p90_absolute_error=0.02, bias=0.0)

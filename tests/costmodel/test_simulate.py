@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
-from autoparallel.costmodel.price import Pricer
+from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction, Span
+from autoparallel.costmodel.price import Pricer, price_program
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Program, StageWork
 from autoparallel.costmodel.simulate import prepare_simulation, simulate
+from autoparallel.costmodel.timeline import timeline
+from autoparallel.costmodel.timetable import pipeline_times, prepare
 from autoparallel.planner.expand.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
@@ -22,6 +24,11 @@ CLUSTER = load_cluster("h100-sxm:2x8")
 def faster(cluster: Cluster, factor: float) -> Cluster:
     levels = tuple(replace(level, bytes_per_s=level.bytes_per_s * factor) for level in cluster.levels)
     return replace(cluster, levels=levels)
+
+
+def spans_of(program: Program) -> tuple[Span, ...]:
+    order, costs = prepare(program.ranks, overlap=program.overlap), price_program(program, CLUSTER)
+    return timeline(order, pipeline_times(order, costs), costs)[0]
 
 
 def explain(found: Prediction) -> str:
@@ -95,24 +102,21 @@ def test_more_bandwidth_never_costs_time(program: Program, factor: float) -> Non
 @settings(max_examples=30)
 @given(programs())
 def test_spans_of_one_rank_compute_one_at_a_time_and_end_with_the_step(program: Program) -> None:
-    found = simulate(program, CLUSTER)
-    assert max(span.end_s for span in found.spans) == pytest.approx(found.step_time_s)
+    spans = spans_of(program)
+    assert max(span.end_s for span in spans) == pytest.approx(simulate(program, CLUSTER).step_time_s)
     for rank in range(len(program.ranks)):
-        computing = [
-            s for s in found.spans if s.rank == rank and s.label in ("forward", "backward", "optimizer")
-        ]
+        computing = [s for s in spans if s.rank == rank and s.label in ("forward", "backward", "optimizer")]
         for before, after in pairwise(computing):
             assert after.start_s >= before.end_s - 1e-12, (before, after)
 
 
 @settings(max_examples=20)
 @given(programs())
-def test_light_and_shared_simulations_say_the_same(program: Program) -> None:
+def test_shared_simulations_say_the_same(program: Program) -> None:
     pricer, prepared = Pricer(CLUSTER), prepare_simulation(program.ranks, overlap=program.overlap)
-    whole = simulate(program, CLUSTER)
+    alone = simulate(program, CLUSTER)
     for _ in range(2):
-        light = simulate(program, CLUSTER, pricer=pricer, prepared=prepared, spans=False)
-        assert replace(light, spans=whole.spans) == whole
+        assert simulate(program, CLUSTER, pricer=pricer, prepared=prepared) == alone
 
 
 def test_one_device_communicates_nothing() -> None:
@@ -134,9 +138,10 @@ def test_hiding_the_reduction_is_never_slower_than_waiting_for_it() -> None:
 
 def test_the_busiest_rank_is_the_one_broken_down() -> None:
     stages = tuple(toy_stage(((toy_block(), count),), last=count == 4) for count in (2, 8, 3, 4))
-    found = simulate(toy_program(build_schedule("1f1b", 4, 1, 6), stages, 6), CLUSTER)
-    assert dict(found.breakdown_s)["forward"] == pytest.approx(
-        sum(span.end_s - span.start_s for span in found.spans if span.rank == 1 and span.label == "forward")
+    program = toy_program(build_schedule("1f1b", 4, 1, 6), stages, 6)
+    forward = [s for s in spans_of(program) if s.rank == 1 and s.label == "forward"]
+    assert dict(simulate(program, CLUSTER).breakdown_s)["forward"] == pytest.approx(
+        sum(span.end_s - span.start_s for span in forward)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,24 @@ def test_the_planner_loops_over_nothing_whose_order_a_process_decides() -> None:
         for line in sets_looped_over(ast.parse(path.read_text()))
     ]
     assert not found, found
+
+
+MAPPED = ("profiles", "costmodel", "planner")  # and the packages inside
+
+
+def mapped_packages() -> list[Path]:
+    inside = (path.parent for folder in MAPPED for path in (ROOT / folder).rglob("__init__.py"))
+    return [folder for folder in sorted(inside) if "- `" in (folder / "__init__.py").read_text()]
+
+
+@pytest.mark.parametrize("folder", mapped_packages(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_package_that_lists_its_files_lists_them_all(folder: Path) -> None:
+    """The first thing that a newcomer reads of a package stays true."""
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"`(\w+(?:\.py|/))`", said))
+    there = {p.name for p in folder.glob("*.py")} - {"__init__.py"}
+    there |= {f"{p.parent.name}/" for p in folder.glob("*/__init__.py")}
+    assert named == there, f"not named: {sorted(there - named)}; not there: {sorted(named - there)}"
 
 
 def test_every_test_folder_mirrors_a_source_folder() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autoparallel.costmodel.bound import bound_terms
+from autoparallel.costmodel.bound import V_SHAPED, bound_terms
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
@@ -34,7 +34,6 @@ from autoparallel.profiles.hardware import Device
 
 _PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
 MOST_ENDS = 3  # stages beside the first that rows end with
-_V_SHAPED = frozenset({"zbv", "dualpipev"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Can
     graph = problem.graph
     tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
     in_head: set[str] = set().union(*(tied[b] for b in chain.head))
-    apart = chosen.mesh.pp > 1 and chosen.schedule not in _V_SHAPED
+    apart = chosen.mesh.pp > 1 and chosen.schedule not in V_SHAPED
 
     def glue(block: int, *, held: bool) -> LinkPrice:
         return book.link(strategy, block, "none", held=held or not tied[block])

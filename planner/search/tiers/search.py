@@ -189,7 +189,7 @@ class TierSearch:
         strategy = replace(node.strategy, embedding=rules)
         prediction = simulate(
             self.expander.program(strategy), self.problem.cluster, pricer=self.expander.pricer,
-            prepared=self.expander.prepared(strategy), spans=False,
+            prepared=self.expander.prepared(strategy),
         )  # fmt: skip
         found = Placed(
             strategy=strategy, prediction=prediction, value=objective_value(self.problem, prediction),

@@ -32,6 +32,7 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, cluster_from_dict
 from autoparallel.profiles.hardware import Network
 from autoparallel.profiles.parts import placed
+from autoparallel.report.placement import places
 from tests.clusters import cluster_file, racks, ring
 from tests.toy_graphs import toy_transformer
 
@@ -150,6 +151,14 @@ def test_a_named_placement_is_kept_and_one_that_cannot_be_is_refused() -> None:
     assert found.prediction.devices == 4
     with pytest.raises(UserError, match=r"mesh\.placement = \[3, 9\]"):
         score(SMALL, cluster, replace(found.strategy, mesh=replace(found.strategy.mesh, placement=(3, 9))))
+
+
+def test_one_node_of_an_irregular_network_is_planned_as_one_that_stands_alone() -> None:
+    cluster = ring([4e9, 4e8, 4e9])
+    looped = {"mesh__pp": 2, "pipeline__virtual_stages": 2}  # its last stages send to its first ranks
+    strategy = plan(problem_of(cluster, LARGE, mesh__placement=(0,), **FEW, **looped)).strategy
+    assert strategy.mesh.placement == (0,)
+    assert all(place.link is None for place in places(strategy, cluster))
 
 
 def short(have: Sequence[int], per_node: int = 4) -> Cluster:

@@ -12,7 +12,7 @@ from autoparallel.planner.strategy.access_laws import MOST_STEPS
 from autoparallel.planner.strategy.file import (
     apply_settings,
     missing_keys,
-    read_constraints,
+    read_strategy_file,
     strategy_from_constraints,
     strategy_to_constraints,
     write_strategy,
@@ -42,7 +42,7 @@ WHOLE = Strategy(
 
 def test_a_strategy_with_tables_survives_its_file(tmp_path: Path) -> None:
     write_strategy(tmp_path / "s.toml", WHOLE, {}, {}, {})
-    constraints = read_constraints(tmp_path / "s.toml")
+    constraints = read_strategy_file(tmp_path / "s.toml").constraints
     assert strategy_from_constraints(constraints) == WHOLE
     assert strategy_from_constraints(strategy_to_constraints(WHOLE)) == WHOLE
 
@@ -51,13 +51,13 @@ def test_a_file_without_tables_says_nothing_of_them(tmp_path: Path) -> None:
     plain = replace(WHOLE, embedding=(), embedding_access=EmbeddingAccess())
     write_strategy(tmp_path / "s.toml", plain, {}, {}, {})
     assert "embedding" not in (tmp_path / "s.toml").read_text()
-    assert not missing_keys(read_constraints(tmp_path / "s.toml"))
+    assert not missing_keys(read_strategy_file(tmp_path / "s.toml").constraints)
 
 
 def test_a_rule_that_leaves_something_open_is_to_be_completed(tmp_path: Path) -> None:
     open_ = replace(WHOLE, embedding=(EmbeddingRule(module="tables.*", tier="parameter-server"),))
     write_strategy(tmp_path / "s.toml", open_, {}, {}, {})
-    assert missing_keys(read_constraints(tmp_path / "s.toml")) == ("embedding",)
+    assert missing_keys(read_strategy_file(tmp_path / "s.toml").constraints) == ("embedding",)
 
 
 def test_a_histogram_is_read_into_the_strategy(tmp_path: Path) -> None:

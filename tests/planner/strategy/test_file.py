@@ -13,7 +13,6 @@ from autoparallel.planner.strategy.file import (
     apply_settings,
     missing_keys,
     parse_strategy,
-    read_constraints,
     read_strategy_file,
     strategy_from_constraints,
     strategy_to_constraints,
@@ -172,19 +171,19 @@ def test_constraints_and_strategies_are_inverse() -> None:
 def test_an_empty_placement_says_no_more_than_none(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text("[mesh]\nplacement = []\ntp = 2\n", encoding="utf-8")
-    assert read_constraints(path) == {"mesh.tp": 2}
+    assert read_strategy_file(path).constraints == {"mesh.tp": 2}
 
 
 def test_a_partial_file_constrains_only_what_it_says(tmp_path: Path) -> None:
     path = _write(tmp_path / "p.toml", 'schema = 1\n[batch]\nglobal = 64\n[mesh]\ntp = 8\norder = ["tp", '
                   '"pp", "dp_replicate", "dp_shard", "cp"]\n')  # fmt: skip
-    assert read_constraints(path) == {
+    assert read_strategy_file(path).constraints == {
         "batch.global": 64,
         "mesh.tp": 8,
         "mesh.order": ("tp", "pp", "dp_replicate", "dp_shard", "cp"),
     }
     with pytest.raises(UserError, match=r"not a complete strategy.*batch\.micro"):
-        strategy_from_constraints(read_constraints(path))
+        strategy_from_constraints(read_strategy_file(path).constraints)
 
 
 @pytest.mark.parametrize(
@@ -219,19 +218,19 @@ def test_a_partial_file_constrains_only_what_it_says(tmp_path: Path) -> None:
 def test_a_mistake_names_the_file_the_key_and_the_remedy(tmp_path: Path, text: str, words: list[str]) -> None:
     path = _write(tmp_path / "bad.toml", text)
     with pytest.raises(UserError) as error:
-        read_constraints(path)
+        read_strategy_file(path)
     for word in [str(path), *words]:
         assert word in str(error.value), str(error.value)
 
 
 def test_missing_folders_and_binary_files_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such strategy file"):
-        read_constraints(tmp_path / "none.toml")
+        read_strategy_file(tmp_path / "none.toml")
     with pytest.raises(UserError, match="is a folder"):
-        read_constraints(tmp_path)
+        read_strategy_file(tmp_path)
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="UTF-8"):
-        read_constraints(tmp_path / "b.toml")
+        read_strategy_file(tmp_path / "b.toml")
 
 
 def test_settings_add_constraints_of_the_right_type() -> None:
