@@ -57,7 +57,9 @@ def _print_numbers(
     model, step_s = predicted["model"], predicted["step_time_s"]
     used = predicted["devices"]
     place = (
-        cluster_words(cluster) if used == cluster.devices else f"{used:,} devices of {cluster_words(cluster)}"
+        cluster_words(cluster)
+        if used == cluster.devices
+        else f"{times(used, 'device')} of {cluster_words(cluster)}"
     )
     console.print(
         f"{model['name']} ({count(model['parameters'])} parameters) on {place}",

@@ -60,6 +60,11 @@ def _find(where: str, name: str, spec: str) -> Callable[..., Any]:
         source = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except ModelError:
         raise
+    except SystemExit as error:
+        raise ModelError(
+            f"{spec}: importing {where} ended the process ({_ended(error)}): put what reads arguments or trains under "
+            '`if __name__ == "__main__":`'
+        ) from error
     except Exception as error:
         raise ModelError(f"{spec}: importing {where} failed: {type(error).__name__}: {error}") from error
     factory = getattr(source, name, None)
@@ -168,8 +173,14 @@ def _call(factory: Callable[..., Any], arguments: dict[str, Any], spec: str) -> 
             return factory(**arguments)
     except ModelError:
         raise
+    except SystemExit as error:
+        raise ModelError(f"{spec} ended the process ({_ended(error)}): return the module instead") from error
     except Exception as error:
         raise ModelError(f"{spec} raised {type(error).__name__}: {error}") from error
+
+
+def _ended(error: SystemExit) -> str:
+    return f"sys.exit({'' if error.code is None else repr(error.code)})"
 
 
 def _loaded(made: Any, spec: str, name: str) -> LoadedModel:

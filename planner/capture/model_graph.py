@@ -35,8 +35,7 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
     With `fold` equal modules are traced as often as the proof needs that they are equal; without it all are.
     """
     inputs = example_inputs if isinstance(example_inputs, Mapping | tuple) else (example_inputs,)
-    if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(inputs)):
-        raise ModelError(f"{name}: the example inputs hold no tensor: pass at least one batch-first tensor")
+    _check(module, inputs, name)
     leaves: dict[str, str] = {}  # path -> why it cannot be traced
     take = partial(_captured, module, inputs, name, Rules())
     with on_meta(module):
@@ -46,8 +45,31 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
                 break
             except TraceError as error:
                 leaves |= _more_leaves(module, error, leaves)
-    found = (*_leaf_warnings(leaves), *loop_warnings(graph), *_idle_warnings(graph))
+    found = (
+        *_leaf_warnings(leaves),
+        *loop_warnings(graph),
+        *_idle_warnings(graph),
+        *_untrained_warnings(graph),
+    )
     return replace(graph, warnings=(*graph.warnings, *found))
+
+
+def _check(module: torch.nn.Module, inputs: Any, name: str) -> None:
+    """Raises ModelError for what cannot be captured whatever its code does."""
+    leaves = (leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    if not any(leaf.dim() and leaf.shape[0] for leaf in leaves):
+        raise ModelError(
+            f"{name}: the example inputs hold no tensor with samples: pass at least one batch-first tensor"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{name} is TorchScript, whose code cannot be followed: give the module that it was made from"
+        )
+    if lazy := next((n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)), None):
+        raise ModelError(
+            f"{name}: the size of {lazy} is not known yet: call the module once on its example inputs, or give the "
+            "layer its input size"
+        )
 
 
 def _folded(
@@ -114,6 +136,16 @@ def _idle_warnings(graph: ModelGraph) -> tuple[str, ...]:
     return (
         f"{count:,} parameters are not used with the example inputs ({names}): they take memory, but no work "
         "of theirs is priced; give inputs that reach them, or freeze them",
+    )
+
+
+def _untrained_warnings(graph: ModelGraph) -> tuple[str, ...]:
+    """A step without a backward pass is most likely not what was meant."""
+    if any(op.backward for block in graph.blocks for op in block.operators):
+        return ()
+    return (
+        "no gradient reaches a parameter, so a step is a forward pass alone: nothing requires a gradient, or the forward "
+        "pass runs under torch.no_grad()",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -147,6 +149,7 @@ def test_without_trainable_parameters_there_is_no_backward_pass() -> None:
     graph = capture(module.requires_grad_(False), inputs, name="x")
     assert all(not op.backward and not op.saved for op in operators(graph))
     assert all(not link.sends for link in graph.chain)
+    assert any("a step is a forward pass alone" in said for said in graph.warnings)
 
 
 # -- what cannot be traced ----------------------------------------------------------------------------------------
@@ -219,9 +222,17 @@ def test_a_model_that_does_not_run_on_its_example_is_an_error_that_says_where() 
         capture(nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)), torch.randn(2, 8), name="x")
 
 
-def test_a_module_without_inputs_is_an_error() -> None:
-    with pytest.raises(UserError, match="no tensor"):
-        capture(nn.Linear(2, 2), {}, name="x")
+@pytest.mark.parametrize("inputs", [{}, torch.tensor(1.0), torch.zeros(0, 2), {"number": 3}])
+def test_example_inputs_without_samples_are_an_error(inputs: Any) -> None:
+    with pytest.raises(UserError, match="no tensor with samples"):
+        capture(nn.Linear(2, 2), inputs, name="x")
+
+
+def test_modules_without_sizes_or_code_are_told_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"the size of 0\.weight is not known yet: call the module once"):
+        capture(nn.Sequential(nn.LazyLinear(3)), torch.zeros(2, 3), name="x")
+    with pytest.raises(UserError, match="TorchScript"):
+        capture(torch.jit.script(nn.Linear(3, 3)), torch.zeros(2, 3), name="x")
 
 
 # -- inputs, outputs, dtypes --------------------------------------------------------------------------------------

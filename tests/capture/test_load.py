@@ -35,6 +35,9 @@ def nothing():
 def broken():
     raise KeyError("oops")
 
+def leaving():
+    raise SystemExit(3)
+
 made = nn.Linear(2, 2)
 """
 
@@ -171,6 +174,7 @@ def test_a_module_and_a_name(factory: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("made", {}, "a module already"),
         ("nothing", {}, "torch.nn.Module"),
         ("broken", {}, "KeyError"),
+        ("leaving", {}, r"ended the process \(sys.exit\(3\)\)"),
     ],
 )
 def test_a_wrong_factory_says_what_to_do(
@@ -212,6 +216,15 @@ def test_a_file_that_does_not_import_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text("import no_such_thing_at_all")
     with pytest.raises(UserError, match="no_such_thing_at_all"):
+        load_model(f"{path}:model", model_args={})
+
+
+def test_a_script_that_runs_when_it_is_imported_is_told_of_main(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args([])"
+    )
+    with pytest.raises(UserError, match=r"ended the process.*__main__"):
         load_model(f"{path}:model", model_args={})
 
 
