@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoparallel.costmodel.graph import ModelGraph
+    from autoparallel.costmodel.prediction import Prediction
     from autoparallel.inputs import Checked, Request
     from autoparallel.planner.expand.expander import Expander
     from autoparallel.planner.search.answer.outcome import PlanResult
+    from autoparallel.planner.strategy.types import Strategy
 
 Model = Annotated[
     str,
@@ -289,7 +291,9 @@ def run_score(request: Request, save_graph: Path | None, time_limit_s: float | N
         print_json(score_answer(strategy, predicted))
 
 
-def scored(checked: Checked, expander: Expander, time_limit_s: float | None, console: Console) -> Any:
+def scored(
+    checked: Checked, expander: Expander, time_limit_s: float | None, console: Console
+) -> tuple[Strategy, Prediction]:
     """The strategy, completed where keys are missing, and its prediction, whether it fits or not."""
     from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy

@@ -118,18 +118,18 @@ def _show(thing: Device | Cluster) -> None:
     from autoparallel.report.words import cluster_words
 
     console = stderr_console()
-    is_cluster = isinstance(thing, Cluster)
-    console.print(
-        f"{thing.name}" + (f": {cluster_words(thing)}" if isinstance(thing, Cluster) else ""), style="bold"
-    )
-    figures = cluster_figures(thing) if isinstance(thing, Cluster) else device_figures(thing)
+    if isinstance(thing, Cluster):
+        title, figures = f"{thing.name}: {cluster_words(thing)}", cluster_figures(thing)
+    else:
+        title, figures = thing.name, device_figures(thing)
+    console.print(title, style="bold", markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("figure", "value", "kind", "source"):
         table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")
     for figure in figures:
         table.add_row(figure.name, figure.value, figure.kind, figure.source)
     console.print(table)
-    if is_cluster:
+    if isinstance(thing, Cluster):
         console.print("Devices in full: autoparallel profiles DEVICE", markup=False)
 
 
