@@ -24,6 +24,7 @@ from autoparallel.runtime.host_copies import OffloadCount
 from autoparallel.runtime.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.mesh import RankMesh, replica_axes, sharding_axes
 from autoparallel.runtime.offload import offload_blocks
+from autoparallel.runtime.plain_blocks import PlainBlocks
 from autoparallel.runtime.recompute import recompute_blocks
 from autoparallel.runtime.reductions import Reducer
 from autoparallel.runtime.replicas import group_reducer, method_along, replica_reducer
@@ -86,9 +87,9 @@ class Lowered:
 
     def __init__(
         self, module: nn.Module, strategy: Strategy, *, sharded: bool, syncs: Sequence[GradientSync],
-        offloaded: OffloadCount,
+        offloaded: OffloadCount, plain: PlainBlocks | None = None,
     ) -> None:  # fmt: skip
-        self.module, self.offloaded, self._syncs = module, offloaded, syncs
+        self.module, self.offloaded, self.plain, self._syncs = module, offloaded, plain, syncs
         self._zero, self._sharded = strategy.shard.zero, sharded
         # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
         self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
@@ -159,13 +160,14 @@ def lower_module(
     sharded = sharding_axes(mesh.sizes, zero)
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
         module.to(dtypes.param)
-    compiled = strategy.execution.kernels == "compiled"
+    compiled, plain = strategy.execution.kernels == "compiled", None
     layers: list[nn.Module] = []
     if mesh.sizes.ep > 1:
         cast = dtypes.compute if sharded else None
         layers = share_experts(module, experts, mesh, dtype=cast, compiled=compiled)
     if mesh.sizes.tp > 1:
-        shard_tensors(module, strategy.tensor if rules is None else rules, mesh.axis("tp"), blocks)
+        rules = strategy.tensor if rules is None else rules
+        plain = _shard_tensors(module, rules, mesh, blocks, tried=_may_run_plain(mesh, experts, memory))
     if not layers:
         run_on_shares(module, experts, mesh)
     if mesh.sizes.cp > 1 and (activations := mesh.activation_mesh()) is not None:
@@ -179,6 +181,8 @@ def lower_module(
     offloaded = offload_blocks(
         module, blocks, strategy.offload.activations if memory is None else 0.0, mesh.device
     )
+    if plain:
+        plain.try_first()
     copied = shard_data(
         module, blocks, mesh, zero=zero, compression=method_along(sharded, strategy, mesh), dtype=dtypes.compute,
         param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers,
@@ -187,7 +191,20 @@ def lower_module(
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in copied_names}
     syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
-    return Lowered(module, strategy, sharded=bool(sharded), syncs=syncs, offloaded=offloaded)
+    return Lowered(module, strategy, sharded=bool(sharded), syncs=syncs, offloaded=offloaded, plain=plain)
+
+
+def _shard_tensors(
+    module: nn.Module, rules: Sequence[TensorRule], mesh: RankMesh, blocks: Sequence[str], *, tried: bool
+) -> PlainBlocks | None:
+    """Tensor parallelism; and what tries whether blocks run without DTensor, where they are to be tried."""
+    pins = shard_tensors(module, rules, mesh.axis("tp"), blocks)
+    return PlainBlocks(module, blocks, pins, mesh.axis("tp")) if tried else None
+
+
+def _may_run_plain(mesh: RankMesh, experts: Sequence[Sharing], memory: object) -> bool:
+    """Experts, and shares of the sequence, are cut by other means than pins; a dry run (`memory`) has no numbers to try."""
+    return mesh.sizes.cp == 1 and not experts and memory is None
 
 
 def _fill(

@@ -25,6 +25,7 @@ from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.fused_parts import cut_parts_apart
 from autoparallel.runtime.islands import run_replicated_locally
+from autoparallel.runtime.pins import at_pin
 from autoparallel.runtime.tensor_mode import run_with_rules
 from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
 from autoparallel.runtime.torch_private import (
@@ -35,6 +36,8 @@ from autoparallel.runtime.torch_private import (
     shard_in_parts,
 )
 
+# What is pinned at a module: inputs by name or position, outputs.
+Pins = tuple[tuple[tuple[str, Placement], ...], tuple[Placement, ...]]
 _SHARD = re.compile(r"shard\((-?\d+)(?:, strided (\d+))?\)")
 
 
@@ -131,16 +134,16 @@ def _check_shard(where: str, name: str, parameter: Tensor, placement: Placement,
 
 def shard_tensors(
     module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMesh, blocks: Sequence[str] = ()
-) -> None:
+) -> dict[str, Pins]:
     """Make every parameter a DTensor on the one-dimensional `mesh` and pin the layouts the rules ask for.
 
     In place; parameter names and ties stay. Each rank keeps its own part of the values it has: all ranks must
     hold the same ones. Without rules nothing is sharded and the module stays as it is. Sets torch's
-    process-wide permission to mix DTensors with plain (replicated) tensors.
+    process-wide permission to mix DTensors with plain (replicated) tensors. Returns what is pinned, by path.
     """
     resolved = resolve_rules(module, rules, mesh.size())
     if not resolved:
-        return
+        return {}
     register_missing_rules()
     replicate_without_rule("tp")
     allow_plain_tensors()
@@ -158,6 +161,7 @@ def shard_tensors(
     ):
         cut_parts_apart(module.get_submodule(path))
     run_with_rules(module, blocks)
+    return {rule.path: (tuple(rule.inputs.items()), rule.outputs) for rule in resolved}
 
 
 def _around_fused(rules: Sequence[ModuleRule], blocks: Sequence[str]) -> list[str]:
@@ -246,4 +250,7 @@ def lay_out(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
         # The last axis is tp; before it context parallelism may have its own.
         return tensor.redistribute(placements=[*tensor.placements[:-1], _from_start(placement, tensor.dim())])
 
-    return tree_map_only(Tensor, one, value)
+    by = at_pin()
+    if by is None:
+        return tree_map_only(Tensor, one, value)
+    return tree_map_only(Tensor, lambda t: by.changed(t, _from_start(placement, t.dim()), one), value)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import (
@@ -159,6 +160,25 @@ def dtensor_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
         mesh, tuple(placements), tensor_meta=made._spec.tensor_meta, use_strided_shard_as_shard_order=False
     )
     return DTensor(part.detach(), spec, requires_grad=False)
+
+
+def change_placement(share: Tensor, before: Placement, after: Placement, mesh: DeviceMesh) -> Tensor:
+    """This rank's share of a tensor in one placement on a one-dimensional mesh as its share in another; not differentiable.
+    Shards are equal."""
+    if before == after:
+        return share.view_as(share)
+    if before.is_partial() and after.is_replicate():
+        made = funcol.all_reduce(share, "sum", (mesh, 0))
+    elif before.is_partial() and isinstance(after, Shard):
+        made = funcol.reduce_scatter_tensor(share, "sum", after.dim, (mesh, 0))
+    elif isinstance(before, Shard) and after.is_replicate():
+        made = funcol.all_gather_tensor(share.contiguous(), before.dim, (mesh, 0))
+    elif before.is_replicate() and isinstance(after, Shard):
+        return share.chunk(mesh.size(), after.dim)[mesh.get_local_rank()].contiguous()
+    else:
+        whole = DTensor.from_local(share, mesh, [before], run_check=False)
+        made = whole.redistribute(placements=[after]).to_local()
+    return made.wait() if isinstance(made, funcol.AsyncCollectiveTensor) else made
 
 
 def parts_of(placement: Placement) -> tuple[int, int] | None:

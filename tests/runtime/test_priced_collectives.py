@@ -44,6 +44,9 @@ class _Counts(TorchDispatchMode):
 def _counted(rank: int, world_size: int, name: str, strategy: Strategy) -> Counter[str]:
     example = EXAMPLES[name](SAMPLES)
     model = parallelize(example.module, None, strategy, blocks=example.blocks, program=no_program)
+    model.step(
+        example.inputs, example.targets, loss_fn=example.loss_fn
+    )  # with trials: see runtime.plain_blocks
     with _Counts() as counts:
         model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
     return counts.found

@@ -1,0 +1,287 @@
+"""Blocks of a tensor-parallel model that run on plain tensors: each rank its shares, without DTensor's dispatch.
+
+What DTensor does in a block is mostly the same work on the shares; only where `[[tensor]]` rules pin a layout something
+is communicated. So the first call of each kind of block is a trial: once as DTensors, writing down how each pin changes
+the placement of a value and of its gradient, and once on the plain shares, changing just these. Where both give every
+rank the same outputs and gradients, the block runs plain from then on; else (a reshape that names whole sizes, an operator
+that communicates by itself, dropout) it stays as it was. Cf. "static eager" of veScale (arXiv:2509.07003).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autoparallel.runtime.accelerator import CPU, generator_state, set_generator_state
+from autoparallel.runtime.pins import NotPlain, Plain, Player, Recorder, decided_by, sound
+from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
+
+Forward = Callable[..., Any]
+Layout = tuple[object, ...]  # of the arguments of a call
+# How far two ways to compute a value may be apart, relative to its largest. Kind: formula: the same kernels on the same
+# numbers, gradients added up in another order.
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+_VARIATION = 0.1  # of values in a trial
+_ZERO = 1e-3  # of the median size: what is smaller is rounding
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros in place of what another rank adds; its gradient is the same on every rank."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor) -> Tensor:
+        return torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Block:
+    """A block and the places where it holds parameters, each of them named once.
+
+    `once` are replicated parameters beside a sharded one: the bias of a product whose parts are summed over the ranks, of
+    which the first adds it.
+    """
+
+    def __init__(self, module: nn.Module, pins: Sequence[tuple[str, Any]]) -> None:
+        """`pins` are those of the modules in it, by path in it."""
+        self.module, self.forward = module, module.forward
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._places = [(owner._parameters, key, names[id(p)]) for owner, key, p in own_parameters(module)]
+        beside = [[p for p in owner._parameters.values() if p is not None] for owner in module.modules()]
+        self.once = {
+            names[id(p)]
+            for held in beside
+            if not all(map(is_replicated, held))
+            for p in held
+            if is_replicated(p)
+        }
+        layouts = [
+            (n, tuple(p.shape), str(getattr(p, "placements", ""))) for n, p in module.named_parameters()
+        ]
+        self.kind = (type(module), repr(module), tuple(layouts), str(pins))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What it holds now: FSDP2 puts whole parameters in the place of its shards."""
+        return {name: parameter for held, key, name in self._places if (parameter := held[key]) is not None}
+
+    def shares(self, parameters: Mapping[str, Tensor], plain: Plain) -> dict[str, Tensor]:
+        """What this rank's part of the work takes of its parameters, differentiable."""
+        found = {}
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                back = plain.parameters.get(name, parameter.placements[-1])
+                found[name] = parameter.to_local(grad_placements=[back])
+                if name in self.once and plain.mesh.get_local_rank() > 0:
+                    found[name] = _Nothing.apply(found[name])
+        return found
+
+    @contextmanager
+    def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, these stand in place of its parameters."""
+        before = [(held, key, held[key]) for held, key, name in self._places if name in others]
+        for held, key, name in self._places:
+            if name in others:
+                held[key] = others[name]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for held, key, parameter in before:
+                held[key] = parameter
+
+
+class PlainBlocks:
+    """The blocks of a module that run plain where a trial shows that they may; `pins` are those of its modules, by path."""
+
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[str], pins: Mapping[str, Any], mesh: DeviceMesh
+    ) -> None:
+        self._mesh, self.found = mesh, dict[tuple[Any, Layout], Plain | None]()
+        self._blocks = []
+        for path in dict.fromkeys(blocks):
+            own = [(at[len(path) :], pin) for at, pin in pins.items() if f"{at}.".startswith(f"{path}.")]
+            self._blocks.append(_Block(module.get_submodule(path), own))
+        for block in self._blocks:
+            block.module.forward = self._as_found(block)
+
+    def try_first(self) -> None:
+        """Let the first call of each kind of block be a trial; to be called when all else is around the blocks, which a
+        trial must not see: recomputation and copies to the host."""
+        for block in self._blocks:
+            block.module.forward = self._tried(block, block.module.forward)
+
+    def _as_found(self, block: _Block) -> Forward:
+        @functools.wraps(block.forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            plain = self.found.get((block.kind, _layout((args, kwargs), self._mesh.size())))
+            return _run_plain(block, plain, args, kwargs) if plain else block.forward(*args, **kwargs)
+
+        return run
+
+    def _tried(self, block: _Block, forward: Forward) -> Forward:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            key = (block.kind, _layout((args, kwargs), self._mesh.size()))
+            if key not in self.found and torch.is_grad_enabled():
+                self.found[key] = self._trial(block, args, kwargs)
+            return forward(*args, **kwargs)
+
+        return run
+
+    def _trial(self, block: _Block, args: Any, kwargs: Any) -> Plain | None:
+        """Both ways on arguments like those of a call, without a trace; the same answer on every rank."""
+        plain: Plain | None = None
+        with _without_a_trace(block.module, self._mesh):
+            try:
+                plain = _compared(block, Plain(self._mesh), args, kwargs)
+            except (NotPlain, RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                plain = None
+        agreed = torch.tensor([plain is not None], dtype=torch.int32, device=self._mesh.device_type)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
+        return plain if agreed.item() else None
+
+
+def _compared(block: _Block, plain: Plain, args: Any, kwargs: Any) -> Plain:
+    """`plain`, filled from a run as DTensors and run so itself. Raises where outputs or gradients differ."""
+    leaves, tree = tree_flatten((args, kwargs))
+    if any(not isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves):
+        raise NotPlain  # an object, which a call may change
+    if any(_needs_gradient(leaf) and not isinstance(leaf, DTensor) for leaf in leaves):
+        raise NotPlain
+    given = [_varied(leaf) for leaf in leaves]
+    held = {name: _varied(parameter) for name, parameter in block.parameters().items()}
+    trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+    into = [leaf for leaf in given if _needs_gradient(leaf)]
+    with decided_by(Recorder(plain)), block.holding(held):
+        made = _outputs(block, given, tree)
+        gradients = _gradients(made, [*into, *trained.values()])
+    plain.outputs = tuple(sound(out.placements[-1]) if isinstance(out, DTensor) else None for out in made)
+    for leaf, gradient in zip(into, gradients, strict=False):
+        if gradient is not None and gradient.placements != leaf.placements:
+            raise NotPlain
+    for (name, parameter), gradient in zip(trained.items(), gradients[len(into) :], strict=True):
+        if isinstance(parameter, DTensor):
+            told = parameter if gradient is None else gradient
+            plain.parameters[name] = sound(told.placements[-1])
+    shares = [_share(leaf) for leaf in given]
+    with decided_by(player := Player(plain)), block.holding(block.shares(held, plain)):
+        own = _outputs(block, shares, tree)
+        if next(player.next, None) is not None or any(isinstance(out, DTensor) for out in own):
+            raise NotPlain
+        own_gradients = _gradients(own, [*into, *trained.values()])
+    _check_equal([*made, *gradients], [*own, *own_gradients])
+    return plain
+
+
+def _run_plain(block: _Block, plain: Plain, args: Any, kwargs: Any) -> Any:
+    leaves, tree = tree_flatten((args, kwargs))
+    args, kwargs = tree_unflatten([_share(leaf) for leaf in leaves], tree)
+    with decided_by(Player(plain)), block.holding(block.shares(block.parameters(), plain)):
+        made, tree = tree_flatten(block.forward(*args, **kwargs))
+    placements = iter(plain.outputs)
+
+    def placed(leaf: Any) -> Any:
+        placement = next(placements) if isinstance(leaf, Tensor) else None
+        return (
+            leaf if placement is None else DTensor.from_local(leaf, plain.mesh, [placement], run_check=False)
+        )
+
+    return tree_unflatten([placed(leaf) for leaf in made], tree)
+
+
+def _outputs(block: _Block, leaves: Sequence[Any], tree: TreeSpec) -> list[Tensor]:
+    args, kwargs = tree_unflatten(leaves, tree)
+    return [out for out in tree_flatten(block.forward(*args, **kwargs))[0] if isinstance(out, Tensor)]
+
+
+@contextmanager
+def _without_a_trace(block: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """Random numbers and buffers are afterwards as they were; nobody else's hooks see what autograd keeps."""
+    devices = dict.fromkeys((CPU, torch.device(mesh.device_type)))
+    states = {device: generator_state(device) for device in devices}
+    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            yield
+    finally:
+        for device, state in states.items():
+            set_generator_state(state, device)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _varied(leaf: Any) -> Any:
+    """Numbers like those of `leaf`, the same on every rank where it is replicated, and none of them special: a bias that is
+    zero hides what is done to it."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not leaf.is_floating_point() or not isinstance(leaf, DTensor):
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+    return (leaf.detach() + _VARIATION * _spread(leaf)).requires_grad_(leaf.requires_grad)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """From -1 to 1 over the elements that this rank has."""
+    share = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    numbers = torch.linspace(-1.0, 1.0, share.numel(), device=share.device).to(share.dtype).view(share.shape)
+    if not isinstance(tensor, DTensor):
+        return numbers
+    return DTensor.from_local(numbers, tensor.device_mesh, tensor.placements, run_check=False)
+
+
+def _gradients(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Any]:
+    """Of the outputs, by each source."""
+    flowing = [out for out in outputs if out.requires_grad]
+    if not flowing or not sources:
+        raise NotPlain
+    return list(torch.autograd.grad(flowing, sources, [_spread(out) for out in flowing], allow_unused=True))
+
+
+def _check_equal(these: Sequence[Any], those: Sequence[Any]) -> None:
+    """Raises where two are apart; those that should be zero (of a bias that softmax ignores) by the size of the others."""
+    if [one is None for one in these] != [other is None for other in those]:
+        raise NotPlain
+    pairs = [
+        (_share(one).detach(), _share(other).detach())
+        for one, other in zip(these, those, strict=True)
+        if one is not None and one.numel()
+    ]
+    if any(one.shape != other.shape or one.dtype != other.dtype for one, other in pairs):
+        raise NotPlain
+    sizes = [one.abs().amax().double() for one, _ in pairs]
+    least = _ZERO * torch.stack(sizes).median()
+    for (one, other), size in zip(pairs, sizes, strict=True):
+        if bool((one - other).abs().amax() > _TOLERANCE.get(one.dtype, 0.0) * torch.maximum(size, least)):
+            raise NotPlain
+
+
+def _layout(arguments: Any, tp: int) -> Layout:
+    """What decides whether shares add up: sizes count by whether `tp` divides them."""
+    return tuple(
+        (str(getattr(leaf, "placements", "")), *(size % tp for size in leaf.shape))
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in tree_flatten(arguments)[0]
+    )
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _share(leaf: Any) -> Any:
+    return leaf.to_local(grad_placements=leaf.placements) if isinstance(leaf, DTensor) else leaf
