@@ -150,6 +150,23 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
     assert problem.global_batch == 8
 
 
+def test_a_file_that_wants_optimizer_state_on_the_host_gets_it(tmp_path: Path) -> None:
+    path = tmp_path / "partial.toml"
+    path.write_text("schema = 1\n[offload]\noptimizer = 1.0\n")
+    model = auto_parallelize(Mlp(), _inputs(), strategy=path, cache=None)
+    batch = (_inputs(), torch.tensor([1, 2, 3, 4]))
+    with pytest.raises(UserError, match=r"make yours with model.optimizer"):
+        model.step(*batch, loss_fn=F.cross_entropy)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=0.01)
+    first = model.step(*batch, loss_fn=F.cross_entropy)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.step(*batch, loss_fn=F.cross_entropy) < first
+    held = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    scalars = 3 * 2 * 4  # the blocks' scales: their state stays where it is
+    assert sum(t.nbytes for t in held) == sum(stage.host_bytes for stage in model.program.stages) - scalars
+
+
 def _torchrun(processes: int, *strategies: Path) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
