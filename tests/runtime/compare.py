@@ -26,7 +26,7 @@ from autoparallel.runtime.micro_batches import as_call, loss_of
 from autoparallel.runtime.start import parallelize
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.models import EXAMPLES, Example
-from tests.runtime.shared import no_program
+from tests.runtime.shared import no_program, remembered_cuts
 
 STEPS, LEARNING_RATE = 3, 0.05
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -141,10 +141,11 @@ def run_strategy(
     reference = _Reference(copy.deepcopy(example.module), example, strategy) if rank == 0 else None
     names = [n for n, _ in example.module.named_parameters()]
     share = strategy.batch.micro * strategy.micro_batches
-    model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
-        experts=example.experts,
-    )  # fmt: skip
+    with remembered_cuts(name, len(example.blocks), dtype, strategy.batch.micro):
+        model = parallelize(
+            example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
+            experts=example.experts,
+        )  # fmt: skip
     if strategy.mesh.pp == 1:
         assert [n for n, _ in model.named_parameters()] == names
     optimizer = model.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,8 +31,6 @@ from typing import Any
 
 ROOT = str(Path(__file__).resolve().parents[2])
 CASE_TIMEOUT_S = 120.0
-# A case leaves its process groups behind, each with threads of its own: start afresh after this many.
-CASES_PER_START = 10
 _PRELOAD = ["tests.runtime.preload"]
 
 
@@ -48,33 +47,58 @@ def _serve(rank: int, world_size: int, store_path: str, pipe: Connection) -> Non
     gc.freeze()  # what was imported is never garbage: collecting after a case looks at what the case left
     torch.set_num_threads(1)
     timeout = timedelta(seconds=CASE_TIMEOUT_S)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    groups = _Groups()
     for case in itertools.count():
         try:
             message = pipe.recv_bytes()
         except EOFError:
             return
-        # Groups of its own for every case: those of earlier ones, kept alive, hold two threads each, which spin
-        # once a peer has closed its end.
-        store = dist.FileStore(f"{store_path}.{case}", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        groups.begin()
         try:
             function, kwargs = pickle.loads(message)
             torch.manual_seed(0)
             reply = pickle.dumps((True, function(rank, world_size, **kwargs)))
-            _wait_for_all(store, world_size)
+            _wait_for_all(store, case, world_size)
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
-            store.set("all finished", "1")  # nobody waits for a rank that failed
-        gc.collect()  # modules in cycles hold groups
-        dist.destroy_process_group()
+            store.set(f"all finished {case}", "1")  # nobody waits for a rank that failed
+        gc.collect()
         pipe.send_bytes(reply)
 
 
-def _wait_for_all(store: Any, world_size: int) -> None:
-    """Through the store, not the groups: nobody closes a connection that a peer still needs."""
-    if store.add("finished", 1) == world_size:
-        store.set("all finished", "1")
-    store.wait(["all finished"], timedelta(seconds=CASE_TIMEOUT_S))
+class _Groups:
+    """Process groups live as long as their ranks: what a case asks for is what an earlier one was given, in order, for the
+    same ranks. (DTensor remembers layouts with their meshes, and these their groups, each with three threads; as they do
+    not go with the case that made them, they may as well be used again.)"""
+
+    def __init__(self) -> None:
+        from torch.distributed import distributed_c10d
+
+        self._make = distributed_c10d._new_group_with_tag
+        self._known: dict[str, list[Any]] = {}
+        self._given: Counter[str] = Counter()
+        distributed_c10d._new_group_with_tag = self._group
+
+    def begin(self) -> None:
+        """Another case starts."""
+        self._given.clear()
+
+    def _group(self, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = repr((ranks, args, sorted(kwargs.items())))
+        known = self._known.setdefault(key, [])
+        self._given[key] += 1
+        if self._given[key] > len(known):
+            known.append(self._make(ranks, *args, **kwargs))
+        return known[self._given[key] - 1]
+
+
+def _wait_for_all(store: Any, case: int, world_size: int) -> None:
+    """Through the store, not the groups: no rank starts on the next case while another is at this one."""
+    if store.add(f"finished {case}", 1) == world_size:
+        store.set(f"all finished {case}", "1")
+    store.wait([f"all finished {case}"], timedelta(seconds=CASE_TIMEOUT_S))
 
 
 @dataclass
@@ -82,7 +106,6 @@ class _Pool:
     processes: list[BaseProcess]
     pipes: list[Connection]
     folder: tempfile.TemporaryDirectory[str]
-    cases: int = 0
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -101,12 +124,7 @@ class Processes:
 
     def run(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
         """Call `function(rank, world_size, **kwargs)` on every rank; the results in order of rank."""
-        pool = self.pools.get(world_size)
-        if pool is not None and pool.cases >= CASES_PER_START:
-            self.pools.pop(world_size).stop()
-            pool = None
-        pool = pool or self._start(world_size)
-        pool.cases += 1
+        pool = self.pools.get(world_size) or self._start(world_size)
         message = pickle.dumps((function, kwargs))
         for pipe in pool.pipes:
             pipe.send_bytes(message)

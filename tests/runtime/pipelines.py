@@ -28,7 +28,7 @@ from tests.runtime.compare import (
     strategy_of,
 )
 from tests.runtime.models import Example
-from tests.runtime.shared import no_program
+from tests.runtime.shared import no_program, remembered_cuts
 
 DEPTH = 4
 
@@ -94,10 +94,11 @@ def run_pipeline(
     example = deep(name, strategy.batch.global_, kind, layers)
     reference = copy.deepcopy(example.module)
     share = strategy.batch.micro * strategy.micro_batches
-    model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
-        experts=example.experts,
-    )  # fmt: skip
+    with remembered_cuts(name, layers, dtype, strategy.batch.micro):
+        model = parallelize(
+            example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
+            experts=example.experts,
+        )  # fmt: skip
     alone = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE, momentum=0.9)
     optimizers = [model.optimizer(torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9), alone]
     first = model.data_parallel_rank * share
@@ -183,9 +184,10 @@ def exchanged(
     for pipeline in pipelines:
         example = deep(name, 4, torch.float32)
         strategy = pipeline_strategy(example, pipeline, options)
-        model = parallelize(
-            example.module, example.inputs, strategy, blocks=example.blocks, program=no_program
-        )  # fmt: skip
+        with remembered_cuts(name, DEPTH, "float32", strategy.batch.micro):
+            model = parallelize(
+                example.module, example.inputs, strategy, blocks=example.blocks, program=no_program
+            )
         with TrafficRecorder({model._mesh.group("dp_shard").group_name: "dp_shard"}) as recorder:
             model.step(example.inputs, example.targets, loss_fn=example.loss_fn)
         found.append(Counter({m: n for m, n in recorder.found.items() if m.axis == "dp_shard"}))

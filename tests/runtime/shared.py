@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from autoparallel.runtime import cut
+from autoparallel.runtime.coarse import CoarseGraph
+
+_GRAPHS: dict[Hashable, CoarseGraph] = {}
 
 
 def no_program() -> Any:
     """For tests that never ask a module for its program."""
     raise AssertionError("no test asked for a program")
+
+
+@contextmanager
+def remembered_cuts(*key: Hashable) -> Iterator[None]:
+    """Inside, what `torch.export` makes of a model is what it made the last time of an equal one (of the same `key`) in
+    this process: it takes most of the time of a pipeline's test, on every rank. (test_cut.py does without.)"""
+    trace: Callable[..., CoarseGraph] = cut.coarse_graph
+
+    def remembered(*args: Any, **kwargs: Any) -> CoarseGraph:
+        if key not in _GRAPHS:
+            _GRAPHS[key] = trace(*args, **kwargs)
+        return _GRAPHS[key]
+
+    cut.coarse_graph = remembered
+    try:
+        yield
+    finally:
+        cut.coarse_graph = trace

@@ -16,7 +16,7 @@ from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import part, reference_step
 from tests.runtime.harness import Processes
 from tests.runtime.pipelines import deep, pipeline_strategy
-from tests.runtime.shared import no_program
+from tests.runtime.shared import no_program, remembered_cuts
 
 pytestmark = pytest.mark.distributed
 
@@ -47,9 +47,14 @@ def _made(case: Case, name: str, *, own: bool = False) -> tuple[nn.Module, torch
     with torch.no_grad():
         for parameter in example.module.parameters():
             parameter.zero_()  # what is not loaded shows
-    model = parallelize(
-        example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program
-    )
+    with remembered_cuts(name, len(example.blocks), "float64", strategy.batch.micro):
+        model = parallelize(
+            example.module,
+            part(example.inputs, 0, share),
+            strategy,
+            blocks=example.blocks,
+            program=no_program,
+        )
     if own:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     else:
