@@ -79,8 +79,8 @@ def auto_parallelize(
     strategy files) default to the module's own; `dtype="tf32"` lets torch multiply float32 in TF32, in this process.
 
     Without a pipeline the module itself is returned, changed in place: called, trained and saved as before,
-    with the same parameter names. It gains `step`, `data_parallel_rank`, `data_parallel_size`,
-    `clip_grad_norm_`, `full_state_dict`, `full_gradients`, `strategy` and `program`. With a pipeline, `step`
+    with the same parameter names. It gains `step`, `optimizer`, `data_parallel_rank`,
+    `data_parallel_size`, `clip_grad_norm_`, `full_state_dict`, `full_gradients`, `strategy` and `program`. With a pipeline, `step`
     runs the schedule. Every rank ends up with rank 0's values; parameters on the meta device are made and
     initialised share by share, or read share by share from `weights` (a safetensors file, or a folder of them as
     Hugging Face writes it).

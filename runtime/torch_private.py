@@ -318,7 +318,11 @@ def reduce_accumulated(module: nn.Module) -> None:
 def whole_weights(module: nn.Module) -> dict[FSDPModule, set[Tensor]]:
     """Of each unit of FSDP2 that is gathered, the parameters as they are computed with."""
     return {
-        unit: {p._unsharded_param for p in group.fsdp_params if p._unsharded_param.requires_grad}
+        unit: {
+            w
+            for p in group.fsdp_params
+            if (w := getattr(p, "_unsharded_param", None)) is not None and w.requires_grad
+        }
         for unit in module.modules()
         if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group)
     }
