@@ -45,7 +45,7 @@ def calibrate(
     from autoparallel.profiles.load import load_device, own_constants
     from autoparallel.profiles.write import changed_keys, device_file, write_device
 
-    check_writable(output)
+    check_writable(output, read=[measured])
     console = stderr_console()
     device = load_device(profile)
     runs = read_measured(measured, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -16,6 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 USER_ERROR, NOTHING_FITS, TIMED_OUT = 2, 3, 4
+# What is wrong with a path that no check of ours foresaw: too long, a circle of links, not permitted, a full disk.
+UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -36,6 +39,10 @@ def exits(command: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if _was_interrupted(error):
                 raise _end("interrupted; nothing was written", INTERRUPTED) from None
+            if isinstance(error, OSError) and error.filename and error.errno in UNUSABLE:
+                raise _end(
+                    f"error: {error.filename}: {error.strerror}; give another path", USER_ERROR
+                ) from None
             if not isinstance(error, ValueError | TimeoutError):
                 raise
             raise _search_end(error) from None

@@ -175,12 +175,12 @@ def captured(request: Request, save_graph: Path | None, console: Console) -> tup
     """Check every input, capture the model, keep its graph if asked."""
     from autoparallel.cli_progress import hinted, working
     from autoparallel.costmodel.graph_json import graph_to_json
-    from autoparallel.inputs import check_request
+    from autoparallel.inputs import check_request, files_of
     from autoparallel.planner.strategy.write import check_writable, write_text
     from autoparallel.startup import begun_capture, import_planner
 
     if save_graph:
-        check_writable(save_graph)
+        check_writable(save_graph, read=files_of(request))
     checked = check_request(request)
     with begun_capture(checked) as wait:  # before there is a thread that shows how it goes
         import_planner()
@@ -234,11 +234,12 @@ def run_plan(
 ) -> None:
     """Capture, search, write, tell."""
     from autoparallel.cli_progress import stderr_console
+    from autoparallel.inputs import files_of
     from autoparallel.planner.strategy.write import check_writable, write_strategy
 
     console = stderr_console()
     if output:
-        check_writable(output)
+        check_writable(output, read=files_of(request))
     checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
     from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table
     from autoparallel.cli_words import print_explanation, print_plan

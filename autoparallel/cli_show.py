@@ -28,7 +28,7 @@ def report(
     from autoparallel.planner.strategy.write import check_writable, write_text
     from autoparallel.report.page import render_report
 
-    check_writable(output)
+    check_writable(output, read=[strategy])
     write_text(output, render_report(read_strategy_file(strategy)))
     stderr_console().print(f"report written to {output}", markup=False)
 
@@ -155,7 +155,7 @@ def export(
     from autoparallel.planner.strategy.write import check_writable, write_text
 
     if output:
-        check_writable(output)
+        check_writable(output, read=[strategy])
     text = export_text(plan_of(read_strategy_file(strategy)), to)
     if output:
         write_text(output, text)

@@ -90,13 +90,14 @@ def run_whatif(
     from autoparallel.answer import outcome_table
     from autoparallel.cli_progress import stderr_console, working
     from autoparallel.cli_words import print_outcomes
+    from autoparallel.inputs import files_of
     from autoparallel.planner.strategy.write import check_writable, write_text
     from autoparallel.report.compare import render_comparison
     from autoparallel.whatif import cases, run_cases
 
     console = stderr_console()
     if output:
-        check_writable(output)
+        check_writable(output, read=[*files_of(base), *clusters])
     found = cases(base, clusters, vary)
     with working(console, "planning") as say:
         outcomes = run_cases(found, time_limit_s=time_limit_s, say=say)

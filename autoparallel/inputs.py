@@ -49,6 +49,12 @@ class Request:
     runnable: bool = False
 
 
+def files_of(request: Request) -> tuple[str, ...]:
+    """The files that a request may name, besides the strategy: what must not be written over."""
+    file, _, name = request.model.rpartition(":")  # FILE.py:NAME
+    return (request.cluster, request.model, request.model.removeprefix("hf:"), *([file] if name else []))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """A request whose files and options were read and agree with each other; the model is still to come."""

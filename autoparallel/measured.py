@@ -44,16 +44,24 @@ def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
     they were different. Raises UserError, naming row and column."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), reader.fieldnames or ()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    if not rows or "strategy" not in rows[0] or "step_time_s" not in rows[0]:
+    if not rows or "strategy" not in columns or "step_time_s" not in columns:
         raise UserError(
             f"{path}: needs a header with `strategy` (a strategy file) and `step_time_s` (seconds), and optionally "
             "`model`, `cluster` (NODESxPER_NODE) and `seq_len`; and a row for each run"
         )
-    if unknown := [name for name in rows[0] if name not in COLUMNS]:
+    if unknown := [name for name in columns if name not in COLUMNS]:
         raise UserError(f"{path}: unknown column `{unknown[0]}`; known: {', '.join(COLUMNS)}")
+    for number, row in enumerate(rows, start=2):
+        if (
+            None in row or None in row.values()
+        ):  # as csv says of cells without a column, and columns without a cell
+            raise UserError(
+                f"{path}: row {number}: needs a cell for each of the {len(columns)} columns, no more"
+            )
     graphs: dict[tuple[str, int | None], ModelGraph] = {}
     return tuple(
         _run(row, f"{path}: row {number}", path.parent, device, graphs)
@@ -123,6 +131,10 @@ def _cluster(shape: str, record: object, where: str, profile: Device) -> Callabl
         if not match:
             raise UserError(f"{where}: `cluster` = {shape!r} must be NODESxPER_NODE, such as 2x8")
         nodes, per_node = int(match[1]), int(match[2])
+        try:
+            cluster_of(profile, nodes, per_node, shape)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         return lambda device: cluster_of(device, nodes, per_node, f"{device.name}:{shape}")
     if not isinstance(record, dict):
         raise UserError(

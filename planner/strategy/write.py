@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,17 @@ def write_text(path: str | Path, text: str) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); give another path with -o") from None
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise UserError where `write_text` would fail, without touching what is there.
+def check_writable(path: str | Path, *, read: Iterable[str | Path] = ()) -> None:
+    """Raise UserError where `write_text` would fail, or write over one of the files that are `read` for it, without
+    touching what is there.
 
     Creates and removes an empty file beside it, since permissions alone do not tell (read-only mounts).
     """
     target = Path(path)
     if target.is_dir():
         raise UserError(f"{path}: is a folder; give a file name with -o")
+    if any(_same_file(target, one) for one in read):
+        raise UserError(f"{path}: is what this is made from; give another path with -o")
     parent = target.resolve().parent
     if not parent.is_dir():
         raise UserError(f"{path}: cannot be written, there is no folder {parent}; create it first")
@@ -117,6 +120,13 @@ def check_writable(path: str | Path) -> None:
         Path(aside).unlink()
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); give another path with -o") from None
+
+
+def _same_file(target: Path, other: str | Path) -> bool:
+    try:
+        return target.samefile(other)
+    except OSError:  # one of them is not there, or no path
+        return False
 
 
 def _is_special(target: Path) -> bool:

@@ -162,6 +162,13 @@ def cluster_toml(text: str = "", *, group: str = "", level: str = "", schema: in
     )
 
 
+def test_a_path_that_cannot_be_one_is_named(graph: Path) -> None:
+    long = "a" * 400
+    refused("plan", graph, "--cluster", f"{long}.toml", words=[long, "name too long", "another path"])
+    refused("plan", f"hf:{long}", "--cluster", CLUSTER, words=[long, "name too long"])
+    refused("profiles", long, words=[long, "name too long"])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -346,6 +353,33 @@ def test_an_unwritable_path_is_found_before_the_model_is_read(tmp_path: Path, op
     refused(
         "plan", "hf:nothing", "--cluster", CLUSTER, option, tmp_path, words=[str(tmp_path), "is a folder"]
     )
+
+
+def test_what_an_output_is_made_from_is_never_written_over(tmp_path: Path, graph: Path) -> None:
+    out, cluster = tmp_path / "s.toml", write(tmp_path / "mine.toml", cluster_toml())
+    assert run("plan", graph, "--cluster", cluster, "-o", out).status == 0
+    for arguments in (
+        ["plan", graph, "--cluster", cluster, "-o", cluster],
+        ["plan", graph, "--cluster", cluster, "-o", graph],
+        [
+            "plan",
+            f"hf:{config(tmp_path / 'c.json')}",
+            "--cluster",
+            cluster,
+            "--save-graph",
+            tmp_path / "c.json",
+        ],
+        ["whatif", graph, "--cluster", CLUSTER, "--cluster", cluster, "-o", cluster],
+        ["report", out, "-o", out],
+        ["export", out, "--to", "slurm", "-o", out],
+    ):
+        target = Path(arguments[-1])
+        before = target.read_text()
+        refused(*arguments, words=[str(target), "is what this is made from", "another path"])
+        assert target.read_text() == before
+    assert (
+        run("plan", graph, "--cluster", cluster, "--strategy", out, "-o", out).status == 0
+    )  # filled in where it stands
 
 
 def test_a_report_of_a_file_without_predictions(tmp_path: Path) -> None:

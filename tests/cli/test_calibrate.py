@@ -60,6 +60,9 @@ def test_it_says_what_changed_and_writes_a_profile_that_predicts_the_rows(rows: 
         ("strategy,step_time_s\n{s},1\n{s},2\n", ["row 2", "model"]),
         ("strategy,step_time_s,model,cluster\n{s},fast,{g},1x4\n", ["row 2", "step_time_s", "'fast'"]),
         ("strategy,step_time_s,model,cluster\n{s},1,{g},four\n", ["row 2", "NODESxPER_NODE"]),
+        ("strategy,step_time_s,model,cluster\n{s},1,{g},0x4\n", ["row 2", "at least one node"]),
+        ("strategy,step_time_s\n{s},1,{g}\n", ["row 2", "each of the 2 columns"]),
+        ("strategy,step_time_s\n{s},1\n{s}\n", ["row 3", "each of the 2 columns"]),
         ("strategy,step_time_s,model,cluster\n{s},1,{g},1x4\n", ["1 rows", "at least 3"]),
     ],
 )
