@@ -31,13 +31,13 @@ _FACTORS = {
 
 
 def collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
-    """Seconds of one collective in a training step, where its ranks do not arrive together: longer by one factor
-    where the group stays inside the innermost level, by another where it leaves it."""
+    """Seconds of one collective in a training step: longer than alone where its group leaves the innermost level, for
+    nodes do not arrive together, and share the network."""
     path = _path(collective, axes, cluster)
     if not path:
         return 0.0
     constants = cluster.device.constants
-    factor = constants["collective.in_step_outside" if path[-1].index else "collective.in_step"]
+    factor = constants["collective.in_step_outside"] if path[-1].index else 1.0
     return factor * _alone_s(collective, axes, path, cluster)
 
 

@@ -55,9 +55,8 @@ _SINGLE = {
     "collective.all_to_all_efficiency": "all-to-all's bandwidth relative to a ring's",
     "collective.peer_s": "further start of each peer in an all-to-all",
     "collective.send_efficiency": "point-to-point bandwidth relative to a ring's",
-    "collective.in_step": "time of a collective in a training step relative to calls back to back: its ranks arrive at "
-    "different moments, and other groups use the same links",
-    "collective.in_step_outside": "the same where its ranks stand in several units of the innermost level (nodes)",
+    "collective.in_step_outside": "time of a collective in a training step relative to calls back to back, where its ranks "
+    "stand in several units of the innermost level (nodes): they arrive at different moments, and share the network",
     "collective.ramp_bytes": "message at which filling the chunk pipeline doubles the time on the wire",
     "collective.host_s": "host time of a torch.distributed call: the shortest that back-to-back calls take",
     "overlap.compute_slowdown": "further time of computation per second that it runs beside a collective, as a share",
@@ -97,7 +96,7 @@ UNLESS_SET: dict[str, str | float] = {
     "memory.efficiency.batch_norm": "memory.efficiency.norm",
     "memory.efficiency.pool": "memory.efficiency.reduction",
     "attention.v2": 1.0,
-    "collective.in_step_outside": "collective.in_step",
+    "collective.in_step_outside": 1.0,  # as back to back
     "optimizer.tensor_s": 0.0,  # multi-tensor kernels
     "host.memory_bytes": 0.0,  # parameter servers are then refused, and nothing is offloaded unasked
     "host.usable": 0.9,  # kind: estimate
