@@ -24,6 +24,7 @@ class Framework:
     full_parameters: bool = False  # of ZeRO-3: held in fp32, gathered in half precision
     full_reduction: bool = False  # of ZeRO-3: gradients summed in fp32
     bucket_elements: float | None = None  # gradients reduced at once
+    eager: bool = False  # runs operator by operator; a normalisation is one kernel where the row says so
     sequence_parallel: bool = False  # with every tensor parallelism
     async_tp: bool = False  # gathers and scatters of sequence parallelism beside the products that need them
     in_line_tp: tuple[str, ...] = ()  # dtypes in which those gathers and scatters stand in line all the same
@@ -101,9 +102,15 @@ FRAMEWORKS = {
     # Aleph-Alpha/scaling@737f855: core/nn/linear/column_parallel_linear.py gathers the logits (parallel_output is
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
+    # nn/mlp.py, nn/rotary.py, nn/norm: torch's own operators one by one, so that it also keeps what it gathers along the sequence.
     # examples/transformer_example/config.yml: dropout of 0.1 at the embedding, at attention's probabilities, and after attention and MLP.
     "aleph-alpha-scaling": Framework(
-        half_gradients=True, added_gradients=True, loss="kept", tensor=GATHERED_LOGITS, dropout=0.1
+        half_gradients=True,
+        added_gradients=True,
+        eager=True,
+        loss="kept",
+        tensor=GATHERED_LOGITS,
+        dropout=0.1,
     ),
     # torch's scaled_dot_product_attention runs FlashAttention 2 unless told otherwise (pytorch/pytorch#138522), and
     # nothing newer before its release 2.5. IBM's fms-fsdp, fms_fsdp/policies: mixed precision over fp32 parameters.

@@ -34,6 +34,7 @@ class Shape:
     dropout: float = 0.0
     experts: int = 0
     experts_per_token: int = 0
+    fused_norm: bool = False  # RMSNorm as one kernel that keeps its input
     loss: Literal["fp32", "half", "kept"] = "fp32"  # see `LanguageModel.loss`
 
 
@@ -136,8 +137,8 @@ class Layer(nn.Module):
 
 
 def make_norm(shape: Shape) -> Any:
-    """The family's normalisation, as a constructor."""
-    if shape.family == "llama":
+    """The family's normalisation, as a constructor. torch runs RMSNorm as several operators, LayerNorm as one."""
+    if shape.family == "llama" and not shape.fused_norm:
         return lambda: nn.RMSNorm(shape.hidden)
     return lambda: nn.LayerNorm(shape.hidden, bias=shape.family in ("gpt", "nemotron"))
 

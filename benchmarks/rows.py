@@ -145,6 +145,7 @@ def shape_of(row: Row) -> Shape:
         experts_per_token=_int(row, "experts_per_token", 0, least=0),
         dropout=_dropout(row),
         loss=framework.loss,
+        fused_norm=framework.eager and _flag(row, "fused_norm", False),
     )
 
 
@@ -207,7 +208,7 @@ def _execution(row: Row) -> Execution:
     sharded = _int(row, "zero", 0, least=0) == 3
     half_gradients = dtype == "fp16" or framework.half_gradients or (sharded and not framework.full_reduction)
     kernels = _text(row, "kernels", KERNELS, default="fused")
-    if row.get("fused_norm") == "False":
+    if framework.eager or row.get("fused_norm") == "False":
         kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
     return Execution(
         dtype=dtype,

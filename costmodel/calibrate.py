@@ -42,14 +42,15 @@ class Correction:
     spread: float  # of log(factor), prior
 
 
-# In the order they are taken as rows allow. Spread: how far the factors of the published sources lie apart when
-# each is fitted on all of its rows: 0.1 in kernels, 0.25 in network and launch. Kind: measured.
+# In the order they are taken as rows allow. Spread of kernels: the one with which the other rows of a source are met best after
+# three random ones, of sources that constants were fitted to (where less is better) and of others (more). Of network and
+# launch: how far their factors lie apart when each source is fitted on all of its rows. Kind: measured.
 CORRECTIONS = (
     Correction(
         name="kernels",
         prefixes=("gemm.efficiency.", "gemm.memory_efficiency", "attention.forward", "attention.backward", "memory.efficiency."),
         inverse=False,
-        spread=0.1,
+        spread=0.07,
     ),
     Correction(
         name="network",

@@ -47,6 +47,14 @@ def test_an_eighth_of_a_rank_is_recomputed_where_its_chunks_hold_one_block_each(
     assert [sum(eighth[rank::8]) for rank in range(8)] == [1] * 8
 
 
+def test_a_code_base_of_torch_s_own_operators_fuses_at_most_its_normalisation() -> None:
+    ran = [r for r in published("training_rows") if r["framework"] == "aleph-alpha-scaling"]
+    for said in ("True", "False"):
+        row = next(r for r in ran if r["fused_norm"] == said)
+        assert rows.strategies_of(row)[0].execution.kernels == "eager"
+        assert rows.shape_of(row).fused_norm == (said == "True")
+
+
 @pytest.mark.parametrize(
     ("changes", "attention"),
     [

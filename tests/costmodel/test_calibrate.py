@@ -30,7 +30,7 @@ def test_a_known_change_is_mostly_recovered(kernels: float, network: float, laun
     result = calibrate(A100, predict, predict(truth), source="test", held_out=False)
     before = max(abs(e) for e in result.errors_before)
     after = max(abs(e) for e in result.errors_after)
-    assert after <= max(0.02, 0.4 * before), (result.factors, result.errors_before, result.errors_after)
+    assert after <= max(0.02, 0.5 * before), (result.factors, result.errors_before, result.errors_after)
 
 
 @pytest.mark.parametrize(("rows", "corrections"), [(1, 0), (2, 1), (3, 2), (4, 3)])
