@@ -102,12 +102,14 @@ FRAMEWORKS = {
     # Aleph-Alpha/scaling@737f855: core/nn/linear/column_parallel_linear.py gathers the logits (parallel_output is
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
-    # nn/mlp.py, nn/rotary.py, nn/norm: torch's own operators one by one, so that it also keeps what it gathers along the sequence.
+    # nn/mlp.py, nn/rotary.py, nn/norm: torch's own operators one by one, so that it also keeps what it gathers along the sequence;
+    # nn/parallel_module/parallel_module.py: a stage's output stays in its buffer until its gradient has come.
     # examples/transformer_example/config.yml: dropout of 0.1 at the embedding, at attention's probabilities, and after attention and MLP.
     "aleph-alpha-scaling": Framework(
         half_gradients=True,
         added_gradients=True,
         eager=True,
+        kept_outputs=True,
         loss="kept",
         tensor=GATHERED_LOGITS,
         dropout=0.1,
