@@ -159,7 +159,7 @@ class Expander:
                 works = [alike[one] for one in each]
                 send, received = (None, None) if last else self._send(strategy, positions[-1])
                 tied, gathered = (
-                    self._tied(strategy, positions, crossing),
+                    self.tied(strategy, positions, crossing),
                     self._gathered(strategy, positions),
                 )
                 if back and send is not None:
@@ -200,7 +200,7 @@ class Expander:
                 trainable_tensors=work.trainable_tensors - sum(part[1] for part in gone),
             )  # fmt: skip
         reduce = (
-            *self._partial_gradients(strategy, link[0]),
+            *self.partial_gradients(strategy, link[0]),
             *state.reduction_of(work.trainable, strategy, work.expert_trainable),
         )
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
@@ -216,7 +216,7 @@ class Expander:
         numels = [p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1) for p in own]
         return with_fetches(work, numels, strategy)
 
-    def _partial_gradients(self, strategy: Strategy, block: int) -> tuple[Collective, ...]:
+    def partial_gradients(self, strategy: Strategy, block: int) -> tuple[Collective, ...]:
         """Once a step: the sum over tp of the gradients of replicated parameters that saw a part of the data."""
         if strategy.mesh.tp == 1:
             return ()
@@ -254,7 +254,7 @@ class Expander:
             found = max([found, *(local.value_bytes(r.value, "R") for r in gathers)])
         return found
 
-    def _tied(self, strategy: Strategy, positions: range, ties: Sequence[str]) -> tuple[Collective, ...]:
+    def tied(self, strategy: Strategy, positions: range, ties: Sequence[str]) -> tuple[Collective, ...]:
         """Gradients of tied tensors, exchanged between the two ranks that hold them."""
         found, item = [], state.dtype_bytes(strategy.execution.grad_dtype)
         for tie in ties:

@@ -26,8 +26,9 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.forms import PS
-from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.stages.inner import price_candidate, stage_problem, with_paths
 from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, has_choice
+from autoparallel.planner.search.stages.rows import path_row
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
 from autoparallel.planner.search.upcoming import NOTHING, Upcoming

@@ -9,9 +9,9 @@ from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.stages.deals import quick_deal
-from autoparallel.planner.search.stages.inner import path_row
 from autoparallel.planner.search.stages.moves import moves
 from autoparallel.planner.search.stages.problem import Deal, StageProblem, with_less_room
+from autoparallel.planner.search.stages.rows import path_row
 from autoparallel.planner.search.stages.unlike import on_devices
 
 Simulate = Callable[[Deal], Evaluation]

@@ -141,7 +141,7 @@ def build_outer(
     outer = Outer(
         problem=problem, space=space, chain=chain, book=book, table=table, units=units,
         counts=space.counts(),
-        wires=WireBook.of(problem, space, units, book),
+        wires=WireBook.of(problem, space, units, book, chain),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
     return with_exchanges(outer)
@@ -228,7 +228,7 @@ def _least_rows(outer: Outer, hit: Ints, plan: tuple[int, int], zero: int) -> Ro
     reduce_s, gather_s = outer.wires.least(outer.space.shapes.mesh[hit], zero)
     wires = Wires(
         reduce_s=reduce_s, gather_s=nothing, gather_each_s=gather_s, step_s=nothing, reduce_expert_s=nothing,
-        gather_expert_s=nothing, step_expert_s=nothing, send_s=nothing,
+        gather_expert_s=nothing, step_expert_s=nothing, send_s=nothing, tied_s=nothing,
     )  # fmt: skip
     sizes = None if _kind_of(plan) == "whole" else (0 * same, 0 * same, outer.space.repeated * same)
     return _rows(outer, found, wires=wires, sizes=sizes)
@@ -278,6 +278,7 @@ def _rows(
         all_step_s=wires.step_s * units.all_trainable + wires.step_expert_s * units.all_expert_trainable,
         step_s=wires.step_s,
         send_s=wires.send_s,
+        tied_s=wires.tied_s,
         repeated=outer.repeated,
         others=outer.space.repeated - outer.repeated,
         least_per_chunk=least,

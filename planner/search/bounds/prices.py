@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from autoparallel.costmodel.buckets import fill_buckets
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.costmodel.memory import LiveState
-from autoparallel.costmodel.price import Pricer, price_block
+from autoparallel.costmodel.price import Pricer, contended_s, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program, Step
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
@@ -49,6 +49,10 @@ class LinkPrice:
     backward_temp: int
     buffer_bytes: int
     host_bytes: int  # kept in the host's memory from its forward to its backward
+    # What its forward, and its recomputation and input gradients, take longer where gathers and reductions run beside
+    # them all the time, as they share links.
+    forward_contended_s: float
+    backward_contended_s: float
 
     @property
     def backward_s(self) -> float:
@@ -148,6 +152,7 @@ class PriceBook:
         forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
         zero = state.zero_level(strategy)
         reduction = state.reduction_of(trainable, strategy, work.expert_trainable)
+        contended = self._contended_s(strategy, block, work, axes, (*gathers, *reduction))
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
         return LinkPrice(
             forward_s=forward_s,
@@ -168,7 +173,21 @@ class PriceBook:
             backward_temp=work.backward_temp_bytes,
             buffer_bytes=work.buffer_bytes,
             host_bytes=work.host_bytes,
+            forward_contended_s=contended[0],
+            backward_contended_s=contended[1],
         )
+
+    def _contended_s(
+        self, strategy: Strategy, block: int, work: BlockWork, axes: tuple[Axis, ...], beside: Sequence[Collective]
+    ) -> tuple[float, float]:
+        """As `costmodel.price.contended_s`; nothing where parameters are tied, which another block may gather and reduce."""
+        if not beside or any(p.tied for p in self.expander.graph.blocks[block].parameters):
+            return 0.0, 0.0
+        gather, expert_gather = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+        reduction = state.reduction_of(work.trainable, strategy, work.expert_trainable)
+        reduction = (*self.expander.partial_gradients(strategy, block), *reduction)
+        whole = replace(work, gather=gather, expert_gather=expert_gather, reduce=reduction)
+        return contended_s(whole, _bare_program(strategy, axes), self.pricer)
 
     def least_message_bytes(self, dtype: str, micro: int, parts: int) -> int:
         """The smallest message between neighbouring stages, of all places where the chain may be cut, on one of the

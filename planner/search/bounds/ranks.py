@@ -49,6 +49,7 @@ class Rows:
     all_step_s: Floats
     step_s: Floats  # likewise per trainable parameter, experts aside
     send_s: Floats  # the shortest message between neighbouring stages
+    tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
     repeated: int  # units of the kinds that count
     others: int  # units of other kinds, which may stand anywhere and count for nothing
     least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
@@ -74,7 +75,7 @@ class Rows:
     def take(self, index: Ints) -> Rows:
         columns = (
             "zero", "schedule", "chunks", "unit_reduce_s", "all_reduce_s", "unit_gather_s", "all_gather_s",
-            "unit_step_s", "all_step_s", "step_s", "send_s",
+            "unit_step_s", "all_step_s", "step_s", "send_s", "tied_s",
         )  # fmt: skip
         return Rows(
             shapes=self.shapes.take(index), units=take_units(self.units, index),
@@ -191,7 +192,7 @@ class RankBounds:
         before, sends_s = rows.before(rank), rank * rows.send_s
         # What each further unit on the ranks before adds: of several chunks it may stand in any.
         self.before, self.fill_s, self.drain_s = before, single * others_f, single * others_b
-        step_s = np.where(plain, rows.step_s, 0.0)
+        step_s, tied_s = np.where(plain, rows.step_s, 0.0), np.where(plain, rows.tied_s, 0.0)
         ends = u.head_trainable * first + u.tail_trainable * last
         # Of several chunks only the reduction of the first, which is the last to end, is surely not hidden.
         final_s = np.where(single, ended_s, b)
@@ -199,15 +200,17 @@ class RankBounds:
         self.per_block_s = m * f + np.where(plain, (m - 1) * b + final_s, m * gathered_s)
         self.per_block_s += np.where(plain, rows.unit_step_s, 0.0)
         self.base_s = own_s + np.where(plain, before * others_f + sends_s + exposed_s, 0.0) + step_s * ends
+        self.base_s += tied_s * first
         self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
         self.drained_base_s = own_s + np.where(
             plain, np.where(first, 0.0, u.head_s) + before * (others_f + others_b) + 2 * sends_s, 0.0
         )
+        self.drained_base_s += tied_s + step_s * u.head_trainable
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
         whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
-        self.round_base_s = np.where(single, whole_s, 0.0)
+        self.round_base_s = np.where(single, whole_s + tied_s + step_s * u.head_trainable, 0.0)
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:

@@ -108,7 +108,8 @@ def _shared_s(rows: Rows) -> Floats:
     """One micro-batch through the whole model, and what the ranks take on average, however blocks are dealt."""
     u, m, pp, plain = rows.units, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
-    whole_s = u.all_forward_s + u.all_backward_s + np.where(rows.chunks > 1, rows.first_stage_s(), 0.0)
+    whole_s = u.all_forward_s + u.all_backward_s + rows.tied_s
+    whole_s += np.where(rows.chunks > 1, rows.first_stage_s(), rows.step_s * u.head_trainable)
     gathers_s = rows.all_gather_s
     forward_s = rows.beside(u.all_forward_s, gathers_s)
     backward_s = rows.beside(u.all_backward_s, gathers_s)

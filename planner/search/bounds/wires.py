@@ -22,6 +22,7 @@ from autoparallel.planner.search.space.build import Shapes, Space, Variants
 from autoparallel.planner.search.space.candidates import sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
+from autoparallel.planner.search.stages.forms import Chain, tied_ends
 from autoparallel.planner.strategy.types import AXES, Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
@@ -42,6 +43,7 @@ class Wires:
     gather_expert_s: Floats
     step_expert_s: Floats
     send_s: Floats  # the shortest message between neighbouring stages
+    tied_s: Floats  # the exchange of tied gradients between the first and the last stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +60,18 @@ class WireBook:
     syncs: tuple[GradSync, ...]  # by compression
     pipelines: tuple[list[tuple[int, int]], Ints]  # `_pipelines`
     messages: tuple[list[int], Ints]  # `_messages`
+    tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
     _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _least: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
     _least_of_mesh: dict[int, Floats] = field(default_factory=dict, repr=False)  # by ZeRO level: [mesh, rate]
+    _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _sends: dict[int, float] = field(default_factory=dict, repr=False)
     _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(problem: Problem, space: Space, units: Units, book: PriceBook) -> WireBook:
+    def of(problem: Problem, space: Space, units: Units, book: PriceBook, chain: Chain) -> WireBook:
         """The book of a space, empty."""
         _, held = np.unique(
             np.stack([units.unit_parameters, units.most_trainable]), axis=1, return_inverse=True
@@ -83,6 +87,7 @@ class WireBook:
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
             pipelines=_pipelines(space),
             messages=_messages(problem, book, space.shapes),
+            tied=tuple(tied_ends(problem.graph, chain).values()),
         )
 
     def price(self, found: Variants) -> Wires:
@@ -91,6 +96,7 @@ class WireBook:
         columns = dict(zip(EXCHANGED, self._exchange_prices(few).T, strict=True))
         columns |= zip(STEPPED, self._step_prices(few).T, strict=True)
         columns["send_s"] = self._sends_s(few)
+        columns["tied_s"] = self._tied_s(few)
         return Wires(**{name: column[which] for name, column in columns.items()})
 
     def least(self, meshes: Ints, zero: int) -> tuple[Floats, Floats]:
@@ -167,6 +173,25 @@ class WireBook:
                 self._sends[key] = self.book.send_s((axis,), size_bytes) if pp > 1 else 0.0
         return np.array([self._sends[key] for key in distinct.tolist()], dtype=np.float64)[which]
 
+    def _tied_s(self, found: Variants) -> Floats:
+        """Shards of gradients of tensors that both ends of the model hold, from rank to rank; as if tp sharded all of them."""
+        shapes = self.space.shapes.take(found.shape)
+        if not self.tied:
+            return np.zeros(len(found))
+        columns, pipeline = self.pipelines
+        parts = shapes.tp * np.where(found.zero > 0, shapes.dp_shard * shapes.cp, 1)
+        axes = pipeline[shapes.mesh, found.order]
+        item = state.dtype_bytes(self.problem.execution.grad_dtype)
+
+        def price(row: int) -> tuple[float, ...]:
+            pp, stride = columns[int(axes[row])]
+            axis = (Axis(name="pp", size=pp, stride=stride),)
+            sizes = (state.share(numel * item, int(parts[row])) for numel in self.tied)
+            return (sum(self.book.send_s(axis, size) for size in sizes) if pp > 1 else 0.0,)
+
+        keys = axes * (int(self.space.shapes.devices.max()) + 1) + parts
+        return np.asarray(_looked_up(self._ties, keys, price, 1)[:, 0])
+
     def _exchange_prices(self, found: Variants) -> Floats:
         """Columns EXCHANGED."""
         own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
@@ -177,7 +202,7 @@ class WireBook:
             strategy = self._example_of(found, row)
             return _exchange_s(self.problem, self.book, self.units, strategy, int(found.shape[row]))
 
-        return _looked_up(self._exchanged, keys, price).reshape(-1, len(EXCHANGED))
+        return _looked_up(self._exchanged, keys, price, len(EXCHANGED))
 
     def _step_prices(self, found: Variants) -> Floats:
         """Columns STEPPED."""
@@ -191,7 +216,7 @@ class WireBook:
             expert_s = _step_s(self.book, strategy, axes, whole, whole) if experts else 0.0
             return step_s / whole, expert_s / whole
 
-        return _looked_up(self._stepped, keys, price).reshape(-1, len(STEPPED))
+        return _looked_up(self._stepped, keys, price, len(STEPPED))
 
     def _placed_keys(self, found: Variants) -> Ints:
         """Where data parallelism is placed, and the level of ZeRO: 1 and 2 exchange the same, if not as often."""
@@ -207,14 +232,14 @@ class WireBook:
 
 
 def _looked_up(
-    known: dict[int, tuple[float, ...]], keys: Ints, price: Callable[[int], tuple[float, ...]]
+    known: dict[int, tuple[float, ...]], keys: Ints, price: Callable[[int], tuple[float, ...]], columns: int
 ) -> Floats:
-    """The prices by key, as columns; of a key that is not known yet, that of its first row."""
+    """The prices by key, so many columns; of a key that is not known yet, that of its first row."""
     distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
     for key, row in zip(distinct.tolist(), first.tolist(), strict=True):
         if key not in known:
             known[key] = price(row)
-    prices = np.array([known[key] for key in distinct.tolist()], dtype=np.float64)
+    prices = np.array([known[key] for key in distinct.tolist()], dtype=np.float64).reshape(-1, columns)
     return np.asarray(prices[which.reshape(-1)])
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from math import floor
 
-from autoparallel.costmodel.bound import V_SHAPED, bound_terms
+from autoparallel.costmodel.bound import V_SHAPED
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
@@ -15,9 +15,8 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal, proportional
-from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value
+from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value, tied_ends
 from autoparallel.planner.search.stages.moments import host_rows, host_state_rate, memory_rows, state_rate
-from autoparallel.planner.search.stages.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
 from autoparallel.planner.search.stages.peaks import (
     Ends,
     backward_peak,
@@ -25,14 +24,13 @@ from autoparallel.planner.search.stages.peaks import (
     last_kinds,
     weight_peak,
 )
-from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem, merged
-from autoparallel.planner.search.stages.quantities import Q
+from autoparallel.planner.search.stages.problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.stages.rows import rank_rows, split_rows
 from autoparallel.planner.search.stages.sizes import chunk_sizes
 from autoparallel.planner.search.stages.unlike import on_devices, over_devices, rank_devices
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 
-_PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND}
 MOST_ENDS = 3  # stages beside the first that rows end with
 
 
@@ -102,12 +100,12 @@ def stage_problem(
     def quantities_on(device: Device) -> tuple[Quantity, ...]:
         own = book.on(device)
         there = price_candidate(problem, chain, own, chosen)
-        return (*_seconds(problem, own, there), *_bytes(there, ends))
+        return (*_seconds(problem, chain, own, there), *_bytes(there, ends))
 
     stages = StageProblem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
-        quantities=(*_seconds(problem, book, priced), *_bytes(priced, ends)),
+        quantities=(*_seconds(problem, chain, book, priced), *_bytes(priced, ends)),
         paths=split_rows(strategy)
         if chosen.schedule in SPLIT_BACKWARD
         else rank_rows(strategy, _ends(chain)),
@@ -142,30 +140,30 @@ def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> 
     return tuple(len(chain.kinds) * pace / sum(paces) for pace in paces)
 
 
-def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
-    """Quantities FORWARD to SEND, in picoseconds."""
+def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
+    """Quantities FORWARD to TIED, in picoseconds."""
     strategy, links = priced.strategy, priced.links
     every = state.zero_level(strategy) >= 2
 
     def communicates(link: LinkPrice) -> float:
         return link.gather_s + link.reduce_s
 
-    backward = links.streamed(lambda link: link.backward_s, backward=True)
+    backward = links.streamed(_backward, backward=True)
     weight = links.sums(lambda link: link.weight_s)
     end: tuple[Form, ...]
     end_weight: tuple[Form, ...]
     if strategy.grad_sync.overlap:
-        end = (backward, *links.beside(lambda link: link.backward_s, communicates))
-        end_weight = (weight, *links.beside(lambda link: link.weight_s, lambda link: link.reduce_s))
+        end = (backward, *links.beside(_backward, communicates))
+        end_weight = (weight, *links.beside(lambda link: (link.weight_s, 0.0), lambda link: link.reduce_s))
     else:
         end = (backward, links.sums(lambda link: link.backward_s + link.reduce_s))
         end_weight = (weight, links.sums(lambda link: link.weight_s + link.reduce_s))
     backwards = Quantity(forms=end if every else (backward,))
     weights = Quantity(forms=end_weight if every else (weight,))
     return (
-        Quantity(forms=(links.streamed(lambda link: link.forward_s, backward=False),)),
+        Quantity(forms=(links.streamed(_forward, backward=False),)),
         backwards,
-        Quantity(forms=(links.streamed(lambda link: link.input_s, backward=True),)),
+        Quantity(forms=(links.streamed(_input, backward=True),)),
         weights,
         backwards,
         weights,
@@ -173,7 +171,20 @@ def _seconds(problem: Problem, book: PriceBook, priced: Priced) -> tuple[Quantit
         Quantity(forms=end_weight),
         Quantity(forms=(links.sums(_step_rate(book, priced)),)),
         Quantity(forms=(_sends(problem, book, strategy, links),)),
+        Quantity(forms=(_tied(book, chain, priced),)),
     )
+
+
+def _forward(link: LinkPrice) -> tuple[float, float]:
+    return link.forward_s, link.forward_contended_s
+
+
+def _backward(link: LinkPrice) -> tuple[float, float]:
+    return link.backward_s, link.backward_contended_s
+
+
+def _input(link: LinkPrice) -> tuple[float, float]:
+    return link.input_s, link.backward_contended_s
 
 
 def _step_rate(book: PriceBook, priced: Priced) -> Value:
@@ -202,6 +213,17 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
         + link.dense * gather
         + link.experts * gather_experts
     )
+
+
+def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
+    """The exchange of gradients of tied tensors, which the first and the last stage wait for where they are on two ranks."""
+    form, chosen = priced.links.constant(0), priced.chosen
+    ties = tuple(tied_ends(book.expander.graph, chain))
+    if not ties or chosen.mesh.pp == 1 or chosen.schedule in V_SHAPED:
+        return form
+    exchanges = book.expander.tied(priced.strategy, range(len(chain.head)), ties)
+    seconds = sum(book.pricer.collective_s(c, mesh_axes(priced.strategy)) for c in exchanges)
+    return replace(form, fixed=(floor(seconds * PS), *form.fixed[1:-1], floor(seconds * PS)))
 
 
 def _sends(problem: Problem, book: PriceBook, strategy: Strategy, links: PricedChain) -> Form:
@@ -249,126 +271,6 @@ def _ends(chain: Chain) -> int:
     """Stages beside the first one that may take longest to end, as blocks of other kinds stand before them."""
     unlike = [place for place, kind in enumerate(chain.kinds) if kind != chain.kinds[0]]
     return min(unlike[0], MOST_ENDS) if unlike else 0
-
-
-def rank_rows(strategy: Strategy, ends: int) -> tuple[Row, ...]:
-    """For each rank two paths that all schedules without split backward have: the pipeline fills, the rank does
-    all its work, and then it reduces and steps, or the pipeline drains and the first stage does. Where blocks are unlike,
-    one of the first `ends` stages may be the last to end."""
-    mesh, pipeline = strategy.mesh, strategy.pipeline
-    home = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
-    rows = []
-    for rank in range(mesh.pp):
-        chunks = [stage for stage, at in enumerate(home) if at == rank]
-        first = chunks[0]
-        work = [(int(Q.FORWARD), stage, 1) for stage in range(first)]
-        work += [(int(Q.SEND), stage, 1) for stage in range(first)]
-        work += [(int(Q.FORWARD), stage, strategy.micro_batches) for stage in chunks]
-        work += [(int(Q.BACKWARD), stage, strategy.micro_batches - 1) for stage in chunks]
-        work += [(int(Q.LAST_BACKWARD), stage, 1) for stage in chunks[1:]]
-        rows.append(Row(terms=merged([*work, (int(Q.END), first, 1), (int(Q.STEP), first, 1)])))
-        if pipeline.virtual_stages == 1 and mesh.pp > 1:
-            rows.append(Row(terms=merged(_round_trip(strategy, rank))))
-        if first:
-            drain = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, first + 1)]
-            drain += [(int(Q.SEND), stage, 1) for stage in range(first)]
-            rows.append(Row(terms=merged([*work, *drain, (int(Q.END), 0, 1), (int(Q.STEP), 0, 1)])))
-    if pipeline.virtual_stages > 1:
-        rows += [Row(terms=merged(terms)) for terms in _round_trips(strategy, len(home))]
-    if pipeline.schedule == "1f1b" and ends:
-        pairs = product(range(mesh.pp), range(ends + 1))
-        rows += [
-            Row(terms=merged(_there_and_back(strategy, rank, end))) for rank, end in pairs if end <= rank
-        ]
-    return tuple(rows)
-
-
-def _there_and_back(strategy: Strategy, rank: int, end: int) -> list[tuple[int, int, int]]:
-    """1F1B: the first micro-batch from a rank to the last one and back, the rank's forwards and backwards in turn until it
-    has run the last forward, that micro-batch there and back, too, and on to the end of an earlier stage."""
-    pp, m = strategy.mesh.pp, strategy.micro_batches
-    ahead = pp - rank  # forwards before the first backward
-    if m <= ahead:
-        return []
-    after = range(rank + 1, pp)
-    terms = [(int(Q.FORWARD), stage, 1) for stage in range(rank)]
-    terms += [(int(Q.FORWARD), stage, 2) for stage in after]
-    terms += [(int(Q.BACKWARD), stage, 1) for stage in after]
-    terms += [(int(Q.FORWARD), rank, 1 + m - ahead), (int(Q.BACKWARD), rank, m - ahead)]
-    terms += [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(end + 1, pp)]
-    terms += [(int(Q.SEND), stage, 4) for stage in range(rank, pp - 1)]
-    terms += [(int(Q.SEND), stage, 2 if stage >= end else 1) for stage in range(rank)]
-    return [*terms, (int(Q.END), end, 1), (int(Q.STEP), end, 1)]
-
-
-def _round_trips(strategy: Strategy, chunks: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Of several chunks per rank: the last micro-batch through all of them and back, after the others have left the first
-    one; and the first micro-batch, before the others come back to it."""
-    others = strategy.micro_batches - 1
-    there = [(int(Q.FORWARD), stage, 1) for stage in range(chunks)]
-    there += [(int(Q.SEND), stage, 2) for stage in range(chunks - 1)]
-    end = [(int(Q.END), 0, 1), (int(Q.STEP), 0, 1)]
-    last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, chunks)]
-    yield [(int(Q.FORWARD), 0, others), *there, *last, *end]
-    if others:
-        yield [
-            *there,
-            *((int(Q.BACKWARD), stage, 1) for stage in range(1, chunks)),
-            (int(Q.BACKWARD), 0, others),
-            *end,
-        ]
-
-
-def split_rows(strategy: Strategy) -> tuple[Row, ...]:
-    """The paths that schedules with a split backward have (`costmodel.bound`), and the steps of the rank at the
-    end of each."""
-    mesh, pipeline = strategy.mesh, strategy.pipeline
-    home = tuple(rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages))
-    rows = []
-    for term in bound_terms(pipeline.schedule, home, strategy.micro_batches):
-        counted = (
-            (Q.FORWARD, term.forward), (Q.BACKWARD, term.backward), (Q.BACKWARD_INPUT, term.backward_input),
-            (Q.BACKWARD_WEIGHT, term.backward_weight), (Q.SEND, term.message),
-        )  # fmt: skip
-        terms = [(int(kind), stage, n) for kind, counts in counted for stage, n in enumerate(counts)]
-        terms += [(int(Q.STEP), stage, 1) for stage, rank in enumerate(home) if rank == term.rank]
-        rows.append(Row(terms=merged(terms)))
-    return tuple(rows)
-
-
-def _round_trip(strategy: Strategy, rank: int) -> list[tuple[int, int, int]]:
-    """One micro-batch through all stages and back, while the rank's other work waits for it: 1F1B has run
-    ranks - rank forwards when its first gradient arrives, GPipe runs all but one before its last input leaves."""
-    pp, m = strategy.mesh.pp, strategy.micro_batches
-    ahead = 1 if strategy.pipeline.schedule == "gpipe" else min(pp - rank, m)
-    last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, rank + 1)]
-    last += [(int(Q.END), 0, 1), (int(Q.STEP), 0, 1)]
-    if m == 1:  # the gradient that comes back is the last
-        last = [(int(Q.LAST_BACKWARD), stage, 1) for stage in range(1, pp)] + last[rank:]
-    else:
-        last += [(int(Q.BACKWARD), stage, 1) for stage in range(rank, pp)]
-        last += [(int(Q.BACKWARD), rank, m - 2)]
-    hops = [(int(Q.SEND), stage, 2) for stage in range(pp - 1)]
-    return [
-        *((int(Q.FORWARD), stage, 1) for stage in range(pp)),
-        (int(Q.FORWARD), rank, m - ahead),
-        *last,
-        *hops,
-    ]
-
-
-def path_row(path: Path) -> Row:
-    """A critical path as a row; a last backward and its reduction are one quantity where both stand on it."""
-    counts = {(part, stage): count for part, stage, count in path.terms}
-    terms = []
-    for (part, stage), count in counts.items():
-        if part in (REDUCE, REDUCE_AFTER_WEIGHT, TIED):
-            continue
-        quantity = _PHASES[part]
-        if (REDUCE, stage) in counts or (REDUCE_AFTER_WEIGHT, stage) in counts:
-            quantity = {Q.LAST_BACKWARD: Q.END, Q.LAST_BACKWARD_WEIGHT: Q.END_WEIGHT}.get(quantity, quantity)
-        terms.append((int(quantity), stage, count))
-    return Row(terms=merged(terms))
 
 
 def with_paths(problem: StageProblem, rows: Sequence[Row]) -> StageProblem:

@@ -26,8 +26,9 @@ from autoparallel.planner.search.plan import plan
 from autoparallel.planner.search.space.build import MODES, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal
-from autoparallel.planner.search.stages.inner import path_row, price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.stages.inner import price_candidate, stage_problem, with_paths
 from autoparallel.planner.search.stages.problem import Deal, deal_value, row_value
+from autoparallel.planner.search.stages.rows import path_row
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
