@@ -178,7 +178,12 @@ class PriceBook:
         )
 
     def _contended_s(
-        self, strategy: Strategy, block: int, work: BlockWork, axes: tuple[Axis, ...], beside: Sequence[Collective]
+        self,
+        strategy: Strategy,
+        block: int,
+        work: BlockWork,
+        axes: tuple[Axis, ...],
+        beside: Sequence[Collective],
     ) -> tuple[float, float]:
         """As `costmodel.price.contended_s`; nothing where parameters are tied, which another block may gather and reduce."""
         if not beside or any(p.tied for p in self.expander.graph.blocks[block].parameters):

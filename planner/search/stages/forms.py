@@ -142,8 +142,22 @@ class PricedChain:
 
             return self.sums(value)
 
-        every = (*self.head, *self.tail, *(link for links in (*self.kept, *self.recomputed) for link in links))
+        every = (
+            *self.head,
+            *self.tail,
+            *(link for links in (*self.kept, *self.recomputed) for link in links),
+        )
         return tuple(least(x) for x in sorted({0.0, *map(worth, every)}, reverse=True))
+
+    def left(self, work: Work, communicate: Value) -> Form:
+        """Communication that is left after a computation w beside it: C - w s/m at least (`beside`), negative where that may
+        hide all of it."""
+
+        def value(link: LinkPrice) -> float:
+            slow, slow_comm = self._slow(*work(link))
+            return communicate(link) - work(link)[0] * slow / slow_comm
+
+        return self.sums(value)
 
     def _slow(self, compute_s: float, contended_s: float) -> tuple[float, float]:
         """How many times as long a computation takes beside communication, and that beside it."""

@@ -15,7 +15,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal, proportional
-from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value, tied_ends
+from autoparallel.planner.search.stages.forms import PS, Chain, PricedChain, Value, Work, tied_ends
 from autoparallel.planner.search.stages.moments import host_rows, host_state_rate, memory_rows, state_rate
 from autoparallel.planner.search.stages.peaks import (
     Ends,
@@ -154,7 +154,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     end_weight: tuple[Form, ...]
     if strategy.grad_sync.overlap:
         end = (backward, *links.beside(_backward, communicates))
-        end_weight = (weight, *links.beside(lambda link: (link.weight_s, 0.0), lambda link: link.reduce_s))
+        end_weight = (weight, *links.beside(_weight, lambda link: link.reduce_s))
     else:
         end = (backward, links.sums(lambda link: link.backward_s + link.reduce_s))
         end_weight = (weight, links.sums(lambda link: link.weight_s + link.reduce_s))
@@ -172,6 +172,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         Quantity(forms=(links.sums(_step_rate(book, priced)),)),
         Quantity(forms=(_sends(problem, book, strategy, links),)),
         Quantity(forms=(_tied(book, chain, priced),)),
+        *(_left(links, work, none=every, beside=strategy.grad_sync.overlap) for work in (_backward, _weight)),
     )
 
 
@@ -181,6 +182,21 @@ def _forward(link: LinkPrice) -> tuple[float, float]:
 
 def _backward(link: LinkPrice) -> tuple[float, float]:
     return link.backward_s, link.backward_contended_s
+
+
+def _weight(link: LinkPrice) -> tuple[float, float]:
+    return link.weight_s, 0.0
+
+
+def _left(links: PricedChain, work: Work, *, none: bool, beside: bool) -> Quantity:
+    """What is left of a chunk's reduction after such a pass, beside which it may run; `none` where each pass ends with it."""
+    nothing = links.constant(0)
+    if none:
+        return Quantity(forms=(nothing,))
+    left = links.left(work, lambda link: link.reduce_s) if beside else links.sums(lambda link: link.reduce_s)
+    return Quantity(
+        forms=(nothing, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (nothing,)
+    )
 
 
 def _input(link: LinkPrice) -> tuple[float, float]:

@@ -12,7 +12,10 @@ from autoparallel.planner.search.stages.problem import Row, merged
 from autoparallel.planner.search.stages.quantities import Q
 from autoparallel.planner.strategy.types import Strategy
 
-_PHASES = {q.name.lower(): q for q in Q if q < Q.END} | {"step": Q.STEP, SEND: Q.SEND, TIED: Q.TIED}
+_QUANTITIES = {q.name.lower(): q for q in Q if q < Q.END} | {
+    "step": Q.STEP, SEND: Q.SEND, TIED: Q.TIED, REDUCE: Q.REDUCE, REDUCE_AFTER_WEIGHT: Q.REDUCE_AFTER_WEIGHT,
+}  # fmt: skip
+_ENDS = ((Q.LAST_BACKWARD, Q.REDUCE, Q.END), (Q.LAST_BACKWARD_WEIGHT, Q.REDUCE_AFTER_WEIGHT, Q.END_WEIGHT))
 
 
 def rank_rows(strategy: Strategy, ends: int) -> tuple[Row, ...]:
@@ -128,13 +131,9 @@ def _round_trip(strategy: Strategy, rank: int) -> list[tuple[int, int, int]]:
 
 def path_row(path: Path) -> Row:
     """A critical path as a row; a last backward and its reduction are one quantity where both stand on it."""
-    counts = {(part, stage): count for part, stage, count in path.terms}
-    terms = []
-    for (part, stage), count in counts.items():
-        if part in (REDUCE, REDUCE_AFTER_WEIGHT):
-            continue
-        quantity = _PHASES[part]
-        if (REDUCE, stage) in counts or (REDUCE_AFTER_WEIGHT, stage) in counts:
-            quantity = {Q.LAST_BACKWARD: Q.END, Q.LAST_BACKWARD_WEIGHT: Q.END_WEIGHT}.get(quantity, quantity)
-        terms.append((int(quantity), stage, count))
-    return Row(terms=merged(terms))
+    counts = {(_QUANTITIES[part], stage): count for part, stage, count in path.terms}
+    for last, reduce, end in _ENDS:
+        for stage in [stage for quantity, stage in counts if quantity == last and (reduce, stage) in counts]:
+            counts[end, stage] = counts.pop((last, stage))
+            del counts[reduce, stage]
+    return Row(terms=merged([(int(quantity), stage, count) for (quantity, stage), count in counts.items()]))
