@@ -27,22 +27,6 @@ class Path:
     terms: tuple[tuple[str, int, int], ...]
 
 
-def part_s(cost: StageCost, part: str) -> float:
-    """Seconds of one part of a stage."""
-    flat = {
-        SEND: cost.send_s,
-        REDUCE: cost.reduce_s,
-        REDUCE_AFTER_WEIGHT: cost.reduce_after_weight_s,
-        TIED: cost.tied_s,
-    }
-    return flat[part] if part in flat else float(getattr(cost, part).total_s)
-
-
-def path_s(path: Path, costs: Sequence[StageCost]) -> float:
-    """Seconds along a path: a lower bound on the step for any stage costs."""
-    return sum(count * part_s(costs[stage], part) for part, stage, count in path.terms)
-
-
 def critical_path(timetable: Timetable, costs: Sequence[StageCost], times: PipelineTimes) -> Path:
     """The path that makes the step as long as it is."""
     terms: Counter[tuple[str, int]] = Counter()

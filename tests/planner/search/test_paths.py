@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.stage_cost import Phase, StageCost
 from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
 from autoparallel.planner.expand.schedules import build_schedule
-from autoparallel.planner.search.stages.paths import critical_path, path_s
+from autoparallel.planner.search.stages.paths import (
+    REDUCE,
+    REDUCE_AFTER_WEIGHT,
+    SEND,
+    TIED,
+    Path,
+    critical_path,
+)
 
 CASES = [
     ("none", 1, 1, 3), ("gpipe", 3, 1, 4), ("1f1b", 3, 1, 5), ("1f1b", 4, 1, 2), ("interleaved-1f1b", 2, 2, 4),
@@ -31,6 +40,15 @@ def draw_costs(data: st.DataObject, timetable: Timetable) -> list[StageCost]:
         )
         for stage in range(stages)
     ]  # fmt: skip
+
+
+def path_s(path: Path, costs: Sequence[StageCost]) -> float:
+    """Seconds along a path: a lower bound on the step for any stage costs."""
+    flat = {SEND: "send_s", REDUCE: "reduce_s", REDUCE_AFTER_WEIGHT: "reduce_after_weight_s", TIED: "tied_s"}
+    return sum(
+        count * (getattr(costs[s], flat[part]) if part in flat else getattr(costs[s], part).total_s)
+        for part, s, count in path.terms
+    )
 
 
 @settings(max_examples=60)

@@ -168,7 +168,8 @@ def test_an_interrupt_returns_the_best_so_far_with_its_gap(monkeypatch: pytest.M
         return real(expander, strategy)
 
     monkeypatch.setattr(frontier, "evaluate", interrupted)
-    problem = small_problem(1, 2, 4, constraints={"mesh.pp": 2})
+    # Without tensor parallelism: a search that was stopped asks for no further points of tensor plans.
+    problem = small_problem(1, 2, 4, constraints={"mesh.pp": 2, "mesh.tp": 1})
     result = plan(problem)
     assert result.status == "feasible"
     assert 0.0 <= result.gap < 1.0
