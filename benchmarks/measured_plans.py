@@ -142,7 +142,7 @@ def compare(name: str, cluster: Cluster) -> list[Scored]:
     """A model's strategies, predicted and measured; the plan first."""
     samples = MODELS[name][1] * SHARE
     model, inputs = make(name, 2)
-    graph = capture(model.to("meta"), {key: value.to("meta") for key, value in inputs.items()}, name=name)
+    graph = capture(model, inputs, name=name)
     found = cases(graph, cluster, samples * cluster.devices)
     seconds = measure(name, [case.strategy for case in found], cluster.devices)
     return [

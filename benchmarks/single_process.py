@@ -50,8 +50,7 @@ def predict(name: str, cluster: Cluster, samples: int | None = None) -> Predicti
     """The step of a model on one device, as `score` predicts it."""
     model, inputs = make(name, samples)
     samples = samples or MODELS[name][1]
-    two = {key: value[:2] for key, value in inputs.items()}
-    graph = capture(model.to("meta"), {key: value.to("meta") for key, value in two.items()}, name=name)
+    graph = capture(model, {key: value[:2] for key, value in inputs.items()}, name=name)
     strategy = Strategy(
         batch=Batch(global_=samples, micro=samples),
         mesh=Mesh(),
