@@ -31,10 +31,8 @@ Layout = tuple[object, ...]  # of the arguments of a call
 # How far two ways to compute a value may be apart, relative to its largest. Kind: formula: the same kernels on the same
 # numbers, gradients added up in another order.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-_VARIATION = 0.1  # of values in a trial
-_ZERO = 1e-3  # of the median size: what is smaller is rounding
+_ZERO = 1e-3  # of the median of these largest values: a tensor that is smaller is rounding
+_VARIATION = 0.1  # of the numbers of a trial
 
 
 class _Nothing(torch.autograd.Function):
