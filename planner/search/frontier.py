@@ -82,9 +82,13 @@ class Frontier:
         self._twins = Twins(self.outer)
         self._upcoming = Upcoming(outer=self.outer)
 
+    def open(self, rows: Ints | None = None) -> None:
+        """From now on the shapes `rows` (all of them if None) count in the bound."""
+        self._upcoming.begin(rows)
+
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end."""
-        self._upcoming.begin(rows)
+        self.open(rows)
         if self.dives:
             self._dive()
         while True:

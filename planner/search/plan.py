@@ -54,6 +54,7 @@ __all__ = [
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
 # machine (`Frontier.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
 MOST_WORK = 1500.0
+POINTS_SHARE = 0.2  # of it, for further points of tensor plans after a search that stopped
 REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
@@ -116,12 +117,10 @@ def _plan(
     if outer is None:
         raise explain_empty(problem)
     frontier = Frontier(outer=outer, check=watch.check)
-    stopped = False
-    try:
-        frontier.run()
-        search_points(frontier, watch.check)
-    except (Stopped, KeyboardInterrupt):
-        stopped = True
+    stopped = watch.ended_early(frontier.run)
+    if frontier.incumbent is not None or not stopped:
+        done = watch.most_work * (1 - POINTS_SHARE) if stopped else 0.0
+        stopped |= watch.ended_early(lambda: search_points(frontier, watch.check, done))
     if frontier.incumbent is None:
         if stopped:  # not looked at is not infeasible
             raise SearchTimeout(
@@ -146,6 +145,18 @@ class _Watch:
         self.started_s, self.limit_s, self.progress = started_s, limit_s, progress
         self.reported_s = started_s
         self.most_work = MOST_WORK
+        self.interrupted = False
+
+    def ended_early(self, search: Callable[[], None]) -> bool:
+        """Run a search; whether a limit or an interrupt ended it. After an interrupt every search ends at once."""
+        try:
+            search()
+        except Stopped:
+            return True
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return True
+        return False
 
     def share(self, parts: float, done: float = 0.0) -> None:
         """Divide the work that is left evenly among so many searches."""
@@ -154,7 +165,7 @@ class _Watch:
     def check(self, frontier: Frontier) -> None:
         """Called before every step of the search."""
         now_s = time.monotonic()
-        if self.limit_s is not None and now_s - self.started_s >= self.limit_s:
+        if self.interrupted or (self.limit_s is not None and now_s - self.started_s >= self.limit_s):
             raise Stopped
         if self.limit_s is None and self.worked_enough(frontier):
             raise Stopped

@@ -68,29 +68,33 @@ def asked_points(frontier: Frontier) -> Iterator[tuple[Ints, tuple[TensorRule, .
                 yield asked.rows, plan.rules
 
 
-def search_points(frontier: Frontier, check: Callable[[Frontier], None]) -> None:
+def search_points(frontier: Frontier, check: Callable[[Frontier], None], work: float = 0.0) -> None:
     """Search further points of the settings that ask for them; `frontier`, whose search has ended, takes over what is
-    found. Raises Stopped where they take as much work as `check` allows the search itself."""
-    work = 0.0
+    found. Raises Stopped where they take as much work as `check` allows the search itself, of which `work` counts as done:
+    what is then still open counts in the bound of `frontier`."""
+    opened = []
     for rows, rules in asked_points(frontier):
         point = _of_point(frontier.outer, rows, rules)
         if point is not None:
-            work = _search(frontier, point, check, work)
-    frontier.work += work
+            opened.append(Frontier(outer=point, check=check, value=frontier.value))
+            opened[-1].open()
+            frontier.taken.append(opened[-1])
+    done = work
+    for own in opened:
+        own.value, own.work = min(own.value, frontier.value), done
+        _search(frontier, own)
+        done = own.work
+    frontier.work += done - work
 
 
-def _search(frontier: Frontier, point: Outer, check: Callable[[Frontier], None], work: float) -> float:
-    """Search a point below the best value, and take over what it finds. Returns the work, what was done before
-    included."""
-    own = Frontier(outer=point, check=check, value=frontier.value, work=work)
-    frontier.taken.append(own)
+def _search(frontier: Frontier, own: Frontier) -> None:
+    """Search a point below the best value, and take over what it finds."""
     try:
         own.run()
     finally:
         frontier.seen += own.seen
         if own.incumbent is not None:
             frontier.consider(own.incumbent)
-    return own.work
 
 
 def _pays(outer: Outer, strategy: Strategy, plan: TensorPlan, price: float) -> bool:

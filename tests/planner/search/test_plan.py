@@ -156,7 +156,10 @@ def test_no_time_at_all_is_a_timeout() -> None:
         plan(small_problem(0, 2, 4), time_limit_s=0.0)
 
 
-def test_an_interrupt_returns_the_best_so_far_with_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fixed", [{"mesh.tp": 1}, {}])
+def test_an_interrupt_returns_the_best_so_far_with_its_gap(
+    monkeypatch: pytest.MonkeyPatch, fixed: dict[str, object]
+) -> None:
     import autoparallel.planner.search.frontier as frontier
 
     real, calls = frontier.evaluate, []
@@ -168,8 +171,7 @@ def test_an_interrupt_returns_the_best_so_far_with_its_gap(monkeypatch: pytest.M
         return real(expander, strategy)
 
     monkeypatch.setattr(frontier, "evaluate", interrupted)
-    # Without tensor parallelism: a search that was stopped asks for no further points of tensor plans.
-    problem = small_problem(1, 2, 4, constraints={"mesh.pp": 2, "mesh.tp": 1})
+    problem = small_problem(1, 2, 4, constraints={"mesh.pp": 2, **fixed})
     result = plan(problem)
     assert result.status == "feasible"
     assert 0.0 <= result.gap < 1.0
