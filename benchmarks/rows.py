@@ -23,6 +23,7 @@ from autoparallel.planner.strategy.types import (
     Strategy,
 )
 from autoparallel.profiles import load_device
+from autoparallel.profiles.constants import KERNEL_MODES
 from autoparallel.profiles.hardware import Cluster, Group
 from autoparallel.profiles.parts import evenly_filled
 from benchmarks.beside import Beside
@@ -34,7 +35,6 @@ Row = Mapping[str, str]
 FAMILIES = ("gpt", "mpt", "llama", "nemotron")
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 ATTENTIONS = ("flash", "flash-v1", "flash-v2", "unfused")
-KERNELS = ("eager", "fused", "compiled")
 RECOMPUTES = ("none", "selective", "operators", "full", "half")
 OUTCOMES = ("ok", "oom")
 MLPS = ("gelu-4h", "gelu", "swiglu", "squared-relu", "relu2")
@@ -207,7 +207,7 @@ def _execution(row: Row) -> Execution:
     framework = framework_of(row.get("framework", ""))
     sharded = _int(row, "zero", 0, least=0) == 3
     half_gradients = dtype == "fp16" or framework.half_gradients or (sharded and not framework.full_reduction)
-    kernels = _text(row, "kernels", KERNELS, default="fused")
+    kernels = _text(row, "kernels", KERNEL_MODES, default="fused")
     if framework.eager or row.get("fused_norm") == "False":
         kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
     return Execution(

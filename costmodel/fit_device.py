@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoparallel.costmodel.fit import Sample, fit_constants, kernel_price, with_constants
-from autoparallel.costmodel.kernels import kernel_s
+from autoparallel.costmodel.kernels import kernel_s, runs_ahead
 from autoparallel.profiles.constants import MEMORY_KINDS
 from autoparallel.profiles.hardware import Device, Provenance, Residual, ValueKind
 
@@ -47,7 +47,7 @@ def fit_device(base: Device, samples: Sequence[Sample], *, source: str, own_peak
     for sample in samples:
         by_family.setdefault(sample.family, []).append(sample)
     device = _peaks(base, by_family, source) if own_peaks else base
-    overhead = f"launch_s.{MODE}" if base.constants[f"launch_s.{MODE}"] else "kernel.start_s"
+    overhead = f"launch_s.{MODE}" if runs_ahead(base) else "kernel.start_s"
     device = _overhead(device, overhead, by_family.get("dispatch", ()), source)
     residuals: dict[str, Residual] = dict(base.residuals)
     for name, keys in families("fp32" if own_peaks else "bf16"):

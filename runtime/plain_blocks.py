@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autoparallel.runtime.accelerator import CPU, generator_state, set_generator_state
 from autoparallel.runtime.pins import NotPlain, Plain, Player, Recorder, decided_by, sound
-from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
+from autoparallel.runtime.tensor_tools import copied_buffers, is_replicated, own_parameters
 
 Forward = Callable[..., Any]
 Layout = tuple[object, ...]  # of the arguments of a call
@@ -210,16 +210,13 @@ def _without_a_trace(block: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     """Random numbers and buffers are afterwards as they were; nobody else's hooks see what autograd keeps."""
     devices = dict.fromkeys((CPU, torch.device(mesh.device_type)))
     states = {device: generator_state(device) for device in devices}
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+        unseen = saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+        with copied_buffers(block.modules()), torch.enable_grad(), unseen:
             yield
     finally:
         for device, state in states.items():
             set_generator_state(state, device)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _varied(leaf: Any) -> Any:

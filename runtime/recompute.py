@@ -19,6 +19,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.capture.kernels import named_kind
 from autoparallel.planner.capture.meta_mode import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
+from autoparallel.runtime.tensor_tools import copied_buffers
 from autoparallel.runtime.torch_private import run_again
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -134,16 +135,8 @@ def _counting_once(
 
 @contextmanager
 def _on_copies(norms: Sequence[nn.Module], context: AbstractContextManager[Any]) -> Iterator[None]:
-    held = [(norm, dict(norm._buffers)) for norm in norms]
-    try:
-        with torch.no_grad():
-            for norm, buffers in held:
-                norm._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
-        with context:
-            yield
-    finally:
-        for norm, buffers in held:
-            norm._buffers.update(buffers)
+    with copied_buffers(norms), context:
+        yield
 
 
 def _remembered(values: Any) -> dict[str, tuple[int, ...]]:

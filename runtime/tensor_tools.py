@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,20 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 yield owner, name, parameter
+
+
+@contextmanager
+def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the modules have copies of their own buffers: what they write there is lost."""
+    held = [(module, dict(module._buffers)) for module in modules]
+    try:
+        with torch.no_grad():
+            for module, buffers in held:
+                module._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+        yield
+    finally:
+        for module, buffers in held:
+            module._buffers.update(buffers)
 
 
 def is_in_place(func: Any, kwargs: Mapping[str, Any]) -> bool:
