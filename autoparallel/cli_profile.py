@@ -58,12 +58,13 @@ def run_profile(
     output: Path, name: str, like: str | None, *, quick: bool, threads: int, console: Console
 ) -> None:
     """Measure, fit, write, tell. Under torchrun every rank calls it; rank 0 writes."""
-    from autoparallel.costmodel.fit_collectives import Machine, fit_collectives
+    from autoparallel.costmodel.fit_collectives import Machine, fit_collectives, fit_overlap
     from autoparallel.costmodel.fit_device import fit_device
     from autoparallel.profiles.load import load_device, own_constants
     from autoparallel.profiles.write import changed_keys, device_file, write_device
     from autoparallel.runtime.profiling import measure_machine
     from autoparallel.runtime.profiling.collectives import measure_collectives
+    from autoparallel.runtime.profiling.overlap import measure_overlap
     from autoparallel.runtime.profiling.start import processes
     from autoparallel.runtime.profiling.timing import on_accelerator, use_threads
 
@@ -83,12 +84,14 @@ def run_profile(
             silent = world.rank > 0
             with bar(console, "collectives", silent=silent) as tell:
                 collectives = measure_collectives(world.per_node, quick=quick, tell=tell)
+                overlap = measure_overlap(quick=quick)
             machine = Machine(nodes=world.size // world.per_node, per_node=world.per_node)
         if world.rank > 0:
             return
         if world.size > 1:
             where = f"{source}, {world.backend} over {world.size} processes"
             device = fit_collectives(device, collectives, machine, source=where)
+            device = fit_overlap(device, overlap, source=where)
     architecture, own = own_constants(base_name)
     changed = changed_keys(base, device)
     kept = {*changed, *(f"constants.{key}" for key in own)}

@@ -20,6 +20,7 @@ from autoparallel.profiles.build import cluster_of
 from autoparallel.profiles.constants import PROTOCOLS
 from autoparallel.profiles.hardware import Cluster, Device, Level, Provenance, Residual, ValueKind
 
+MOST_SLOWDOWN = 4.0  # what hardly moves beside the other may as well wait for it
 STARTS = tuple(f"collective.start_s.{protocol}" for protocol in PROTOCOLS)
 
 
@@ -37,17 +38,49 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSample:
-    """A measured collective: `size_bytes` is the full tensor, as in `program.Collective`."""
+    """A measured collective: `size_bytes` is the full tensor, as in `program.Collective`.
+
+    `seconds`: what a call of it takes in a training step; `quickest_s`: the quickest single call.
+    """
 
     op: CollectiveOp
     size_bytes: int
     place: GroupPlace
     seconds: float
+    quickest_s: float
 
     def predicted_s(self, cluster: Cluster) -> float:
         """Seconds by the cost model."""
         collective = Collective(op=self.op, axes=("all",), size_bytes=self.size_bytes)
         return alone_collective_s(collective, (self.place.axis(),), cluster)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSample:
+    """Computation and a longer queue of collectives, each alone and both started at once: seconds.
+
+    `compute_beside_s`: until the computation ends where both are under way, all of it beside collectives; `both_s`: until
+    the collectives end, too, the last of them alone.
+    """
+
+    compute_s: float
+    collective_s: float
+    compute_beside_s: float
+    both_s: float
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """Further time of computation, and of the collectives, per second beside the other, as a share."""
+        beside_s = self.compute_beside_s
+        done_s = self.collective_s - max(
+            self.both_s - beside_s, 0.0
+        )  # of the collectives, when the computation ends
+        return _share(beside_s, self.compute_s), _share(beside_s, done_s)
+
+
+def _share(beside_s: float, alone_s: float) -> float:
+    """How much longer, between 0 and `MOST_SLOWDOWN`."""
+    return min(max(beside_s - alone_s, 0.0) / max(alone_s, beside_s / (1 + MOST_SLOWDOWN)), MOST_SLOWDOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +122,7 @@ def fit_collectives(
     known = Provenance(kind=ValueKind.FITTED, source=f"{source}; {len(samples)} measurements of collectives")
     names = [f"box.levels.{i}.{key}" for i in crossed for key in ("bytes_per_s", "latency_s")]
     keys = [*names, *(f"constants.{key}" for key in (*STARTS, *factors))]
-    host_s = min(s.seconds for s in samples)
+    host_s = min(s.quickest_s for s in samples)
     fitted = with_constants(fitted, {"collective.host_s": host_s})
     quickest = Provenance(kind=ValueKind.MEASURED, source=f"{source}; the quickest collective")
     provenance = {
@@ -100,6 +133,14 @@ def fit_collectives(
     return replace(
         fitted, provenance=provenance, residuals={**device.residuals, **_residuals(samples, predict(x))}
     )
+
+
+def fit_overlap(device: Device, sample: OverlapSample, *, source: str) -> Device:
+    """`device` with what computation and collectives were measured to cost each other."""
+    keys = ("overlap.compute_slowdown", "overlap.comm_slowdown")
+    known = Provenance(kind=ValueKind.MEASURED, source=f"{source}; a queue of all-reduces beside products")
+    fitted = with_constants(device, dict(zip(keys, sample.slowdowns, strict=True)))
+    return replace(fitted, provenance={**fitted.provenance, **{f"constants.{key}": known for key in keys}})
 
 
 def _crossed(device: Device, samples: Sequence[CollectiveSample], machine: Machine) -> tuple[int, ...]:

@@ -28,8 +28,14 @@ def device_file(device: Device, architecture: str, own: Collection[str]) -> dict
 
 
 def changed_keys(before: Device, after: Device) -> tuple[str, ...]:
-    """Keys of the figures whose provenance differs."""
-    return tuple(k for k, known in after.provenance.items() if before.provenance.get(k) != known)
+    """Keys of the figures whose provenance differs, and of the constants whose value does."""
+    values = {f"constants.{key}": value for key, value in before.constants.items()}
+    return tuple(
+        key
+        for key, known in after.provenance.items()
+        if before.provenance.get(key) != known
+        or values.get(key) != after.constants.get(key.removeprefix("constants."))
+    )
 
 
 def write_device(path: Path, table: dict[str, Any], comment: str) -> None:

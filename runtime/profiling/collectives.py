@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autoparallel.costmodel.fit_collectives import CollectiveSample, GroupPlace
 from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.runtime.profiling.bursts import Burst, make_burst, slowest
 from autoparallel.runtime.profiling.timing import Call, accelerator_s, device_name, on_accelerator
 
 SIZES = {
@@ -26,9 +27,9 @@ OPS = (
     CollectiveOp.SEND,
 )
 FP32 = 4
-REPETITIONS = 40
-QUICK_REPETITIONS = 8
-WARM_UP = 2
+BURST_S = 3e-3  # of computation before each call: what a block of a small model takes
+ROUNDS, ACCELERATOR_ROUNDS, QUICK_ROUNDS = 5, 40, 3
+WARM_UP = 1
 IN_A_ROW = 20
 
 
@@ -48,19 +49,23 @@ def measure_collectives(
     sizes: Sequence[int] | None = None,
     tell: Callable[[int, int, str], None] = lambda *_: None,
 ) -> tuple[CollectiveSample, ...]:
-    """Times collectives of `sizes` (bytes; the usual ones) while every rank takes part in one like it. Needs an
-    initialised process group."""
+    """Times collectives of `sizes` (bytes; the usual ones), as steps make them, while every rank takes part in one
+    like it. Needs an initialised process group."""
     world = dist.get_world_size()
     places = group_places(world, per_node)
     cases = list(product(places, OPS, sizes or SIZES[on_accelerator()]))
     samples = []
     groups = {place: _own_group(place, world) for place in places}
+    burst = make_burst(0.0 if on_accelerator() else BURST_S)
+    rounds = {False: ROUNDS, True: ACCELERATOR_ROUNDS}[on_accelerator()]
     for done, (place, op, size) in enumerate(cases):
         label = f"{op} of {size >> 10} KiB over {place.size} ranks"
         tell(done, len(cases), label)
         call = _call(op, size, place, groups[place])
-        seconds = _measure_s(call, QUICK_REPETITIONS if quick else REPETITIONS)
-        samples.append(CollectiveSample(op=op, size_bytes=size, place=place, seconds=seconds))
+        seconds, quickest_s = _in_step(call, burst, QUICK_ROUNDS if quick else rounds)
+        samples.append(
+            CollectiveSample(op=op, size_bytes=size, place=place, seconds=seconds, quickest_s=quickest_s)
+        )
     tell(len(cases), len(cases), "")
     return tuple(samples)
 
@@ -116,23 +121,35 @@ def _to_and_fro(message: torch.Tensor, members: Sequence[int], group: dist.Proce
     return run
 
 
-def _measure_s(call: Call, repetitions: int) -> float:
-    """The quickest of single calls, the slowest rank's of each: calls start together at a barrier.
+def _in_step(call: Call, burst: Burst, rounds: int) -> tuple[float, float]:
+    """Seconds of a call as a step makes it, and of the quickest single one: the slowest rank's of each.
 
-    Not a quantile as of kernels: a call waits for whichever process the machine makes wait. On accelerators, whose
-    calls can be shorter than the time in which ranks leave a barrier, one of `IN_A_ROW`, as nccl-tests takes it.
+    On a CPU a round is `IN_A_ROW` bursts of computation, each followed by a call; the median round less its bursts
+    counts. In a step processes are woken up, and arrive, at different moments, which each of its calls pays for.
+    Accelerators work through their queues meanwhile: a round is `IN_A_ROW` calls, as nccl-tests takes it, and the
+    quickest counts.
     """
-    times = []
-    for number in range(WARM_UP + repetitions):
+    rounds_s, singles_s = [], []
+    for number in range(WARM_UP + rounds):
         dist.barrier()
-        if on_accelerator():
-            seconds = accelerator_s(call, IN_A_ROW)
-        else:
-            start = time.perf_counter()
-            call()
-            seconds = time.perf_counter() - start
+        round_s, single_s = (
+            _after_bursts(call, burst) if burst.count else (accelerator_s(call, IN_A_ROW),) * 2
+        )
         if number >= WARM_UP:
-            times.append(seconds)
-    slowest = torch.tensor(times, dtype=torch.float64, device=device_name())
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.min())
+            rounds_s.append(round_s)
+            singles_s.append(single_s)
+    quickest_s = float(slowest(singles_s).min())
+    typical_s = float(slowest(rounds_s).median()) if burst.count else quickest_s
+    return max(typical_s, quickest_s), quickest_s
+
+
+def _after_bursts(call: Call, burst: Burst) -> tuple[float, float]:
+    """Seconds of a call in the mean, what the bursts before take longer for it included, and of the quickest."""
+    quickest_s = float("inf")
+    begin = time.perf_counter()
+    for _ in range(IN_A_ROW):
+        burst()
+        start = time.perf_counter()
+        call()
+        quickest_s = min(quickest_s, time.perf_counter() - start)
+    return (time.perf_counter() - begin) / IN_A_ROW - burst.seconds, quickest_s

@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoparallel.costmodel.fit import Sample, fit_constants, kernel_price, with_constants
-from autoparallel.costmodel.fit_collectives import CollectiveSample, GroupPlace, Machine, fit_collectives
+from autoparallel.costmodel.fit_collectives import (
+    CollectiveSample,
+    GroupPlace,
+    Machine,
+    OverlapSample,
+    fit_collectives,
+    fit_overlap,
+)
 from autoparallel.costmodel.fit_device import fit_device
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.program import CollectiveOp, Kernel
+from autoparallel.costmodel.streams import Interference, Segment, run_streams
 from autoparallel.profiles import load_device
 from autoparallel.profiles.build import cluster_of
 from autoparallel.profiles.hardware import ValueKind
@@ -70,13 +80,40 @@ def test_a_network_is_found_from_its_collectives() -> None:
     cluster = cluster_of(truth, 1, 2, "truth")
     place = GroupPlace(size=2, stride=1)
     cases = [
-        CollectiveSample(op=op, size_bytes=size, place=place, seconds=1.0)
+        CollectiveSample(op=op, size_bytes=size, place=place, seconds=1.0, quickest_s=1.0)
         for op in (CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_GATHER)
         for size in (1 << 10, 1 << 16, 1 << 20, 1 << 24)
     ]
-    cases = [replace(c, seconds=c.predicted_s(cluster)) for c in cases]
+    cases = [replace(c, seconds=s, quickest_s=s / 2) for c in cases for s in [c.predicted_s(cluster)]]
     fitted = fit_collectives(BASE, cases, Machine(nodes=1, per_node=2), source="test")
     again = cluster_of(fitted, 1, 2, "again")
     for case in cases:
         assert case.predicted_s(again) == pytest.approx(case.seconds, rel=0.03), case
     assert set(fitted.residuals) >= {"collective.all_reduce", "collective.all_gather"}
+    assert fitted.constants["collective.host_s"] == min(case.quickest_s for case in cases)
+
+
+@given(compute=st.floats(0.0, 2.0), comm=st.floats(0.0, 2.0), longer=st.floats(1.0, 3.0))
+def test_what_streams_cost_each_other_is_found_from_when_they_end(
+    compute: float, comm: float, longer: float
+) -> None:
+    truth = Interference(compute_slowdown=compute, comm_slowdown=comm)
+    both = run_streams([Segment(compute_s=1.0, reductions=((0.0, longer * (1 + compute)),))], truth)
+    sample = OverlapSample(
+        compute_s=1.0, collective_s=longer * (1 + compute), compute_beside_s=both.end_s, both_s=both.end_s + both.tail_s
+    )  # fmt: skip
+    fitted = fit_overlap(BASE, sample, source="test")
+    assert fitted.constants["overlap.compute_slowdown"] == pytest.approx(compute, abs=1e-6)
+    assert fitted.constants["overlap.comm_slowdown"] == pytest.approx(comm, abs=1e-6)
+    assert fitted.provenance["constants.overlap.comm_slowdown"].kind is ValueKind.MEASURED
+
+
+@pytest.mark.parametrize("both_s", [0.5, 1.0, 3.5, 9.0])
+def test_disturbed_times_still_give_shares(both_s: float) -> None:
+    sample = OverlapSample(compute_s=1.0, collective_s=1.5, compute_beside_s=0.9, both_s=both_s)
+    assert all(0.0 <= share <= 4.0 for share in sample.slowdowns)
+
+
+def test_a_figure_that_is_measured_again_counts_as_changed() -> None:
+    again = with_constants(BASE, {"collective.host_s": 2 * BASE.constants["collective.host_s"]})
+    assert changed_keys(BASE, again) == ("constants.collective.host_s",)
