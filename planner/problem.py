@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
+from typing import Protocol
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.money import rate_per_s
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.hardware import Cluster
+
+Value = tuple[float, float]  # of the objective: what counts, and what counts among equals; less is better
+NOTHING: Value = (inf, inf)
 
 
 class Objective(StrEnum):
@@ -61,6 +65,16 @@ class Problem:
         number where not every group has a price, so that the cost of a step is then its device-seconds."""
         return rate_per_s(self.cluster, devices, self.fixed_ints("mesh.groups") or ())
 
+    def value_of(self, time_s: float, memory_bytes: float, devices: int) -> Value:
+        """What `plan` minimises, lexicographically: (seconds, 0), (price of a step, 0) or (bytes, seconds)."""
+        match self.objective:
+            case Objective.TIME:
+                return (time_s, 0.0)
+            case Objective.COST:
+                return (time_s * self.rate_per_s(devices), 0.0)
+            case Objective.MEMORY:
+                return (float(memory_bytes), time_s)
+
     def fixed_int(self, key: str) -> int | None:
         """The integer that the constraint `key` fixes (mesh.groups fixes mesh.pp), None where it is free."""
         groups = self.constraints.get("mesh.groups") if key == "mesh.pp" else None
@@ -106,12 +120,17 @@ class Problem:
         return value
 
 
-def objective_value(problem: Problem, prediction: Prediction) -> tuple[float, float]:
-    """What `plan` minimises, lexicographically: (seconds, 0), (price of a step, 0) or (bytes, seconds)."""
-    match problem.objective:
-        case Objective.TIME:
-            return (prediction.step_time_s, 0.0)
-        case Objective.COST:
-            return (prediction.step_time_s * problem.rate_per_s(prediction.devices), 0.0)
-        case Objective.MEMORY:
-            return (float(prediction.peak_bytes), prediction.step_time_s)
+class Simulated(Protocol):
+    """A strategy's step: as `score` says, or as the search evaluates it."""
+
+    @property
+    def step_time_s(self) -> float: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def devices(self) -> int: ...
+
+
+def objective_value(problem: Problem, found: Simulated) -> Value:
+    """What a simulated strategy is worth."""
+    return problem.value_of(found.step_time_s, found.peak_bytes, found.devices)

@@ -28,6 +28,10 @@ class Evaluation(Held):
     costs: tuple[StageCost, ...]
     times: PipelineTimes
 
+    @property
+    def devices(self) -> int:
+        return self.strategy.mesh.devices
+
     def path(self) -> Path:
         """The critical path of the step."""
         return critical_path(self.prepared.timetable, self.costs, self.times)

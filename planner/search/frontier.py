@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, inf
@@ -12,10 +13,10 @@ import numpy as np
 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import tensor_stride
-from autoparallel.planner.problem import Objective
+from autoparallel.planner.problem import NOTHING, Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, refined_bounds
-from autoparallel.planner.search.bounds.runs import Known, Run, Value, Values, priced_alike, values_of
+from autoparallel.planner.search.bounds.runs import Known, Run, Values, priced_alike, values_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
@@ -31,7 +32,7 @@ from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, 
 from autoparallel.planner.search.stages.rows import path_row
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
-from autoparallel.planner.search.upcoming import NOTHING, Upcoming
+from autoparallel.planner.search.upcoming import Upcoming
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
@@ -106,6 +107,13 @@ class Frontier:
             else:
                 self._simulate(item)
 
+    def ended(self, rows: Ints | None = None) -> bool:
+        """Search as `run` does; whether to the end."""
+        with suppress(Stopped):
+            self.run(rows)
+            return True
+        return False
+
     def bound(self) -> Value:
         """What nothing that is still open, or was given up, goes below."""
         head = min((heap[0][0] for heap in (self._heap, self._undecided) if heap), default=NOTHING)
@@ -127,16 +135,6 @@ class Frontier:
         if self.outer.problem.objective == Objective.MEMORY:
             return bound < (self.value[0], self.value[1] * (1 - TOLERANCE))
         return bound[0] < self.value[0] * (1 - TOLERANCE)
-
-    def value_of(self, time_s: float, memory_bytes: float, devices: int) -> Value:
-        """The objective, from seconds and bytes (or from bounds on them)."""
-        match self.outer.problem.objective:
-            case Objective.COST:
-                return (time_s * self.outer.problem.rate_per_s(devices), 0.0)
-            case Objective.MEMORY:
-                return (memory_bytes, time_s)
-            case _:
-                return (time_s, 0.0)
 
     def _push(
         self, bound: Value, item: Node | Run, heap: list[tuple[Value, int, Node | Run]] | None = None
@@ -336,7 +334,7 @@ class Frontier:
             )
             value = NOTHING
             if answer is not None:
-                value = max(bound, self.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
+                value = max(bound, self.outer.problem.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
         if answer is None or not self.may_win(value):
             return
         node = replace(node, bound=value, deal=answer.deal)
@@ -379,8 +377,19 @@ class Frontier:
         self.consider(found)
         return found
 
-    def consider(self, found: Evaluation) -> None:
+    def consider(self, *simulated: Evaluation) -> None:
         """Take a simulated strategy as the incumbent if it fits and is better."""
-        value = self.value_of(found.step_time_s, found.peak_bytes, found.strategy.mesh.devices)
-        if self.outer.fits(found) and value < self.value:
-            self.incumbent, self.value = found, value
+        for found in simulated:
+            value = objective_value(self.outer.problem, found)
+            if self.outer.fits(found) and value < self.value:
+                self.incumbent, self.value = found, value
+
+
+def after(most_work: float) -> Callable[[Frontier], None]:
+    """A check that stops a search after so much work."""
+
+    def check(frontier: Frontier) -> None:
+        if frontier.work >= most_work:
+            raise Stopped
+
+    return check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoparallel.planner.search.bounds.runs import Value
+from autoparallel.planner.problem import Value
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.stages.problem import (
     Deal,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.errors import UserError
@@ -54,7 +55,6 @@ __all__ = [
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
 # machine (`Frontier.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
 MOST_WORK = 1500.0
-POINTS_SHARE = 0.2  # of it, for further points of tensor plans after a search that stopped
 REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
@@ -119,8 +119,8 @@ def _plan(
     frontier = Frontier(outer=outer, check=watch.check)
     stopped = watch.ended_early(frontier.run)
     if frontier.incumbent is not None or not stopped:
-        done = watch.most_work * (1 - POINTS_SHARE) if stopped else 0.0
-        stopped |= watch.ended_early(lambda: search_points(frontier, watch.check, done))
+        points = partial(search_points, frontier, watch.check, ended=not stopped, most_work=watch.most_work)
+        stopped |= watch.ended_early(points)
     if frontier.incumbent is None:
         if stopped:  # not looked at is not infeasible
             raise SearchTimeout(

@@ -10,25 +10,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autoparallel.errors import UserError
-from autoparallel.planner.problem import Problem, objective_value
+from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
 from autoparallel.planner.search.answer.check import check_plan
 from autoparallel.planner.search.answer.constraints import ALL
 from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
-from autoparallel.planner.search.answer.outcome import GIB, Alternative, Explored, PlanResult, SearchTimeout
-from autoparallel.planner.search.answer.reasons import reason
+from autoparallel.planner.search.answer.outcome import Alternative, Explored, PlanResult, SearchTimeout
+from autoparallel.planner.search.answer.reasons import alternative
 from autoparallel.planner.search.answer.result import explored, proof_of, result_of, with_rules
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
-from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
 from autoparallel.planner.search.space.assign import assign, talks
 from autoparallel.planner.search.space.irregular import every_part, on_nodes
 from autoparallel.planner.search.space.mixed import Part
-from autoparallel.planner.search.upcoming import NOTHING
 from autoparallel.profiles.hardware import Cluster
 
 MOST_PLACED = (
@@ -137,8 +136,7 @@ def _placed(loose: Searched) -> Iterator[Part]:
     """The part on the nodes that suit its best strategies, as each of them talks."""
     network, outer = loose.part.problem.cluster.network, loose.outer
     assert network is not None
-    fitting = [e for e in loose.frontier.seen if outer.fits(e)]
-    fitting.sort(key=lambda e: loose.frontier.value_of(e.step_time_s, e.peak_bytes, e.strategy.mesh.devices))
+    fitting = sorted(filter(outer.fits, loose.frontier.seen), key=partial(objective_value, outer.problem))
     found: dict[tuple[int, ...], None] = {}
     for one in fitting[:MOST_ASSIGNED]:
         found.setdefault(assign(network, talks(outer.book.expander.program(one.strategy), network)))
@@ -166,17 +164,11 @@ def _search(
 ) -> Searched:
     """Search a part below a value; `seen` are strategies that are known of it."""
     frontier = Frontier(outer=outer, check=check, value=value)
-    for one in seen:
-        frontier.consider(one)
-    with suppress(Stopped):
-        frontier.run()
+    frontier.consider(*seen)
+    frontier.ended()
     bound = frontier.bound()
-    fitting = [e for e in frontier.seen if outer.fits(e)]
-    best = min(
-        fitting,
-        default=None,
-        key=lambda e: frontier.value_of(e.step_time_s, e.peak_bytes, e.strategy.mesh.devices),
-    )
+    value_of = partial(objective_value, outer.problem)
+    best = min(filter(outer.fits, frontier.seen), default=None, key=value_of)
     if not frontier.may_win(bound):
         bound = min(frontier.value, value)
     return Searched(part=part, outer=outer, frontier=frontier, bound=bound, best=best)
@@ -202,13 +194,11 @@ def _whole(
     optimal = not bound[0] < value[0] * (1 - TOLERANCE)
     proof = proof_of(problem, prediction, value[0], bound[0], optimal=optimal)
     others = [
-        one
-        for one in (_other(problem, one, found) for one in done if one is not winner and not one.part.loose)
-        if one
+        one for one in (_other(one, found) for one in done if one is not winner and not one.part.loose) if one
     ]
     own = [replace(a, strategy=winner.part.whole(a.strategy)) for a in found.alternatives]
     kept: dict[str, Alternative] = {}
-    for one in sorted([*others, *own], key=lambda a: (not a.feasible, a.value, a.kind)):
+    for one in sorted([*others, *own], key=lambda a: a.rank):
         kept.setdefault(one.kind, one)
     points: list[Explored] = [p for one in done for p in explored(one.outer, one.frontier)]
     return replace(
@@ -221,16 +211,11 @@ def _whole(
     )  # fmt: skip
 
 
-def _other(problem: Problem, one: Searched, chosen: PlanResult) -> Alternative | None:
+def _other(one: Searched, chosen: PlanResult) -> Alternative | None:
     """The best that another part's search saw."""
     if one.best is None:
         return None
     expander = one.outer.book.expander
     strategy = with_rules(expander, one.best.strategy)
-    prediction = score(one.part.problem.graph, one.part.problem.cluster, strategy, expander)
-    return Alternative(
-        kind=one.part.name, strategy=one.part.whole(strategy), step_time_s=prediction.step_time_s,
-        peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible,
-        reason=reason(prediction, chosen.prediction, problem.objective), proved=False,
-        value=objective_value(one.part.problem, prediction),
-    )  # fmt: skip
+    found = alternative(one.part.problem, one.part.name, strategy, chosen.prediction, expander)
+    return replace(found, strategy=one.part.whole(strategy))

@@ -37,6 +37,7 @@ from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_cost
 from autoparallel.planner.strategy.types import Offload, Strategy, TensorRule
 
+POINTS_SHARE = 0.2  # of a search's work, for further points after one that stopped
 SHAPES_ASKED = 16  # of a setting, those with the least bounds, that say whether it is asked for
 VARIANTS_ASKED = 256  # of these shapes likewise
 BINDS = 1.001  # times its bound without limit that a variant takes where memory binds. Kind: formula
@@ -68,11 +69,13 @@ def asked_points(frontier: Frontier) -> Iterator[tuple[Ints, tuple[TensorRule, .
                 yield asked.rows, plan.rules
 
 
-def search_points(frontier: Frontier, check: Callable[[Frontier], None], work: float = 0.0) -> None:
-    """Search further points of the settings that ask for them; `frontier`, whose search has ended, takes over what is
-    found. Raises Stopped where they take as much work as `check` allows the search itself, of which `work` counts as done:
-    what is then still open counts in the bound of `frontier`."""
-    opened = []
+def search_points(
+    frontier: Frontier, check: Callable[[Frontier], None], *, ended: bool = True, most_work: float = inf
+) -> None:
+    """Search further points of the settings that ask for them; `frontier`, whose search is over, takes over what is
+    found. Raises Stopped where they take `most_work`, which `check` allows each search, or `POINTS_SHARE` of it where that
+    of `frontier` has not `ended`: what is then still open counts in the bound of `frontier`."""
+    opened, work = [], 0.0 if ended else most_work * (1 - POINTS_SHARE)
     for rows, rules in asked_points(frontier):
         point = _of_point(frontier.outer, rows, rules)
         if point is not None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
 
 import numpy as np
 
+from autoparallel.planner.problem import NOTHING, Value
 from autoparallel.planner.search.bounds.outer import Outer
-from autoparallel.planner.search.bounds.runs import Value, Values, values_of
+from autoparallel.planner.search.bounds.runs import Values, values_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.space.meshes import Ints
-
-NOTHING: Value = (inf, inf)
 
 
 def _none() -> Ints:

@@ -11,13 +11,12 @@ from math import inf
 import numpy as np
 
 from autoparallel.costmodel.prediction import Prediction
-from autoparallel.planner.problem import objective_value
 from autoparallel.planner.score import score
-from autoparallel.planner.search.answer.outcome import GIB, Alternative
-from autoparallel.planner.search.answer.reasons import reason
+from autoparallel.planner.search.answer.outcome import Alternative
+from autoparallel.planner.search.answer.reasons import alternative
 from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.frontier import Frontier, after
 from autoparallel.planner.search.space.build import MODES, Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
@@ -122,11 +121,7 @@ def alternatives(
             continue
         twin = kept.get(one.strategy)
         kept[one.strategy] = one if twin is None else replace(twin, kind=f"{twin.kind}; {one.kind}")
-
-    def rank(one: Alternative) -> tuple[bool, tuple[float, float], str]:
-        return (not one.feasible, one.value, one.kind)
-
-    return tuple(sorted(kept.values(), key=rank))
+    return tuple(sorted(kept.values(), key=lambda one: one.rank))
 
 
 def _best_of(
@@ -136,6 +131,7 @@ def _best_of(
     if not len(rows):
         return None
 
+    rejected = partial(alternative, outer.problem, kind.name, chosen=reference, expander=outer.book.expander)
     known = [e for e in seen if e is not best and outer.fits(e) and _belongs(kind, e.strategy)]
     shapes, chosen = outer.space.shapes, best.strategy
     near = (shapes.micro[rows] == chosen.batch.micro) & (
@@ -145,10 +141,10 @@ def _best_of(
         found, proved = _searched(outer, kind, part, known, work)
         known = [found] if found is not None else known
     if found is not None:
-        return _alternative(outer, kind.name, found.strategy, reference, proved=proved)
+        return rejected(found.strategy, proved=proved)
     order = outer.best_first(_leanest(shapes, rows), SMALLEST, by_memory=True)
     least = smallest(outer, order, kind.variants, most_actions=MOST_ACTIONS)
-    return _alternative(outer, kind.name, least, reference, proved=False) if least is not None else None
+    return rejected(least) if least is not None else None
 
 
 def _leanest(shapes: Shapes, rows: Ints) -> Ints:
@@ -162,21 +158,12 @@ def _searched(
     outer: Outer, kind: Kind, rows: Ints, known: Sequence[Evaluation], work: float
 ) -> tuple[Evaluation | None, bool]:
     """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
-
-    def check(frontier: Frontier) -> None:
-        if frontier.work >= work:
-            raise Stopped
-
     frontier = Frontier(
-        outer=outer, check=check, only=kind.variants, effort=EFFORT, dives=0 if known else DIVES,
+        outer=outer, check=after(work), only=kind.variants, effort=EFFORT, dives=0 if known else DIVES,
         most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS, at_once=AT_ONCE,
     )  # fmt: skip
-    for one in known:
-        frontier.consider(one)
-    proved = False
-    with suppress(Stopped):
-        frontier.run(rows)
-        proved = not frontier.may_win(frontier.bound())
+    frontier.consider(*known)
+    proved = frontier.ended(rows) and not frontier.may_win(frontier.bound())
     return frontier.incumbent, proved
 
 
@@ -229,16 +216,3 @@ def _all_recomputed(outer: Outer, chosen: Candidate) -> Deal:
             recomputed=outer.problem.fixed_ints("recompute.per_stage") or deal.recomputed,
         )
     return Deal(blocks=deal.blocks, recomputed=deal.blocks)
-
-
-def _alternative(
-    outer: Outer, name: str, strategy: Strategy, reference: Prediction, *, proved: bool
-) -> Alternative:
-    problem = outer.problem
-    prediction = score(problem.graph, problem.cluster, strategy, outer.book.expander)
-    return Alternative(
-        kind=name, strategy=strategy, step_time_s=prediction.step_time_s,
-        peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible, proved=proved,
-        reason=reason(prediction, reference, problem.objective),
-        value=objective_value(problem, prediction),
-    )  # fmt: skip

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.search.answer.outcome import ConstraintCost
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.frontier import Frontier, Stopped, after
 from autoparallel.planner.search.points import search_points
 from autoparallel.planner.strategy.types import Strategy
 
@@ -38,10 +38,10 @@ def constraint_costs(outer: Outer, best: Evaluation, *, work: float = WORK) -> I
     """For each constraint, then for all together, what a plan without it would gain. `best` is the plan with them."""
     problem = outer.problem
     keys = chosen_by_user(problem.constraints)
-    here = _value(problem, outer, best)
+    here = objective_value(problem, best)[0]
     known = [best]
     for free in [*((key,) for key in keys), *([keys] if len(keys) > 1 else [])]:
-        relaxed = _without(problem, free)
+        relaxed = without(problem, free)
         found = _best(relaxed, outer, known if free == keys else [best], work)
         if found is None:
             continue
@@ -65,16 +65,11 @@ def _best(problem: Problem, outer: Outer, known: Sequence[Evaluation], work: flo
     if wider is None:
         return None
 
-    def check(frontier: Frontier) -> None:
-        if frontier.work >= work:
-            raise Stopped
-
-    frontier = Frontier(outer=wider, check=check)
-    for one in known:
-        frontier.consider(one)
+    frontier = Frontier(outer=wider, check=after(work))
+    frontier.consider(*known)
+    ended = frontier.ended()
     with suppress(Stopped):
-        frontier.run()
-        search_points(frontier, check)
+        search_points(frontier, after(work), ended=ended, most_work=work)
     if frontier.incumbent is None:
         return None
     bound = min(frontier.bound()[0], frontier.value[0])
@@ -83,17 +78,8 @@ def _best(problem: Problem, outer: Outer, known: Sequence[Evaluation], work: flo
     return Relaxed(best=frontier.incumbent, value=value, bound=value if proved else bound, proved=proved)
 
 
-def _value(problem: Problem, outer: Outer, found: Evaluation) -> float:
-    match problem.objective:
-        case Objective.MEMORY:
-            return float(found.peak_bytes)
-        case Objective.COST:
-            return found.step_time_s * outer.problem.rate_per_s(found.strategy.mesh.devices)
-        case _:
-            return found.step_time_s
-
-
-def _without(problem: Problem, keys: tuple[str, ...]) -> Problem:
+def without(problem: Problem, keys: tuple[str, ...]) -> Problem:
+    """The problem without some of its constraints."""
     return replace(problem, constraints={k: v for k, v in problem.constraints.items() if k not in keys})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,17 +10,17 @@ import numpy as np
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.answer.alternatives import smallest
+from autoparallel.planner.search.answer.constraints import without
 from autoparallel.planner.search.answer.outcome import GIB, InfeasiblePlan
 from autoparallel.planner.search.answer.relaxations import (
     devices_filled,
     optimizer_away,
     relaxations,
     shown,
-    without,
 )
 from autoparallel.planner.search.bounds.outer import Outer, build_outer
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
-from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.frontier import Frontier, after
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, build_space
 from autoparallel.planner.search.space.meshes import divisors
 from autoparallel.planner.strategy.types import Strategy
@@ -117,16 +116,10 @@ def _closest(outer: Outer) -> Closest:
     unlimited = build_outer(outer.problem, outer.space, outer.chain, outer.book, UNLIMITED_BYTES, whole=True)
     found = [evaluate(outer.book.expander, strategy) for strategy in _smallest_of_each_offload(unlimited)]
 
-    def check(frontier: Frontier) -> None:
-        if frontier.work >= CLOSEST_WORK:
-            raise Stopped
-
     least = replace(unlimited, problem=replace(outer.problem, objective=Objective.MEMORY))
-    frontier = Frontier(outer=least, check=check, dives=0)
-    for one in found:
-        frontier.consider(one)
-    with suppress(Stopped):
-        frontier.run()
+    frontier = Frontier(outer=least, check=after(CLOSEST_WORK), dives=0)
+    frontier.consider(*found)
+    frontier.ended()
     if frontier.incumbent is None:  # whatever is offloaded, as the user asks, is too much for the hosts
         least_host = min(found, key=lambda one: one.host_bytes)
         return Closest(found=least_host, least_bytes=float(least_host.peak_bytes))
@@ -147,7 +140,6 @@ def _smallest_of_each_offload(unlimited: Outer) -> Iterator[Strategy]:
 def _values(space: Space, key: str) -> tuple[str, ...]:
     """Values of a key that occur in a space."""
     shapes = space.shapes.take(space.counts() > 0)
-    section, _, name = key.partition(".")
     columns: Mapping[str, object] = {
         **{f"mesh.{n}": getattr(shapes, n) for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
         "batch.micro": shapes.micro,
@@ -164,5 +156,4 @@ def _values(space: Space, key: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(v) for _, v in space.schedules))
     if key == "shard.zero":
         return tuple(str(zero) for zero in space.zeros if space.zero_fits(shapes, zero).any())
-    del section, name
     return ("left out",)

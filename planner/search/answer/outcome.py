@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.problem import Value
 from autoparallel.planner.strategy.types import Strategy
 
 GIB = 1024**3
@@ -35,7 +36,12 @@ class Alternative:
     feasible: bool
     reason: str
     proved: bool = False  # no strategy of its kind is better; else the best that was found
-    value: tuple[float, float] = (0.0, 0.0)  # of the objective
+    value: Value = (0.0, 0.0)
+
+    @property
+    def rank(self) -> tuple[bool, Value, str]:
+        """The best first, those that do not fit last."""
+        return (not self.feasible, self.value, self.kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,13 @@
-"""Why a strategy lost against the chosen one, in words."""
+"""A strategy that was not chosen, and why it lost, in words."""
 
 from __future__ import annotations
 
 from autoparallel.costmodel.prediction import Prediction
-from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.answer.outcome import GIB
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import Objective, Problem, objective_value
+from autoparallel.planner.score import score
+from autoparallel.planner.search.answer.outcome import GIB, Alternative
+from autoparallel.planner.strategy.types import Strategy
 
 # A part of the step that differs by less than this share of it says nothing. Kind: formula.
 WORTH_SAYING = 0.002
@@ -16,6 +19,24 @@ WORDS = {
     "optimizer": "the optimizer", "ep_comm": "expert communication", "cp_comm": "context-parallel communication",
     "host_copies": "copies to the hosts and back", "other": "other work",
 }  # fmt: skip
+
+
+def alternative(
+    problem: Problem,
+    kind: str,
+    strategy: Strategy,
+    chosen: Prediction,
+    expander: Expander | None = None,
+    *,
+    proved: bool = False,
+) -> Alternative:
+    """A strategy of a kind, as it compares with the chosen one."""
+    found = score(problem.graph, problem.cluster, strategy, expander)
+    return Alternative(
+        kind=kind, strategy=strategy, step_time_s=found.step_time_s, peak_memory_gib=found.peak_bytes / GIB,
+        feasible=found.feasible, reason=reason(found, chosen, problem.objective), proved=proved,
+        value=objective_value(problem, found),
+    )  # fmt: skip
 
 
 def reason(theirs: Prediction, ours: Prediction, objective: Objective) -> str:

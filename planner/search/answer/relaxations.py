@@ -11,7 +11,7 @@ from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.state import dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.answer.constraints import chosen_by_user
+from autoparallel.planner.search.answer.constraints import chosen_by_user, without
 from autoparallel.planner.search.answer.outcome import GIB, Relaxation
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation
@@ -45,8 +45,7 @@ def _some(outer: Outer) -> Evaluation | None:
             raise Stopped
 
     frontier = Frontier(outer=outer, check=check)
-    with suppress(Stopped):
-        frontier.run()
+    frontier.ended()
     return frontier.incumbent
 
 
@@ -151,11 +150,6 @@ def _with_devices(problem: Problem, times: int) -> Problem:
     *inner, last = cluster.levels
     levels = (*inner, replace(last, size=max(last.size, cluster.devices * times)))
     return replace(problem, cluster=replace(cluster, groups=groups, levels=levels))
-
-
-def without(problem: Problem, keys: tuple[str, ...]) -> Problem:
-    """The problem without some of its constraints."""
-    return replace(problem, constraints={k: v for k, v in problem.constraints.items() if k not in keys})
 
 
 def _change(key: str, value: object, strategy: Strategy) -> str:

@@ -29,9 +29,9 @@ def result_of(
     looked for in so many `processes`. Its seconds are still to come."""
     assert frontier.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
-    frontier.incumbent = simplest(outer, frontier, frontier.incumbent)
+    frontier.incumbent = simplest(outer, frontier.incumbent)
     rivals = _rivals(outer, frontier, work, processes)
-    frontier.incumbent = simplest(outer, frontier, frontier.incumbent)  # a rival may have taken its place
+    frontier.incumbent = simplest(outer, frontier.incumbent)  # a rival may have taken its place
     rivals = tuple(one for one in rivals if one.strategy != frontier.incumbent.strategy)
     strategy = with_rules(expander, frontier.incumbent.strategy)
     prediction = score(problem.graph, problem.cluster, strategy, expander)

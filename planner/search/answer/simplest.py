@@ -10,30 +10,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoparallel.errors import UserError
+from autoparallel.planner.problem import Value, objective_value
 from autoparallel.planner.search.answer.check import constraint_problems
 from autoparallel.planner.search.bounds.outer import Outer
-from autoparallel.planner.search.bounds.runs import Value
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate, held_by
-from autoparallel.planner.search.frontier import Frontier
 from autoparallel.planner.search.space.candidates import rules_of
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Offload, Recompute, Strategy
 
 
-def simplest(outer: Outer, frontier: Frontier, best: Evaluation) -> Evaluation:
+def simplest(outer: Outer, best: Evaluation) -> Evaluation:
     """`best` without what makes it no better, as far as the user's constraints go."""
-    value = _value(frontier, best)
-    found = best
-    while (simpler := next(_as_good(outer, frontier, found.strategy, value), None)) is not None:
+    value, found = objective_value(outer.problem, best), best
+    while (simpler := next(_as_good(outer, found.strategy, value), None)) is not None:
         found = simpler
     return found
 
 
-def _value(frontier: Frontier, one: Evaluation) -> Value:
-    return frontier.value_of(one.step_time_s, one.peak_bytes, one.strategy.mesh.devices)
-
-
-def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value) -> Iterator[Evaluation]:
+def _as_good(outer: Outer, strategy: Strategy, value: Value) -> Iterator[Evaluation]:
     problem = outer.problem
     for other in _simpler(outer, strategy):
         if strategy_problems(problem.graph, problem.cluster, other) or constraint_problems(problem, other):
@@ -44,7 +38,7 @@ def _as_good(outer: Outer, frontier: Frontier, strategy: Strategy, value: Value)
             one = evaluate(outer.book.expander, other)
         except UserError:  # tensor entries that mean nothing there
             continue
-        if all(a <= b * (1 + TOLERANCE) for a, b in zip(_value(frontier, one), value, strict=True)):
+        if all(a <= b * (1 + TOLERANCE) for a, b in zip(objective_value(problem, one), value, strict=True)):
             yield one
 
 

@@ -14,7 +14,7 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.answer.outcome import GIB, TradeOff
 from autoparallel.planner.search.bounds.outer import Outer, build_outer, outer_of
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.frontier import Frontier, Stopped
+from autoparallel.planner.search.frontier import Frontier, after
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -77,13 +77,8 @@ def _part_of(cluster: Cluster, parts: int) -> Cluster | None:
 
 
 def _search(outer: Outer, work: float) -> Evaluation | None:
-    def check(frontier: Frontier) -> None:
-        if frontier.work >= work:
-            raise Stopped
-
-    frontier = Frontier(outer=outer, check=check)
-    with suppress(Stopped):
-        frontier.run()
+    frontier = Frontier(outer=outer, check=after(work))
+    frontier.ended()
     return frontier.incumbent
 
 

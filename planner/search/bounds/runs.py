@@ -7,13 +7,11 @@ from enum import IntEnum
 
 import numpy as np
 
-from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.problem import Objective, Problem, Value
 from autoparallel.planner.search.bounds.tables import added_up, setting_columns
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
-
-Value = tuple[float, float]
 
 
 class Known(IntEnum):

@@ -26,7 +26,7 @@ from autoparallel.planner.search.answer.outcome import (
     PlanResult,
     SearchTimeout,
 )
-from autoparallel.planner.search.answer.reasons import reason
+from autoparallel.planner.search.answer.reasons import alternative
 from autoparallel.planner.search.answer.result import proof_of
 from autoparallel.planner.search.evaluate import TOLERANCE
 from autoparallel.planner.search.frontier import Stopped
@@ -171,15 +171,9 @@ def _alternatives(
     """The best seen of each other kind, best first."""
     found: dict[str, Alternative] = {}
     for kind, one in _others(strategy, devices, search):
-        if one == strategy or kind in found:
-            continue
-        prediction = score(problem.graph, problem.cluster, one, expander)
-        found[kind] = Alternative(
-            kind=kind, strategy=one, step_time_s=prediction.step_time_s,
-            peak_memory_gib=prediction.peak_bytes / GIB, feasible=prediction.feasible, proved=False,
-            reason=reason(prediction, chosen, problem.objective), value=objective_value(problem, prediction),
-        )  # fmt: skip
-    return tuple(sorted(found.values(), key=lambda a: (not a.feasible, a.value, a.kind)))
+        if one != strategy and kind not in found:
+            found[kind] = alternative(problem, kind, one, chosen, expander)
+    return tuple(sorted(found.values(), key=lambda a: a.rank))
 
 
 def _others(

@@ -22,7 +22,7 @@ from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Objective, Problem, objective_value
+from autoparallel.planner.problem import NOTHING, Objective, Problem, Value, objective_value
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal
@@ -32,8 +32,6 @@ from autoparallel.planner.search.tiers.options import Counts, TableClass, assign
 from autoparallel.planner.search.tiers.terms import Catalogue, bare_of, pricing, terms_of, whole_of
 from autoparallel.planner.strategy.types import Strategy
 
-Value = tuple[float, float]
-NOTHING: Value = (inf, inf)
 ONE_RANK = ("mesh.pp", "mesh.tp", "mesh.cp", "mesh.ep")
 OFFLOADS = (
     "offload.optimizer",
