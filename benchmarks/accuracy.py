@@ -104,7 +104,7 @@ class Scorer:
 
     def scored(self, run: Run) -> Scored:
         strategy, prediction = self.chosen(run)
-        held = held_bytes(prediction, strategy, run.beside(strategy))
+        held = held_bytes(prediction, strategy, run.beside(strategy), run.shape)
         return Scored(
             id=run.id,
             source=run.source,

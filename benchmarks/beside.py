@@ -14,6 +14,7 @@ from autoparallel.costmodel.prediction import Prediction, StageMemory
 from autoparallel.planner.expand import state
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
+from benchmarks.models import Shape
 
 HALF_BYTES, FP32_BYTES = 2, 4
 
@@ -28,6 +29,7 @@ class Beside:
         0  # with ZeRO-3 over several micro-batches: for each parameter of the pipeline rank
     )
     bucket_elements: int = 0  # gradients copied to be reduced at once
+    per_largest: int = 0  # for each element of the rank's largest parameter
 
 
 # deepspeed/runtime/zero/stage_1_and_2.py@v0.6.0, step: the averaged gradients of the own partition are flattened in half
@@ -36,8 +38,9 @@ ZERO_1 = Beside(per_own_parameter=HALF_BYTES + FP32_BYTES, bucket_elements=500_0
 # deepspeed/runtime/fp16/fused_optimizer.py@v0.6.0, step: every gradient in fp32, and these once more flattened.
 ZERO_0 = Beside(per_parameter=2 * FP32_BYTES)
 # deepspeed/runtime/bf16_optimizer.py: gradients stay in half precision after they are added to the fp32 ones, which are not
-# sharded; engine.py, buffered_allreduce_fallback: elements_per_buffer 5e8.
-BF16 = Beside(per_parameter=HALF_BYTES, bucket_elements=500_000_000)
+# sharded; update_hp_grads casts each to fp32 before it is added, a block of memory that no smaller ones can be merged to;
+# engine.py, buffered_allreduce_fallback: elements_per_buffer 5e8.
+BF16 = Beside(per_parameter=HALF_BYTES, bucket_elements=500_000_000, per_largest=FP32_BYTES)
 
 
 # KempnerInstitute/KempnerForge, training/grad.py, maybe_no_sync: gradients are reduced after the last micro-batch alone, and
@@ -54,9 +57,19 @@ def deepspeed(strategy: Strategy) -> Beside:
     return ZERO_1 if strategy.shard.zero else ZERO_0
 
 
-def held_bytes(prediction: Prediction, strategy: Strategy, beside: Beside) -> float:
+def held_bytes(prediction: Prediction, strategy: Strategy, beside: Beside, shape: Shape) -> float:
     """Live bytes of the fullest device with what the framework holds."""
-    return max(_on_rank(stage, strategy, beside) for stage in prediction.memory)
+    return max(
+        _on_rank(stage, strategy, beside) + beside.per_largest * _largest_parameter(stage, strategy, shape)
+        for stage in prediction.memory
+    )
+
+
+def _largest_parameter(stage: StageMemory, strategy: Strategy, shape: Shape) -> int:
+    """Elements of the largest parameter that a rank holds: of the embedding or head, or of an MLP."""
+    outer = stage.stage in (0, strategy.mesh.pp - 1)
+    widths = (shape.ffn_hidden, shape.vocab if outer else 0)
+    return max(widths) * shape.hidden // strategy.mesh.tp
 
 
 def shown_bytes(held: float, kind: str, device: Device) -> float:
