@@ -117,8 +117,8 @@ def _joined(path: str, module: str) -> str:
 def _matches(graph: ModelGraph, block: int, rule: TensorRule, rules: Sequence[TensorRule]) -> Iterator[str]:
     """Modules of a distinct block that the entry names. It must name them in all of its instances, alone or
     together with entries that say the same of the others."""
-    own = _pattern(rule)
-    alike = [_pattern(r) for r in rules if replace(r, module="") == replace(rule, module="")]
+    own = _pattern(rule.module)
+    alike = [_pattern(r.module) for r in rules if replace(r, module="") == replace(rule, module="")]
     paths = [link.path for link in graph.chain if link.block == block]
     for module in modules_of(graph.blocks[block]):
         names = [_joined(path, module) for path in paths]
@@ -133,8 +133,8 @@ def _matches(graph: ModelGraph, block: int, rule: TensorRule, rules: Sequence[Te
         yield module
 
 
-def _pattern(rule: TensorRule) -> re.Pattern[str]:
-    return re.compile(re.escape(rule.module).replace(r"\*", r"[^.]+"))
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
 
 
 def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> Fixed:
@@ -310,13 +310,20 @@ def rules_of(
     kinds: dict[str, set[object]] = {}
     for path, rule in by_path.items():
         kinds.setdefault(starred[path], set()).add(rule and (rule.params, rule.inputs, rule.outputs))
+    alone = {name for name in kinds if len(_kinds_named(name, kinds)) == 1}
     found: dict[str, TensorRule] = {}
     for path, rule in by_path.items():
         if rule is not None:
-            name = starred[path] if len(kinds[starred[path]]) == 1 else path
+            name = starred[path] if starred[path] in alone else path
             if name not in found:
                 found[name] = replace(rule, module=name)
     return tuple(found.values())
+
+
+def _kinds_named(name: str, kinds: Mapping[str, set[object]]) -> set[object]:
+    """What is said of all modules that a name with `*` stands for, those of the glue among them."""
+    pattern = _pattern(name)
+    return set().union(*(said for other, said in kinds.items() if pattern.fullmatch(other)))
 
 
 def _merged(first: TensorRule | None, second: TensorRule | None) -> TensorRule | None:

@@ -15,6 +15,7 @@ from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
+from autoparallel.runtime.tensor import resolve_rules
 
 # Fused query, key and value sharded each: what older DTensor rules do not keep apart.
 needs_parts = pytest.mark.skipif(not Rules().knows_parts(), reason="torch 2.12 or newer")
@@ -112,3 +113,27 @@ def test_rules_name_repeated_blocks_with_a_star(llama: ModelGraph) -> None:
     modules = [rule.module for rule in plan.rules]
     assert "model.layers.*.self_attn.q_proj" in modules
     assert len(modules) == len(set(modules))
+
+
+class _Scaled(torch.nn.Module):
+    """A block with a parameter of its own, which is sharded with those of its children."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.scale = torch.nn.Parameter(torch.empty(4 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.up(x) * self.scale
+        return x + self.down(hidden)  # type: ignore[no-any-return]
+
+
+def test_a_star_stands_for_blocks_alone_where_other_modules_stand_in_their_list() -> None:
+    with torch.device("meta"):
+        module = torch.nn.Sequential()
+        module.layers = torch.nn.Sequential(torch.nn.Linear(8, 64), *(_Scaled(64) for _ in range(LAYERS)))
+    graph = capture(module, torch.zeros(2, 8, device="meta"), name="scaled")
+    rules = Expander(graph, CLUSTER).tensor_plan(strategy(2, sequence=False)).rules
+    held = {rule.path: set(rule.params) for rule in resolve_rules(module, rules, 2)}
+    assert held["layers.1"] == held["layers.2"] == {"scale"}, rules
+    assert held["layers.1.up"] == held["layers.2.up"] == {"weight", "bias"}, rules
