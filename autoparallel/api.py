@@ -25,7 +25,7 @@ from autoparallel.profiles.likest import device_of_hardware
 from autoparallel.runtime.accelerator import device_name
 from autoparallel.runtime.expert_modules import expert_modules
 from autoparallel.runtime.experts import can_share
-from autoparallel.runtime.limits import limits
+from autoparallel.runtime.limits import entered_blocks, limits
 from autoparallel.runtime.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.mesh import start_ranks, world_size
 from autoparallel.runtime.start import parallelize
@@ -107,6 +107,7 @@ def auto_parallelize(
         level_sizes=tuple(level.size for level in decision.cluster.levels) if decision.cluster else (),
         weights=weights,
         experts=expert_modules(decision.graph),
+        entered=entered_blocks(decision.graph),
     )
 
 

@@ -78,7 +78,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
     from autoparallel.runtime.dryrun import dry_run
-    from autoparallel.runtime.limits import check_tables
+    from autoparallel.runtime.limits import check_tables, entered_blocks
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
     loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
@@ -96,7 +96,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     levels = tuple(level.size for level in cluster.levels)
     lowered = dry_run(
         loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels,
-        experts=expert_modules(graph),
+        experts=expert_modules(graph), entered=entered_blocks(graph),
     )  # fmt: skip
     return DryRun(model=graph.name, strategy=strategy, ranks=compare(strategy, program, lowered))
 

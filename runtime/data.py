@@ -13,7 +13,7 @@ micro-batch. `parameters()` hands out the shards, so that any torch optimizer ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,9 +40,11 @@ def shard_data(
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     experts: Sequence[nn.Module] = (),
+    entered: Collection[str] = (),
 ) -> set[nn.Parameter]:
     """Shard the parameters over dp_shard * cp, in place; nothing to do at zero 0, or where that is one rank. Those
-    of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones.
+    of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones. Blocks that are
+    `entered`, of which other parts of the model use parameters, are no units of their own.
 
     Returns those of which every rank keeps a copy (see `unshardable`): their gradients are left to the caller.
     """
@@ -56,7 +58,7 @@ def shard_data(
     )
     copied = unshardable(module.parameters(), axis.size())
     ignored = copied | _shard_experts(experts, mesh, policy, reshard=zero == 3)
-    for block in unshared_blocks(module, blocks):
+    for block in unshared_blocks(module, [path for path in blocks if path not in entered]):
         if any(p not in ignored for p in block.parameters()):
             fully_shard(
                 block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored,

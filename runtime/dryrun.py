@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +70,12 @@ def dry_run(
     blocks: Sequence[str],
     level_sizes: tuple[int, ...] = (),
     experts: Sequence[ExpertModule] | None = (),
+    entered: Collection[str] = (),
 ) -> tuple[LoweredStage, ...]:
     """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
 
-    `example_inputs` may be of any batch size; `experts` are as in `parallelize`, each of them chosen equally often.
+    `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) and `entered` are as in
+    `parallelize`.
     Raises UserError for a strategy that does not fit, and for a model
     whose forward reads values of its tensors, which are not there.
     """
@@ -89,7 +91,8 @@ def dry_run(
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
         lowered = [
-            _lowered(stage, module, strategy, blocks, mesh, dtypes, memory, sharings) for stage in stages
+            _lowered(stage, module, strategy, blocks, mesh, dtypes, memory, sharings, entered)
+            for stage in stages
         ]
         with memory:
             return _Step(stages, lowered, strategy, mesh, dtypes).run(_on_cpu(inputs))
@@ -135,7 +138,7 @@ def _stages(
 
 def _lowered(
     stage: nn.Module, module: nn.Module, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh, dtypes: Dtypes,
-    memory: Any, experts: Sequence[Sharing],
+    memory: Any, experts: Sequence[Sharing], entered: Collection[str],
 ) -> Lowered:  # fmt: skip
     full, rules = strategy.recompute.per_stage, strategy.tensor
     if isinstance(stage, StageModule):
@@ -146,7 +149,7 @@ def _lowered(
     return lower_module(
         stage, blocks, strategy, mesh, dtypes,
         recomputed_in_full=full[index] if full else 0, rules=rules, origin=module, memory=memory,
-        experts=experts_within(experts, stage),
+        experts=experts_within(experts, stage), entered=entered,
     )  # fmt: skip
 
 

@@ -30,6 +30,14 @@ def graph_limits(graph: ModelGraph) -> dict[str, object]:
     return {} if expert_modules(graph) is not None else {"mesh.ep": 1, "mesh.cp": 1}
 
 
+def entered_blocks(graph: ModelGraph) -> frozenset[str]:
+    """Paths of the repeated blocks of which code outside of them uses parameters: they are gathered with that code."""
+    blocks = [link.path for link in graph.chain if link.repeated]
+    glue = {link.block for link in graph.chain if not link.repeated}
+    read = [p.name for block in sorted(glue) for p in graph.blocks[block].parameters if p.tied]
+    return frozenset(path for path in blocks if any(name.startswith(f"{path}.") for name in read))
+
+
 def refused(graph: ModelGraph, strategy: Strategy) -> str | None:
     """What of a complete strategy the runtime does not run, in words; None where it runs all of it."""
     decisions = strategy_to_constraints(strategy)

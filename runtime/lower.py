@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -146,6 +146,7 @@ def lower_module(
     weights: Weights | None = None,
     memory: AbstractContextManager[object] | None = None,
     experts: Sequence[Sharing] = (),
+    entered: Collection[str] = (),
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
@@ -154,17 +155,17 @@ def lower_module(
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
-    get no values (a dry run's are fake tensors). `experts` are layers of `module` that run on shares.
+    get no values (a dry run's are fake tensors). `experts` are layers of `module` that run on shares, `entered` blocks of
+    which the code outside uses parameters (see `entered_blocks`).
     """
     zero = strategy.shard.zero
     sharded = sharding_axes(mesh.sizes, zero)
     if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
         module.to(dtypes.param)
     compiled, plain = strategy.execution.kernels == "compiled", None
-    layers: list[nn.Module] = []
-    if mesh.sizes.ep > 1:
-        cast = dtypes.compute if sharded else None
-        layers = share_experts(module, experts, mesh, dtype=cast, compiled=compiled)
+    cast = dtypes.compute if sharded else None
+    shared = experts if mesh.sizes.ep > 1 else ()
+    layers = share_experts(module, shared, mesh, dtype=cast, compiled=compiled)
     if mesh.sizes.tp > 1:
         rules = strategy.tensor if rules is None else rules
         plain = _shard_tensors(module, rules, mesh, blocks, tried=_may_run_plain(mesh, experts, memory))
@@ -185,7 +186,7 @@ def lower_module(
         plain.try_first()
     copied = shard_data(
         module, blocks, mesh, zero=zero, compression=method_along(sharded, strategy, mesh), dtype=dtypes.compute,
-        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers,
+        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered,
     )  # fmt: skip
     copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)

@@ -107,7 +107,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.random = False
         self.kept = list(tensors)  # keeps them alive, so that an id names one tensor
-        self.read: dict[int, frozenset[int]] = {id(t): frozenset({i}) for i, t in enumerate(tensors)}
+        self.read: dict[int, frozenset[int]] = {}
+        for i, tensor in enumerate(tensors):  # one of them may be given twice
+            self.read[id(tensor)] = self.read.get(id(tensor), frozenset()) | {i}
         self.shares = dict(self.read)  # which of them a value is a view of
         self.written: frozenset[int] = frozenset()
 

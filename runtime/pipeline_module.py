@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ def pipeline_module(
     program: Callable[[], Program],
     weights: Weights | None = None,
     experts: Sequence[Sharing] = (),
+    entered: Collection[str] = (),
 ) -> PipelineModule:
     """This rank's pipeline stages of `module`, lowered by `strategy`; collective.
 
@@ -92,6 +93,7 @@ def pipeline_module(
                 seed=seed,
                 weights=weights,
                 experts=experts_within(experts, stage),
+                entered=entered,
             )
         )
     return PipelineModule(

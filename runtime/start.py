@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,13 @@ def parallelize(
     level_sizes: tuple[int, ...] = (),
     weights: str | os.PathLike[str] | None = None,
     experts: Sequence[ExpertModule] | None = (),
+    entered: Collection[str] = (),
 ) -> nn.Module:
     """Run `module` by `strategy` on the processes of this run, in place where there is no pipeline.
 
     `blocks` are the paths of its repeated blocks in model order, `level_sizes` those of the cluster's network
     levels (they decide which group crosses which level), `experts` its layers of experts (None: some that are called
-    in a way that is not known). Every rank ends up with rank 0's values;
+    in a way that is not known), `entered` blocks of which its other code uses parameters. Every rank ends up with rank 0's values;
     parameters on the meta device are made and initialised share by share. With `weights` (a safetensors file,
     or a folder of them) each rank reads its shares from there. Collective. Raises UserError, before anything is
     changed, for a strategy that does not fit the module or the processes, and for weights that do not fit it.
@@ -67,14 +68,14 @@ def parallelize(
 
         return pipeline_module(
             module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program,
-            weights=found, experts=sharings,
+            weights=found, experts=sharings, entered=entered,
         )  # fmt: skip
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
     seed = common_seed(mesh.device) if on_meta(module) else 0
     lowered = lower_module(
         module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
-        experts=sharings,
+        experts=sharings, entered=entered,
     )  # fmt: skip
     optimizers = Optimizers(
         strategy=strategy, device=mesh.device, named=partial(module.named_parameters, remove_duplicate=False)

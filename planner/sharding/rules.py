@@ -304,7 +304,8 @@ def rules_of(
         star = _starred(link.path)
         for module in modules[link.block]:
             path, rule = _joined(link.path, module), made[link.block].get(module)
-            starred[path] = _joined(star, module)
+            if star or path not in starred:  # code outside of a block may use its modules, too
+                starred[path] = _joined(star, module)
             if rule is not None or path not in by_path:
                 by_path[path] = _merged(by_path.get(path), rule)
     kinds: dict[str, set[object]] = {}

@@ -27,6 +27,7 @@ class Example:
     loss_fn: Callable[[Any, Any], Tensor] | None
     rules: Callable[[bool], Sequence[TensorRule]]
     experts: tuple[ExpertModule, ...] = ()
+    entered: tuple[str, ...] = ()
 
 
 def rule(
@@ -283,10 +284,24 @@ class Beside(Mlp):
         return self.head(x * first)
 
 
+class Entering(Mlp):
+    """Its own code runs a part of the first block again, after all blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.blocks[0].up(x)[:, :16])  # type: ignore[operator]
+
+
+def entering(batch: int) -> Example:
+    return replace(mlp(batch), module=Entering(), entered=("blocks.0",), rules=lambda _: mlp_rules(False)[1:])
+
+
 def beside(batch: int) -> Example:
     return replace(mlp(batch), module=Beside())
 
 
 EXAMPLES: dict[str, Callable[[int], Example]] = {
-    f.__name__: f for f in (llama, llama_with_labels, qwen3, gpt2, vit, mlp, resnet, without_rules, beside)
+    f.__name__: f
+    for f in (llama, llama_with_labels, qwen3, gpt2, vit, mlp, resnet, without_rules, entering, beside)
 }

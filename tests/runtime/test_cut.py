@@ -91,13 +91,19 @@ def _mlp() -> Made:
     return nn.Sequential(nn.Linear(6, 16), *layers, nn.Linear(16, 3)), torch.randn(4, 6), list("1234")
 
 
+class Sum(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, seen: list[Tensor]) -> Tensor:
+        return x + y + 0 * len(seen)
+
+
 class Skips(nn.Module):
-    """Uses a bare parameter, an early activation late, a buffer, an in-place write and a module twice."""
+    """Uses a bare parameter, an early activation late (given to a module twice), a buffer, an in-place write and a
+    module twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.norm = nn.LayerNorm(8)
+        self.norm, self.sum = nn.LayerNorm(8), Sum()
         self.position = nn.Parameter(torch.randn(6, 8))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
         self.unused = nn.Linear(3, 3)
@@ -108,7 +114,7 @@ class Skips(nn.Module):
         shifted[:, 1:] = x[:, :-1] * self.scale
         y = self.norm(self.blocks[0](first))
         y = self.blocks[1](y + shifted)
-        y = self.norm(self.blocks[2](y) + first)
+        y = self.norm(self.sum(self.blocks[2](y), first, [first]))
         return self.blocks[3](y) * self.scale + shifted
 
 

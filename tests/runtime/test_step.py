@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from autoparallel.planner.capture import capture
+from autoparallel.runtime.limits import entered_blocks
 from tests.runtime.compare import TOLERANCE, compare
 from tests.runtime.harness import Processes
+from tests.runtime.models import EXAMPLES
 
 pytestmark = pytest.mark.distributed
 
@@ -55,6 +58,14 @@ def test_two_ranks_give_the_gradients_of_one(gloo: Processes, model: str, option
 
 def test_operators_without_a_rule_run_on_whole_tensors(gloo: Processes) -> None:
     _check(gloo, 2, "without_rules", {"tp": 2, "recompute": "full", "micro_batches": 2}, "float64")
+
+
+def test_blocks_of_which_other_code_runs_a_part_are_gathered_with_that_code(gloo: Processes) -> None:
+    example = EXAMPLES["entering"](2)
+    assert entered_blocks(capture(example.module, example.inputs, name="entering")) == set(example.entered)
+    _check(
+        gloo, 2, "entering", {"dp_shard": 2, "zero": 3, "recompute": "full", "micro_batches": 2}, "float64"
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
