@@ -155,8 +155,7 @@ def lower_module(
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
-    get no values (a dry run's are fake tensors). `experts` are layers of `module` that run on shares, `entered` blocks of
-    which the code outside uses parameters (see `entered_blocks`).
+    get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`: see `entered_blocks`.
     """
     zero = strategy.shard.zero
     sharded = sharding_axes(mesh.sizes, zero)
