@@ -8,10 +8,13 @@ from functools import cache
 import pytest
 
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.answer.constraints import ALL, chosen_by_user
+from autoparallel.planner.search.answer.constraints import ALL, chosen_by_user, constraint_costs
 from autoparallel.planner.search.answer.outcome import PlanResult
+from autoparallel.planner.search.bounds.outer import outer_of
+from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.planner.search.plan import plan
 from autoparallel.profiles.load import load_cluster
+from tests.planner.search.force import with_memory
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=128, vocab=512)
@@ -63,3 +66,21 @@ def test_inputs_are_not_constraints_on_what_is_chosen() -> None:
 
 def test_the_plan_is_the_same_with_an_explanation() -> None:
     assert plan(FREE, explain=True).strategy == unconstrained(Objective.TIME).strategy
+
+
+@pytest.mark.parametrize("work", [1.0, 5.0, 11.0, 400.0])
+def test_what_a_constraint_costs_at_most_counts_further_points_of_tensor_plans(work: float) -> None:
+    """Also where the search without it stops before its end: here another tensor plan is the best one."""
+    wide = toy_transformer(layers=2, hidden=1024, heads=2, seq=512, vocab=4096)
+    cluster = with_memory(load_cluster("h100-sxm:1x2"), 400 * (1 << 20))
+    free = with_(
+        Problem(graph=wide, cluster=cluster, global_batch=4),
+        mesh__tp=2, shard__sequence_parallel=False, offload__optimizer=0.0, offload__activations=0.0,
+    )  # fmt: skip
+    problem = with_(free, batch__micro=1)
+    outer, best = outer_of(problem), plan(problem)
+    assert outer is not None
+    found = constraint_costs(outer, evaluate(outer.book.expander, best.strategy), work=work)
+    gain = best.prediction.step_time_s / plan(free).prediction.step_time_s - 1
+    at_most = next(cost.at_most for cost in found if cost.key == "batch.micro")
+    assert gain <= at_most + 1e-5, (gain, at_most)
