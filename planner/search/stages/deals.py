@@ -1,4 +1,4 @@
-"""Deals found without a solver: where few are possible the best of them, else an even one that fits."""
+"""Deals found without a solver: blocks as even as can be, or balanced, and recomputed until they fit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autoparallel.planner.search.stages.problem import (
     Deal,
-    Quantity,
     Row,
-    StageAnswer,
     StageProblem,
     chunk_amount,
     deal_fits,
@@ -59,76 +54,6 @@ def proportional(shares: Sequence[float], least: Sequence[int], most: Sequence[i
         nearest = max(room, key=lambda c: step * (shares[c] - found[c]))
         found[nearest] += step
     return tuple(found)
-
-
-def few_deals(problem: StageProblem) -> list[Deal] | None:
-    """All deals of several chunks, where nothing is open; else None."""
-    blocks, recomputed = problem.blocks, problem.recomputed
-    if sum(problem.least) == len(problem.kinds):
-        blocks = problem.least
-    if recomputed is None and not problem.recompute:
-        recomputed = (0,) * problem.chunks
-    if blocks is None or recomputed is None:
-        return None
-    return [Deal(blocks=blocks, recomputed=recomputed)]
-
-
-def one_chunk(problem: StageProblem, excluded: Sequence[Deal], below: int | None) -> StageAnswer | None:
-    """One chunk has only its number of recomputed blocks open: all are tried at once."""
-    n = len(problem.kinds)
-    numbers = np.arange(n + 1 if problem.recompute or problem.recomputed is not None else 1)
-    amounts = [_amounts_by_number(problem, quantity)[: len(numbers)] for quantity in problem.quantities]
-
-    def values(row: Row) -> NDArray[np.int64]:
-        return np.asarray(row.constant + sum(factor * amounts[q] for q, _, factor in row.terms) + 0 * numbers)
-
-    fits = np.ones(len(numbers), dtype=np.bool_)
-    for row in problem.memory:
-        fits &= values(row) <= problem.room(row)
-    for deal in excluded:
-        fits[deal.recomputed[0]] = False
-    if problem.recomputed is not None:
-        fits &= numbers == problem.recomputed[0]
-    value = np.max([values(row) for row in problem.paths] or [0 * numbers], axis=0)
-    if below is not None:
-        fits &= value < below
-    if not fits.any():
-        return None
-    best = int(np.flatnonzero(fits)[np.argmin(value[fits])])
-    found = int(value[best])
-    return StageAnswer(deal=Deal(blocks=(n,), recomputed=(best,)), value=found, bound=found)
-
-
-def _amounts_by_number(problem: StageProblem, quantity: Quantity) -> NDArray[np.int64]:
-    """A quantity of the only chunk, for every number of its blocks that are recomputed."""
-    kinds = np.array(problem.kinds, dtype=np.int64)
-    forms = []
-    for form in quantity.forms:
-        kept, again = (np.array(side, dtype=np.int64)[kinds] for side in (form.kept, form.recomputed))
-        amount = form.fixed[0] + kept.sum() + np.concatenate([[0], np.cumsum(again - kept)])
-        if len(kinds):
-            amount[-1] += form.when_all
-        if len(kinds) <= 1:
-            amount += form.when_few
-        if form.when_none and not len(kinds):
-            amount += form.when_none[0]
-        if form.last and len(kinds):
-            amount += form.last[kinds[-1]]
-        forms.append(amount)
-    return np.asarray(np.max(forms, axis=0), dtype=np.int64)
-
-
-def best_of(problem: StageProblem, deals: Sequence[Deal], below: int | None) -> StageAnswer | None:
-    """The best of a few deals, the first of equals."""
-    best: StageAnswer | None = None
-    for deal in deals:
-        limit = below if best is None else best.value
-        if limit is not None and deal_value(problem, deal) >= limit:
-            continue
-        if deal_fits(problem, deal):
-            value = deal_value(problem, deal)
-            best = StageAnswer(deal=deal, value=value, bound=value)
-    return best
 
 
 def quick_deal(problem: StageProblem) -> Deal | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -20,7 +21,14 @@ from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.search.stages.deals import quick_deal
 from autoparallel.planner.search.stages.dominance import Measures, distinct_pairs, measures, undominated
 from autoparallel.planner.search.stages.pieces import Layer, layers_of, pieces_at_most
-from autoparallel.planner.search.stages.problem import Deal, Form, StageAnswer, StageProblem, deal_value
+from autoparallel.planner.search.stages.problem import (
+    Deal,
+    Form,
+    StageAnswer,
+    StageProblem,
+    deal_value,
+    starts_of,
+)
 
 # Sizes up to which this is faster than CP-SAT: pieces (of unlike blocks, of alike ones, and of these where ranks have
 # several chunks), and numbers made for partial deals. Kind: measured.
@@ -42,6 +50,8 @@ def solve_in_layers(
 ) -> tuple[bool, StageAnswer | None]:
     """Whether the problem was small enough, and then its best deal below `below` that is not excluded, if any. `spend`
     is told how much work it was, about milliseconds."""
+    if problem.chunks == 1:
+        return True, _only_chunk(problem, excluded, below)
     if below is None:
         below = _below_quickly(problem, excluded, None)
     if below is not None:
@@ -78,6 +88,14 @@ def solve_in_layers(
         if found is not None or within == last:
             return True, found
     return True, None
+
+
+def _only_chunk(problem: StageProblem, excluded: Sequence[Deal], below: int | None) -> StageAnswer | None:
+    """The best of all numbers of recomputed blocks."""
+    (layer,) = layers_of(problem)
+    sums = layer.table.T[:, layer.which]
+    kept = np.flatnonzero((sums <= _limits(problem, inf if below is None else below)).all(axis=1))
+    return _best(problem, [layer], sums[kept], [kept], excluded)
 
 
 def _limits(problem: StageProblem, below: float) -> Floats:
@@ -150,7 +168,8 @@ def _terms_of(problem: StageProblem) -> _Terms:
 
 def _most_below(problem: StageProblem, terms: _Terms, below: int) -> list[int]:
     """Units that each chunk may have in a deal below `below`."""
-    kinds = _kinds_within(problem)
+    starts = starts_of(len(problem.kinds), problem.least, problem.most)
+    kinds = [tuple(sorted(set(problem.kinds[a.start : b.stop - 1]))) for a, b in pairwise(starts)]
     rate_of = {k: [_rate(form, k) for form in terms.forms] for k in dict.fromkeys(kinds)}
     rates = np.array([rate_of[k] for k in kinds], dtype=np.int64).T  # [form, chunk]
     fewest = np.array(problem.least, dtype=np.int64)
@@ -164,17 +183,6 @@ def _most_below(problem: StageProblem, terms: _Terms, below: int) -> list[int]:
     room = below - 1 - np.array([row.constant for row in problem.paths], dtype=np.int64) - taken
     further = np.where(more > 0, room[:, None] // np.maximum(more, 1), len(problem.kinds)).min(axis=0)
     return [int(n) for n in np.minimum(np.array(problem.most), fewest + further)]
-
-
-def _kinds_within(problem: StageProblem) -> list[tuple[int, ...]]:
-    """The kinds that each chunk's units can be of."""
-    units, before, after = len(problem.kinds), 0, sum(problem.least)
-    found = []
-    for low in problem.least:
-        after -= low
-        found.append(tuple(sorted(set(problem.kinds[before : units - after]))))
-        before += low
-    return found
 
 
 def _rate(form: Form, kinds: tuple[int, ...]) -> int:

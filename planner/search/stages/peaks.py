@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from autoparallel.planner.search.bounds.prices import LinkPrice
 from autoparallel.planner.search.stages.forms import Links, PricedChain
-from autoparallel.planner.search.stages.problem import Form, Quantity
+from autoparallel.planner.search.stages.problem import Form, Quantity, starts_of
 
 Ends = Sequence[Collection[int]]  # per chunk, the kinds that its last unit can be of
 
 
 def last_kinds(kinds: Sequence[int], least: Sequence[int], most: Sequence[int]) -> Ends:
     """The kinds that each chunk's last unit can be of, where chunks have `least` to `most` of the units in order."""
-    found, before, before_most = [], 0, 0
-    after, after_most = sum(least), sum(most)
-    for low, high in zip(least, most, strict=True):
-        after, after_most = after - low, after_most - high
-        first = max(before + max(low, 1), len(kinds) - after_most)
-        last = min(before_most + high, len(kinds) - after)
-        found.append(frozenset(kinds[max(first, 1) - 1 : last]))
-        before, before_most = before + low, before_most + high
-    return found
+    first = [before + 1 for before in accumulate(least, initial=0)]
+    ends = starts_of(len(kinds), least, most)[1:]
+    return [
+        frozenset(kinds[max(a, end.start) - 1 : end.stop - 1]) for a, end in zip(first, ends, strict=False)
+    ]
 
 
 def forward_peak(chain: PricedChain, ends: Ends) -> Quantity:

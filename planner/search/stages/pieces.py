@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.planner.search.space.meshes import Floats, Ints
-from autoparallel.planner.search.stages.problem import Form, Quantity, StageProblem
+from autoparallel.planner.search.stages.problem import Form, Quantity, StageProblem, starts_of
 
 Before = tuple[Floats, Floats]  # of units kept, and of units recomputed
 
@@ -56,38 +56,32 @@ def layers_of(problem: StageProblem) -> list[Layer]:
     return found
 
 
-def starts_of(problem: StageProblem) -> list[range]:
-    """Where each chunk may start when all chunks get what they must have, and no more than they may."""
-    units, found = len(problem.kinds), []
-    before, before_most = 0, 0
-    after, after_most = sum(problem.least), sum(problem.most)
-    for least, most in zip(problem.least, problem.most, strict=True):
-        found.append(range(max(before, units - after_most), min(before_most, units - after) + 1))
-        before, before_most = before + least, before_most + most
-        after, after_most = after - least, after_most - most
-    return found
-
-
 def pieces_at_most(problem: StageProblem) -> list[int]:
     """No fewer than the pieces of each chunk."""
     again = problem.recompute or problem.recomputed is not None
     return [
         len(starts) * sum(n + 1 if again else 1 for n in range(least, most + 1))
-        for starts, least, most in zip(starts_of(problem), problem.least, problem.most, strict=True)
+        for starts, least, most in zip(
+            starts_of(len(problem.kinds), problem.least, problem.most),
+            problem.least,
+            problem.most,
+            strict=False,
+        )
     ]
 
 
 def _pieces(problem: StageProblem) -> list[Pieces]:
     """The pieces that each chunk may hold, by start, end and recomputed units."""
-    again, starts = problem.recompute or problem.recomputed is not None, starts_of(problem)
-    ends = [*starts[1:], range(len(problem.kinds), len(problem.kinds) + 1)]
+    again = problem.recompute or problem.recomputed is not None
+    starts = starts_of(len(problem.kinds), problem.least, problem.most)
     found = []
     for chunk, (least, most) in enumerate(zip(problem.least, problem.most, strict=True)):
         sizes = np.arange(least, most + 1)
         if problem.blocks is not None:
             sizes = sizes[sizes == problem.blocks[chunk]]
         start, size = (side.ravel() for side in np.meshgrid(starts[chunk], sizes, indexing="ij"))
-        kept = (start + size >= ends[chunk].start) & (start + size < ends[chunk].stop)
+        ends = starts[chunk + 1]
+        kept = (start + size >= ends.start) & (start + size < ends.stop)
         start, size = start[kept], size[kept]
         each = size + 1 if again else np.ones_like(size)
         recomputed = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil
 
 
@@ -80,6 +81,15 @@ class StageAnswer:
     deal: Deal | None
     value: int
     bound: int
+
+
+def starts_of(units: int, least: Sequence[int], most: Sequence[int]) -> list[range]:
+    """Where each chunk may start, and where the last one ends, if each has `least` to `most` of so many units in order."""
+    low, high = list(accumulate(least, initial=0)), list(accumulate(most, initial=0))
+    return [
+        range(max(a, units - (high[-1] - b)), min(b, units - (low[-1] - a)) + 1)
+        for a, b in zip(low, high, strict=True)
+    ]
 
 
 def most_amounts(problem: StageProblem) -> list[list[int]]:
@@ -169,13 +179,8 @@ def merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
     return tuple((q, c, n) for (q, c), n in total.items() if n)
 
 
-def row_value(problem: StageProblem, row: Row, deal: Deal) -> int:
-    """A row's value under a deal, without a solver."""
-    return next(row_values(problem, (row,), deal))
-
-
 def row_values(problem: StageProblem, rows: Sequence[Row], deal: Deal) -> Iterator[int]:
-    """The values of many rows under a deal; what a chunk needs is added up once."""
+    """The values of rows under a deal; what a chunk needs is added up once."""
     known: dict[tuple[int, int], int] = {}
     for row in rows:
         value = row.constant

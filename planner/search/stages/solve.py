@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 from ortools.sat.python import cp_model
 
-from autoparallel.planner.search.stages.deals import best_of, few_deals, one_chunk
 from autoparallel.planner.search.stages.layers import solve_in_layers
 from autoparallel.planner.search.stages.problem import (
     Deal,
@@ -57,31 +55,12 @@ def solve_stages(
 ) -> StageAnswer | None:
     """The best deal with a value below `below` that is not excluded; None where there is none.
 
-    By trying all where they are few enough, else by CP-SAT.
+    Chunk by chunk where that is little work (`stages/layers.py`), else by CP-SAT.
     Deterministic: one worker, a fixed seed, and `effort` in deterministic time. `spend` is told how much work it was, about
     milliseconds, the same on every machine.
     """
-    if problem.chunks == 1:
-        return one_chunk(problem, excluded, below)
-    few = few_deals(problem)
-    if few is not None:
-        return best_of(problem, [deal for deal in few if deal not in excluded], below)
-    found, work = _solved(problem, tuple(excluded), below, effort)
-    if spend is not None:
-        spend(work)
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _solved(
-    problem: StageProblem, excluded: tuple[Deal, ...], below: int | None, effort: float
-) -> tuple[StageAnswer | None, float]:
-    """The answer, and how much work it was: searches of parts of the space ask for the same ones again."""
-    work: list[float] = []
-    small_enough, found = solve_in_layers(problem, excluded, below, work.append)
-    if not small_enough:
-        found = solve_with_cp_sat(problem, excluded, below, effort, work.append)
-    return found, sum(work)
+    small_enough, found = solve_in_layers(problem, excluded, below, spend)
+    return found if small_enough else solve_with_cp_sat(problem, excluded, below, effort, spend)
 
 
 def solve_for_memory(

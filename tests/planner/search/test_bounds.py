@@ -27,7 +27,7 @@ from autoparallel.planner.search.space.build import MODES, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.inner import price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.stages.problem import Deal, deal_value, row_value
+from autoparallel.planner.search.stages.problem import Deal, deal_value, row_values
 from autoparallel.planner.search.stages.rows import path_row
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
@@ -190,7 +190,7 @@ def test_a_path_through_tied_gradients_and_reductions_in_turn_says_nearly_all_of
     problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, 1e18)
     (row,) = with_paths(replace(problem, paths=()), [path_row(found.path())]).paths
     assert {"tied", "reduce_s"} <= parts, found.path()
-    assert row_value(problem, row, deal) / 1e12 > 0.9 * found.step_time_s, found.path()
+    assert next(row_values(problem, (row,), deal)) / 1e12 > 0.9 * found.step_time_s, found.path()
 
 
 def _stage_problem_is_below(
@@ -209,7 +209,9 @@ def _stage_problem_is_below(
     assert deal_value(problem, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
     for row in problem.memory:
         own = row.capacity_bytes is None
-        assert row_value(problem, row, deal) <= (found.peak_bytes if own else found.host_bytes), shown
+        assert next(row_values(problem, (row,), deal)) <= (found.peak_bytes if own else found.host_bytes), (
+            shown
+        )
 
 
 def test_bounds_are_close_where_computation_rules() -> None:

@@ -19,7 +19,7 @@ from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.syncs import BUCKETS_MIB
 from autoparallel.planner.search.stages.deals import even_deal
 from autoparallel.planner.search.stages.inner import price_candidate, stage_problem
-from autoparallel.planner.search.stages.problem import Deal, deal_value, row_value
+from autoparallel.planner.search.stages.problem import Deal, deal_value, row_values
 from autoparallel.planner.search.stages.sizes import chunk_sizes
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
@@ -75,7 +75,7 @@ def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
         assert deal_value(stages, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
         for r in stages.memory:
             most = found.peak_bytes if r.capacity_bytes is None else found.host_bytes
-            assert row_value(stages, r, deal) <= most, shown
+            assert next(row_values(stages, (r,), deal)) <= most, shown
 
 
 def test_experts_and_the_rest_are_summed_over_replicas_as_in_the_simulation() -> None:
