@@ -55,7 +55,7 @@ GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), o
 # --attention-dropout and --hidden-dropout of Megatron-LM's scripts where they are not given (megatron/arguments.py), and whose
 # runs say that they kept them, by a part of their origin: bigscience, train/tr11-176B-ml/README.md.
 DROPOUT = 0.1
-DROPPING = ("bigscience-workshop/bigscience",)
+DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf")
 
 # Megatron-Bridge, perf_recipes/llama: tp_comm_overlap = False in every nvfp4 recipe. Transformer Engine refused MXFP8
 # under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
@@ -76,6 +76,8 @@ FRAMEWORKS = {
     "nemo": Framework(
         sequence_parallel=True, half_gradients=True, async_tp=True, in_line_tp=IN_LINE, async_gradients=True
     ),
+    # Google's recipes for A3 run NeMo with ub_tp_comm_overlap = false (gpu-recipes, src/frameworks).
+    "nemo-plain-tp": Framework(sequence_parallel=True, half_gradients=True, async_gradients=True),
     # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
     "megatron-bridge": Framework(
         sequence_parallel=True,
@@ -117,6 +119,11 @@ FRAMEWORKS = {
     # torch's scaled_dot_product_attention runs FlashAttention 2 unless told otherwise (pytorch/pytorch#138522), and
     # nothing newer before its release 2.5. IBM's fms-fsdp, fms_fsdp/policies: mixed precision over fp32 parameters.
     "fms-fsdp": Framework(flash="flash-v2", full_parameters=True),
+    # jzhang38/TinyLlama, pretrain/tinyllama.py: Lightning's FSDP in bf16-mixed; flash_attn's second kernels, and its fused
+    # cross-entropy, which reads the half-precision logits.
+    "lit-gpt": Framework(flash="flash-v2", full_parameters=True, loss="half"),
+    # karpathy/llm.c, train_gpt2.cu: gradients in floatX (bf16), written over the logits by the loss's kernel.
+    "llm.c": Framework(half_gradients=True, loss="half"),
     # pytorch/torchtitan, torchtitan/config: mixed_precision_param bfloat16 over fp32 parameters, mixed_precision_reduce
     # float32. Asynchronous tensor parallelism is an option (enable_async_tensor_parallel) that some runs take.
     "torchtitan": Framework(dtensor=True, flash="flash-v2", full_parameters=True, full_reduction=True),
