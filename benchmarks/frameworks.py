@@ -35,6 +35,7 @@ class Framework:
     parameter_gathers: bool = False  # of ZeRO-3, one by one
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     kept_outputs: bool = False  # what a stage has sent, until its backward pass
+    late_gathers: bool = False  # of ZeRO-1's updated parameters, beside the first forwards
     added_gradients: bool = False  # to the sum, by a kernel of their own
     dtensor: bool = False  # of sequence parallelism: DTensor's, along the second dim
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
@@ -72,12 +73,19 @@ FRAMEWORKS = {
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
     # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
-    # wherever tensor_model_parallel_size > 1; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
+    # wherever tensor_model_parallel_size > 1; overlap_param_gather (overlap_param_sync) = true; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
     "nemo": Framework(
-        sequence_parallel=True, half_gradients=True, async_tp=True, in_line_tp=IN_LINE, async_gradients=True
+        sequence_parallel=True,
+        half_gradients=True,
+        async_tp=True,
+        in_line_tp=IN_LINE,
+        async_gradients=True,
+        late_gathers=True,
     ),
     # Google's recipes for A3 run NeMo with ub_tp_comm_overlap = false (gpu-recipes, src/frameworks).
-    "nemo-plain-tp": Framework(sequence_parallel=True, half_gradients=True, async_gradients=True),
+    "nemo-plain-tp": Framework(
+        sequence_parallel=True, half_gradients=True, async_gradients=True, late_gathers=True
+    ),
     # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
     "megatron-bridge": Framework(
         sequence_parallel=True,
@@ -85,6 +93,7 @@ FRAMEWORKS = {
         async_tp=True,
         in_line_tp=IN_LINE,
         async_gradients=True,
+        late_gathers=True,
         merged_dispatch=True,
     ),
     # Megatron-LM since 2022 (02bb1f5, megatron/mpu/layers.py): async_tensor_model_parallel_allreduce by default, and the

@@ -47,7 +47,10 @@ class Confidence:
 def confidence(program: Program, cluster: Cluster, timetable: Timetable | None = None) -> Confidence:
     """Confidence in the step time that `simulate` predicts; a caller who has the program's timetable passes it."""
     order = timetable or prepare(
-        program.ranks, overlap=program.overlap, blocking_sends=program.blocking_sends
+        program.ranks,
+        overlap=program.overlap,
+        blocking_sends=program.blocking_sends,
+        late_gathers=program.late_gathers,
     )
 
     def step_s(of: Cluster) -> float:

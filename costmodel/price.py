@@ -201,6 +201,8 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         pricer.collective_s(message, program.axes) if message is not None else 0.0
         for message in (stage.send, stage.received)
     )
+    updated_s = sum(pricer.collective_s(collective, program.axes) for collective in stage.after_step)
+    late = program.late_gathers
     return StageCost(
         forward=_run(forward, [], interference)[0],
         backward=last_backward if every else _run(both, [], interference)[0],
@@ -208,12 +210,13 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         backward_weight=last_weight if every else _run(weights, [], interference)[0],
         last_backward=last_backward,
         last_backward_weight=last_weight,
-        step=_step_phase(stage, program, device, pricer),
+        step=_step_phase(stage, program, device, pricer, 0.0 if late else updated_s),
         reduce_s=0.0 if every else tail_s,
         reduce_after_weight_s=0.0 if every else weight_tail_s,
         send_s=send_s + joined_s,
         joined_s=joined_s,
         tied_s=sum(pricer.collective_s(collective, program.axes) for collective in stage.tied_reduce),
+        updated_s=updated_s if late else 0.0,
     )
 
 
@@ -364,9 +367,10 @@ def _run(
     return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
 
 
-def _step_phase(stage: StageWork, program: Program, device: Device, pricer: Pricer) -> Phase:
+def _step_phase(
+    stage: StageWork, program: Program, device: Device, pricer: Pricer, gather_s: float
+) -> Phase:
     """The optimizer's kernels, and the gather of updated parameters after them."""
-    gather_s = sum(pricer.collective_s(collective, program.axes) for collective in stage.after_step)
     kernels = (
         {_kernel_key(kernel, "optimizer"): pricer.kernel_s(kernel, device, program.kernels)}
         for kernel in stage.optimizer

@@ -10,7 +10,7 @@ from autoparallel.costmodel.held import held
 from autoparallel.costmodel.memory import LiveState, live_states
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Prediction
 from autoparallel.costmodel.price import Pricer, price_program
-from autoparallel.costmodel.program import Action, Kernel, Program
+from autoparallel.costmodel.program import Action, ActionKind, Kernel, Program
 from autoparallel.costmodel.stage_cost import Parts, Phase, StageCost, phase
 from autoparallel.costmodel.timetable import (
     PipelineTimes,
@@ -32,10 +32,14 @@ class Prepared:
 
 @without_collection()
 def prepare_simulation(
-    ranks: Sequence[Sequence[Action]], *, overlap: bool = True, blocking_sends: bool = False
+    ranks: Sequence[Sequence[Action]],
+    *,
+    overlap: bool = True,
+    blocking_sends: bool = False,
+    late_gathers: bool = False,
 ) -> Prepared:
     """The order in which all actions of a legal program (`program_check.check`) are simulated."""
-    timetable = prepare(ranks, overlap=overlap, blocking_sends=blocking_sends)
+    timetable = prepare(ranks, overlap=overlap, blocking_sends=blocking_sends, late_gathers=late_gathers)
     return Prepared(timetable=timetable, states=tuple(map(live_states, ranks)))
 
 
@@ -49,10 +53,13 @@ def simulate(
     """Step time, breakdown of the busiest rank, memory of every rank. (`timeline.timeline` draws the step.)
 
     A caller with many programs passes one `pricer` for all, and `prepared` for those with equal `ranks`,
-    `overlap` and `blocking_sends`.
+    `overlap`, `blocking_sends` and `late_gathers`.
     """
     prepared = prepared or prepare_simulation(
-        program.ranks, overlap=program.overlap, blocking_sends=program.blocking_sends
+        program.ranks,
+        overlap=program.overlap,
+        blocking_sends=program.blocking_sends,
+        late_gathers=program.late_gathers,
     )
     costs = price_program(program, cluster, pricer)
     times = pipeline_times(prepared.timetable, costs)
@@ -141,7 +148,8 @@ def _add_waits(parts: Parts, rank: int, timetable: Timetable, times: PipelineTim
     for row in (row for row, home in enumerate(timetable.rank) if home == rank and timetable.link[row] < 0):
         wait = timetable.wait[row]
         if wait >= 0 and times.arrival_s[wait] > now_s:
-            parts["pp_comm"] += min(times.arrival_s[wait] - now_s, times.arrival_s[wait] - times.end_s[wait])
+            key = "dp_comm" if timetable.actions[wait].kind is ActionKind.STEP else "pp_comm"
+            parts[key] += min(times.arrival_s[wait] - now_s, times.arrival_s[wait] - times.end_s[wait])
         now_s = times.end_s[row]
     for _, start_s, end_s in times.steps[rank]:
         parts["dp_comm"] += start_s - now_s

@@ -27,7 +27,8 @@ class StageCost:
     what is left of that reduction when the backward has ended. `send_s` is the time from the end of a
     computation until its output has arrived at the next stage (gradients come back in the same time), `joined_s`
     what of it is the receiver's alone, who joins shares of a message.
-    `reduce_after_weight_s` stands for `reduce_s` where the last backward is a W.
+    `reduce_after_weight_s` stands for `reduce_s` where the last backward is a W. `updated_s` is the gather of updated
+    parameters where it runs beside the next step's first forwards; else it is part of `step`.
     """
 
     forward: Phase
@@ -42,6 +43,7 @@ class StageCost:
     send_s: float = 0.0
     joined_s: float = 0.0
     tied_s: float = 0.0
+    updated_s: float = 0.0
 
 
 def phase(parts: Mapping[str, float]) -> Phase:

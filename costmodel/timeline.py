@@ -18,6 +18,7 @@ _LABELS = {
     ActionKind.SEND_F: "pp_comm",
     ActionKind.SEND_B: "pp_comm",
     ActionKind.REDUCE_GRAD: "dp_comm",
+    ActionKind.STEP: "dp_comm",  # the late gather of its parameters
 }
 Cut = tuple[float, float]
 

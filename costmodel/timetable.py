@@ -4,7 +4,8 @@
 `pipeline_times` then walks that order once per set of stage costs, which is what planning does thousands of
 times. Each rank computes one action at a time, in its own order. A message leaves when its SEND is reached and
 the link between the two ranks is free, and is waited for by the receiver; neither side computes less for it.
-Gradient reductions run beside what follows on the same rank, and STEP waits for them.
+Gradient reductions run beside what follows on the same rank, and STEP waits for them. Late gathers of updated parameters
+run from the start of the step, one stage of a rank after the other, and the first forward of a stage waits for its own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Timetable:
     """Actions in an order that respects every dependency, as parallel columns.
 
     `wait[i]` is the row whose message row i needs (-1: none); `cost[i]` its duration's place in the table of
-    durations (-1: none, -2: that of its message); `link[i]` the link that it sends on when it is done (-1: none) and `message[i]` the
+    durations (-1: none, the last entry, -2: that of its message); `link[i]` the link that it sends on when it is done (-1: none) and `message[i]` the
     place of the sending time. `ranks[r]` and `steps[r]` are the stages that rank r reduces and steps.
     """
 
@@ -96,6 +97,14 @@ class _Builder:
         default_factory=dict
     )  # (forward, stage, micro): row
     reduce_row: dict[int, int] = field(default_factory=dict)
+    gathered: dict[int, int] = field(default_factory=dict)  # late gathers nobody has waited for: row
+
+    def gather_late(self, stages: Sequence[int], rank: int) -> None:
+        """The rank's late gathers, which all stand before its first action."""
+        for stage in stages:
+            self.gathered[stage] = len(self.actions)
+            message = 3 * len(self.homes) + stage
+            self._add(Action(stage, K.STEP), (rank, -1, -1, self._link(rank, -2), message))
 
     def place(self, action: Action, rank: int) -> bool:
         """Add the row of an action; False when the message that it needs has not been sent yet."""
@@ -107,6 +116,8 @@ class _Builder:
                 return False
             if action is self.last[stage]:
                 column = _LAST[kind]
+            if kind is K.FORWARD and stage in self.gathered:  # a row of no duration, for the other thing to wait for
+                self._add(action, (rank, self.gathered.pop(stage), -1, -1, 0))
             self._add(action, (rank, wait, stage * _WIDTH + column, -1, 0))
         elif kind is K.SEND_F or kind is K.SEND_B:
             forward = kind is K.SEND_F
@@ -144,17 +155,25 @@ class _Builder:
 
 @without_collection()
 def prepare(
-    ranks: Sequence[Sequence[Action]], *, overlap: bool = True, blocking_sends: bool = False
+    ranks: Sequence[Sequence[Action]],
+    *,
+    overlap: bool = True,
+    blocking_sends: bool = False,
+    late_gathers: bool = False,
 ) -> Timetable:
     """The timetable of a program that passes `check`.
 
-    Without `overlap` a rank waits for its reductions, with `blocking_sends` for each message that it sends.
+    Without `overlap` a rank waits for its reductions, with `blocking_sends` for each message that it sends, and with
+    `late_gathers` its stages wait for their parameters.
     """
     homes = {action.stage: rank for rank, actions in enumerate(ranks) for action in actions}
     builder = _Builder(
         homes=tuple(homes[stage] for stage in range(len(homes))), last=_last_backwards(ranks),
         overlap=overlap, blocking_sends=blocking_sends,
     )  # fmt: skip
+    if late_gathers:
+        for rank, actions in enumerate(ranks):
+            builder.gather_late(tuple(dict.fromkeys(a.stage for a in actions if a.kind is K.FORWARD)), rank)
     at = [0] * len(ranks)
     progress = True
     while progress:
@@ -229,8 +248,8 @@ def pipeline_times(timetable: Timetable, costs: Sequence[StageCost]) -> Pipeline
 
 
 def action_seconds(costs: Sequence[StageCost]) -> list[float]:
-    """The table of durations that `Timetable.cost` points into."""
-    return [
+    """The table of durations that `Timetable.cost` points into; the last entry is that of what takes no time."""
+    found = [
         seconds
         for cost in costs
         for seconds in (
@@ -239,14 +258,17 @@ def action_seconds(costs: Sequence[StageCost]) -> list[float]:
             cost.reduce_after_weight_s,
         )
     ]
+    return [*found, 0.0]
 
 
 def message_seconds(costs: Sequence[StageCost]) -> list[float]:
-    """What `Timetable.message` points into: sends of every stage, then its reductions after a B, and after a W."""
+    """What `Timetable.message` points into: sends of every stage, then its reductions after a B, and after a W, and its
+    late gathers."""
     return [
         *(cost.send_s for cost in costs),
         *(cost.reduce_s for cost in costs),
         *(cost.reduce_after_weight_s for cost in costs),
+        *(cost.updated_s for cost in costs),
     ]
 
 

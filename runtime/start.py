@@ -135,6 +135,8 @@ def check_strategy(
         )
     if strategy.execution.parameter_gathers:
         raise UserError("execution.parameter_gathers: the runtime gathers whole blocks; set it to false")
+    if strategy.execution.late_gathers:
+        raise UserError("execution.late_gathers: the runtime gathers at the end of a step; set it to false")
     if strategy.execution.merged_dispatch:
         raise UserError(
             "execution.merged_dispatch: the runtime sends a token to each expert; set it to false"

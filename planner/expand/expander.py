@@ -84,6 +84,7 @@ class Expander:
                 self.schedule(strategy),
                 overlap=strategy.grad_sync.overlap,
                 blocking_sends=strategy.execution.blocking_sends,
+                late_gathers=strategy.execution.late_gathers,
             )
         return self._prepared[key]
 
@@ -118,6 +119,7 @@ class Expander:
             overlap=sync.overlap,
             blocking_launches=strategy.execution.blocking_launches,
             blocking_sends=strategy.execution.blocking_sends,
+            late_gathers=strategy.execution.late_gathers,
             bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
             reduce_every_micro=zero >= 2,
             kernels=strategy.execution.kernels,
@@ -315,9 +317,9 @@ def _stage(
     )
 
 
-def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool, bool]:
+def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool, bool, bool]:
     pipeline = strategy.pipeline
     return (
         pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches,
-        strategy.grad_sync.overlap, strategy.execution.blocking_sends,
+        strategy.grad_sync.overlap, strategy.execution.blocking_sends, strategy.execution.late_gathers,
     )  # fmt: skip

@@ -58,6 +58,7 @@ MOST_WORK = 1500.0
 REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
+    "late_gathers",
     "blocking_launches",
     "merged_dispatch",
     "added_gradients",

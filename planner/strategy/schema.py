@@ -124,6 +124,9 @@ class ExecutionSection(Section):
     parameter_gathers: bool | None = Field(
         None, description="ZeRO-3 fetches each parameter by itself and waits for it"
     )
+    late_gathers: bool | None = Field(
+        None, description="ZeRO-1 and 2 gather updated parameters beside the next step's first forwards"
+    )
     added_gradients: bool | None = Field(
         None,
         description="fused kernels, but a micro-batch's gradients are added to the sum by one of their own",

@@ -102,6 +102,7 @@ class Execution:
     blocking_sends: bool = False  # a stage waits until its message has gone to the next one
     kept_outputs: bool = False  # what a stage has sent stays with it until its backward pass (DeepSpeed)
     blocking_launches: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
+    late_gathers: bool = False  # ZeRO-1 and 2 gather updated parameters beside the next step's first forwards
     parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
     added_gradients: bool = False  # with fused kernels: a kernel of its own adds a micro-batch's gradients to the sum (Megatron until 2022)
     dtensor: bool = (

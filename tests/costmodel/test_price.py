@@ -156,6 +156,14 @@ def test_the_optimizer_step_is_followed_by_the_gather_of_parameters() -> None:
     assert cost.tied_s == pytest.approx(seconds(SCATTER))
 
 
+def test_a_late_gather_of_parameters_is_no_part_of_the_optimizer_step() -> None:
+    stage = toy_stage(((toy_block(), 1),), last=True, after_step=(GATHER,))
+    plain, late = priced(stage), priced(stage, late_gathers=True)
+    assert plain.updated_s == 0.0
+    assert late.updated_s == pytest.approx(seconds(GATHER))
+    assert plain.step.total_s == pytest.approx(late.step.total_s + late.updated_s)
+
+
 def test_equal_stages_are_priced_once_and_groups_pick_the_device() -> None:
     mixed = load_cluster("h100-sxm:1x8")
     slow = load_cluster("a100-sxm-80gb:1x8")

@@ -116,6 +116,42 @@ def test_step_waits_for_the_reduction_and_tied_stages_for_each_other() -> None:
     assert step_s("1f1b", 2, 1, 1, tied) == pytest.approx(last_reduced + 2.0 + 1.0)
 
 
+def test_a_late_gather_runs_from_the_start_and_the_first_forward_waits_for_it() -> None:
+    """F = 1, B = 2, gathers of 3 and 5 on two ranks: rank 0 starts at 3, rank 1 (from 4 on) at 5."""
+    costs = [replace(stage_cost(1.0, 2.0), updated_s=3.0), replace(stage_cost(1.0, 2.0), updated_s=5.0)]
+    timetable = prepare(build_schedule("1f1b", 2, 1, 2), late_gathers=True)
+    times = pipeline_times(timetable, costs)
+    ends = {show([[action]]): end for action, end in zip(timetable.actions, times.end_s, strict=True)}
+    assert (ends["0F0"], ends["1F0"]) == (pytest.approx(4.0), pytest.approx(6.0)), ends
+    assert times.step_time_s == pytest.approx(6.0 + 2 + 1 + 2 + 2), "1B0, 1F1, 1B1 and 0B1 follow"
+
+
+def test_the_chunks_of_a_rank_gather_one_after_the_other() -> None:
+    """Two chunks on one of two ranks: the second forward has four of its own to hide a gather of 4 behind."""
+    schedule = build_schedule("interleaved-1f1b", 2, 2, 4)
+    hidden = [replace(stage_cost(2.0, 1.0), updated_s=u) for u in (0.0, 0.0, 4.0, 4.0)]
+    shown = [replace(stage_cost(2.0, 1.0), updated_s=u) for u in (0.0, 0.0, 9.0, 0.0)]
+    plain = step_s("interleaved-1f1b", 2, 2, 4, hidden)
+    timetable = prepare(schedule, late_gathers=True)
+    assert pipeline_times(timetable, hidden).step_time_s == pytest.approx(plain)
+    assert pipeline_times(timetable, shown).step_time_s > plain
+
+
+@given(case=st.sampled_from(BUILT_SCHEDULES[1:]), gathers=st.lists(st.floats(0.0, 20.0), min_size=8, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_late_gathers_cost_at_most_their_sum_on_a_rank(case: str, gathers: list[float]) -> None:
+    """Between nothing, and the longest that one rank waits for all of its own."""
+    virtual = {"zbv": 2, "dualpipev": 2, "interleaved-1f1b": 2}.get(case, 1)
+    ranks = build_schedule(case, 4, virtual, 8)
+    costs = [replace(stage_cost(1.0, 1.0, 1.0), updated_s=gathers[stage]) for stage in range(4 * virtual)]
+    plain = pipeline_times(prepare(ranks), costs).step_time_s
+    late = pipeline_times(prepare(ranks, late_gathers=True), costs).step_time_s
+    most = max(
+        sum(gathers[stage] for stage in {action.stage for action in actions}) for actions in ranks
+    )
+    assert plain <= late <= plain + most + 1e-9, show(ranks)
+
+
 def test_without_overlap_a_rank_waits_for_the_reduction_of_one_chunk_before_the_next() -> None:
     ranks = build_schedule("interleaved-1f1b", 2, 2, 2)
     costs = [stage_cost(1.0, 1.0, reduce_s=10.0)] * 4
