@@ -367,9 +367,7 @@ def _run(
     return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
 
 
-def _step_phase(
-    stage: StageWork, program: Program, device: Device, pricer: Pricer, gather_s: float
-) -> Phase:
+def _step_phase(stage: StageWork, program: Program, device: Device, pricer: Pricer, gather_s: float) -> Phase:
     """The optimizer's kernels, and the gather of updated parameters after them."""
     kernels = (
         {_kernel_key(kernel, "optimizer"): pricer.kernel_s(kernel, device, program.kernels)}

@@ -210,7 +210,9 @@ class Program:
     reduce_every_micro: bool = False
     blocking_launches: bool = False  # the host waits for each kernel before it launches the next
     blocking_sends: bool = False  # a rank waits for each message it sends, as in Megatron without p2p overlap
-    late_gathers: bool = False  # `after_step` runs beside the next step's first forwards, as Megatron's overlap_param_gather
+    late_gathers: bool = (
+        False  # `after_step` runs beside the next step's first forwards, as Megatron's overlap_param_gather
+    )
     kernels: str = "fused"  # eager, fused or compiled: as the strategy's `execution.kernels`
     model_flops: int = 0
     tokens: int = 0

@@ -116,7 +116,9 @@ class _Builder:
                 return False
             if action is self.last[stage]:
                 column = _LAST[kind]
-            if kind is K.FORWARD and stage in self.gathered:  # a row of no duration, for the other thing to wait for
+            if (
+                kind is K.FORWARD and stage in self.gathered
+            ):  # a row of no duration, for the other thing to wait for
                 self._add(action, (rank, self.gathered.pop(stage), -1, -1, 0))
             self._add(action, (rank, wait, stage * _WIDTH + column, -1, 0))
         elif kind is K.SEND_F or kind is K.SEND_B:

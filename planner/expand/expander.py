@@ -45,7 +45,7 @@ class Expander:
     _schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _prepared: dict[tuple[str, int, int, int, bool, bool], Prepared] = field(
+    _prepared: dict[tuple[str, int, int, int, bool, bool, bool], Prepared] = field(
         default_factory=dict, repr=False, compare=False
     )
     _pricers: list[Pricer] = field(default_factory=list, repr=False, compare=False)

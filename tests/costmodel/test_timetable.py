@@ -137,7 +137,9 @@ def test_the_chunks_of_a_rank_gather_one_after_the_other() -> None:
     assert pipeline_times(timetable, shown).step_time_s > plain
 
 
-@given(case=st.sampled_from(BUILT_SCHEDULES[1:]), gathers=st.lists(st.floats(0.0, 20.0), min_size=8, max_size=8))
+@given(
+    case=st.sampled_from(BUILT_SCHEDULES[1:]), gathers=st.lists(st.floats(0.0, 20.0), min_size=8, max_size=8)
+)
 @settings(max_examples=60, deadline=None)
 def test_late_gathers_cost_at_most_their_sum_on_a_rank(case: str, gathers: list[float]) -> None:
     """Between nothing, and the longest that one rank waits for all of its own."""
@@ -146,9 +148,7 @@ def test_late_gathers_cost_at_most_their_sum_on_a_rank(case: str, gathers: list[
     costs = [replace(stage_cost(1.0, 1.0, 1.0), updated_s=gathers[stage]) for stage in range(4 * virtual)]
     plain = pipeline_times(prepare(ranks), costs).step_time_s
     late = pipeline_times(prepare(ranks, late_gathers=True), costs).step_time_s
-    most = max(
-        sum(gathers[stage] for stage in {action.stage for action in actions}) for actions in ranks
-    )
+    most = max(sum(gathers[stage] for stage in {action.stage for action in actions}) for actions in ranks)
     assert plain <= late <= plain + most + 1e-9, show(ranks)
 
 
