@@ -84,14 +84,17 @@ def run_profile(
             silent = world.rank > 0
             with bar(console, "collectives", silent=silent) as tell:
                 collectives = measure_collectives(world.per_node, quick=quick, tell=tell)
-                overlap = measure_overlap(quick=quick)
+                # Processes that share cores take from each other by a rule of their own (`shared_device`).
+                own_cores = not base.cores or world.per_node <= (os.cpu_count() or base.cores)
+                overlap = measure_overlap(quick=quick) if own_cores else None
             machine = Machine(nodes=world.size // world.per_node, per_node=world.per_node)
         if world.rank > 0:
             return
         if world.size > 1:
             where = f"{source}, {world.backend} over {world.size} processes"
             device = fit_collectives(device, collectives, machine, source=where)
-            device = fit_overlap(device, overlap, source=where)
+            if overlap:
+                device = fit_overlap(device, overlap, source=where)
     architecture, own = own_constants(base_name)
     changed = changed_keys(base, device)
     kept = {*changed, *(f"constants.{key}" for key in own)}

@@ -34,7 +34,7 @@ def make_burst(seconds: float) -> Burst:
     side = SIDE[on_accelerator()]
     dtype = torch.bfloat16 if on_accelerator() else torch.float32
     one = Burst(matrix=random(side, side, dtype=dtype), count=1, seconds=0.0)
-    count = round(seconds / _quickest_s(one))
+    count = max(1, round(seconds / _quickest_s(one)))
     burst = Burst(matrix=one.matrix, count=count, seconds=0.0)
     return Burst(matrix=one.matrix, count=count, seconds=_quickest_s(burst))
 

@@ -28,9 +28,10 @@ OPS = (
 )
 FP32 = 4
 BURST_S = 3e-3  # of computation before each call: what a block of a small model takes
-ROUNDS, ACCELERATOR_ROUNDS, QUICK_ROUNDS = 5, 40, 3
+ROUNDS, ACCELERATOR_ROUNDS, QUICK_ROUNDS = 5, 40, 2
 WARM_UP = 1
-IN_A_ROW = 20
+AFTER_BURSTS = 10  # calls that make a round on a CPU
+IN_A_ROW = 20  # and on an accelerator
 
 
 def group_places(world: int, per_node: int) -> tuple[GroupPlace, ...]:
@@ -56,7 +57,7 @@ def measure_collectives(
     cases = list(product(places, OPS, sizes or SIZES[on_accelerator()]))
     samples = []
     groups = {place: _own_group(place, world) for place in places}
-    burst = make_burst(0.0 if on_accelerator() else BURST_S)
+    burst = None if on_accelerator() else make_burst(BURST_S)
     rounds = {False: ROUNDS, True: ACCELERATOR_ROUNDS}[on_accelerator()]
     for done, (place, op, size) in enumerate(cases):
         label = f"{op} of {size >> 10} KiB over {place.size} ranks"
@@ -121,25 +122,26 @@ def _to_and_fro(message: torch.Tensor, members: Sequence[int], group: dist.Proce
     return run
 
 
-def _in_step(call: Call, burst: Burst, rounds: int) -> tuple[float, float]:
+def _in_step(call: Call, burst: Burst | None, rounds: int) -> tuple[float, float]:
     """Seconds of a call as a step makes it, and of the quickest single one: the slowest rank's of each.
 
-    On a CPU a round is `IN_A_ROW` bursts of computation, each followed by a call; the median round less its bursts
+    On a CPU a round is `AFTER_BURSTS` bursts of computation, each followed by a call; the median round less its bursts
     counts. In a step processes are woken up, and arrive, at different moments, which each of its calls pays for.
-    Accelerators work through their queues meanwhile: a round is `IN_A_ROW` calls, as nccl-tests takes it, and the
-    quickest counts.
+    Without bursts, on an accelerator that works through its queue meanwhile, a round is `IN_A_ROW` calls, as nccl-tests
+    takes it, and the quickest counts.
     """
     rounds_s, singles_s = [], []
     for number in range(WARM_UP + rounds):
         dist.barrier()
-        round_s, single_s = (
-            _after_bursts(call, burst) if burst.count else (accelerator_s(call, IN_A_ROW),) * 2
-        )
+        if burst:
+            round_s, single_s = _after_bursts(call, burst)
+        else:
+            round_s = single_s = accelerator_s(call, IN_A_ROW)
         if number >= WARM_UP:
             rounds_s.append(round_s)
             singles_s.append(single_s)
     quickest_s = float(slowest(singles_s).min())
-    typical_s = float(slowest(rounds_s).median()) if burst.count else quickest_s
+    typical_s = float(slowest(rounds_s).median()) if burst else quickest_s
     return max(typical_s, quickest_s), quickest_s
 
 
@@ -147,9 +149,9 @@ def _after_bursts(call: Call, burst: Burst) -> tuple[float, float]:
     """Seconds of a call in the mean, what the bursts before take longer for it included, and of the quickest."""
     quickest_s = float("inf")
     begin = time.perf_counter()
-    for _ in range(IN_A_ROW):
+    for _ in range(AFTER_BURSTS):
         burst()
         start = time.perf_counter()
         call()
         quickest_s = min(quickest_s, time.perf_counter() - start)
-    return (time.perf_counter() - begin) / IN_A_ROW - burst.seconds, quickest_s
+    return (time.perf_counter() - begin) / AFTER_BURSTS - burst.seconds, quickest_s
