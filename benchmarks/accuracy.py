@@ -260,7 +260,7 @@ def markdown(scored: Sequence[Scored], skipped: Sequence[dict[str, str]]) -> str
                 f"| {name} | {s['rows']} | {s['mean_absolute_error']:.1%} | {s['p95_absolute_error']:.1%} "
                 f"| {s['bias']:+.1%} | {order_cells(s['order'])} |"
             )
-    means, fit = overall["mean_over_sources"], overall["fit"]
+    means, fit, interval = overall["mean_over_sources"], overall["fit"], overall["interval"]
     lines.append(
         f"| **mean over sources** | {len(scored)} | {means['mean_absolute_error']:.1%} "
         f"| {means['p95_absolute_error']:.1%} | {means['bias']:+.1%} "
@@ -271,6 +271,9 @@ def markdown(scored: Sequence[Scored], skipped: Sequence[dict[str, str]]) -> str
         f"What fits: {fit['accuracy']:.1%} of {fit['oom_rows'] + fit['ok_rows']} runs told right; "
         f"{fit['oom_called_feasible']:.1%} of the runs that died were called feasible, "
         f"{fit['ok_called_infeasible']:.1%} of those that ran infeasible.",
+        "",
+        f"Predictions state an interval of {interval['stated']:.0%} either way: {interval['covered']:.0%} of the steps lie within it, "
+        f"nine of ten within {interval['nine_of_ten']:.0%} (each source counting alike).",
         "",
         f"{len(skipped)} rows are not scored; the benchmark lists each with its reason.",
         "",

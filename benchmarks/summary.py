@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import mean, median
+
+from autoparallel.costmodel.confidence import COVERAGE, PUBLISHED
 
 TIE = 0.01  # two measured times closer than this are not ordered: sources repeat a run within a few percent
 NEAR_BEST = 0.03
@@ -48,6 +50,27 @@ def error_summary(errors: Sequence[float]) -> dict[str, float]:
         "p95_absolute_error": quantile(sizes, 0.95),
         "bias": mean(errors),
         "median_absolute_error": median(sizes),
+    }
+
+
+def interval_summary(rows: Sequence[Scored]) -> dict[str, float]:
+    """What predictions say of themselves (`costmodel.confidence`), each source counting alike: the width they state (0.1:
+    a tenth either way), the share of the measured steps within it, and the width within which nine of ten are."""
+    timed = by(lambda r: r.source, [r for r in rows if r.measured_s and r.outcome == "ok"])
+    off = sorted(
+        (max(r.predicted_s / r.measured_s, r.measured_s / r.predicted_s) - 1, 1 / len(group))
+        for group in timed.values()
+        for r in group
+        if r.measured_s
+    )
+    stated = PUBLISHED.p90_absolute_error
+    reached = list(accumulate(weight / len(timed) for _, weight in off))
+    return {
+        "stated": stated,
+        "covered": sum(weight for width, weight in off if width <= stated) / max(1, len(timed)),
+        "nine_of_ten": next(
+            (width for (width, _), share in zip(off, reached, strict=True) if share >= COVERAGE), 0.0
+        ),
     }
 
 
@@ -135,6 +158,7 @@ def summarise(rows: Sequence[Scored]) -> dict[str, object]:
         "overall": {
             "mean_over_sources": {k: mean(float(s[k]) for s in with_time) for k in keys} if with_time else {},  # type: ignore[arg-type]
             "over_rows": error_summary(all_errors) if all_errors else {},
+            "interval": interval_summary(rows),
             "order": order_summary(rows),
             "fit": fit_summary(rows),
             "memory": memory_summary(rows),

@@ -22,6 +22,7 @@ from autoparallel.profiles.hardware import Cluster, Device, Level, Network, Prov
 
 SLOWER = 1.01
 STEP = "step"  # the residual of whole steps
+COVERAGE = 0.9  # of an interval
 # Kind: measured. Source: benchmarks/accuracy.py on benchmarks/published/training_rows.csv, before calibration.
 PUBLISHED = Residual(samples=1495, mean_absolute_error=0.071, p90_absolute_error=0.15, bias=0.0)
 # Constants that are rates or shares of one, and those that are times or stretch them. What is neither (counts, tile
@@ -60,7 +61,7 @@ def confidence(program: Program, cluster: Cluster, timetable: Timetable | None =
     residual, basis = step_residual(cluster)
     width = 1.0 + residual.p90_absolute_error
     return Confidence(
-        low_s=now_s / width, high_s=now_s * width, coverage=0.9, basis=basis, shares=shares(step_s, now_s, cluster)
+        low_s=now_s / width, high_s=now_s * width, coverage=COVERAGE, basis=basis, shares=shares(step_s, now_s, cluster)
     )  # fmt: skip
 
 

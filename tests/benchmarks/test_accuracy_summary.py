@@ -6,14 +6,27 @@ import pytest
 
 from benchmarks.accuracy import as_json, markdown, spread
 from benchmarks.rows import Unscorable, chunk_layers, parse, read_rows
-from benchmarks.summary import Scored, error_summary, fit_summary, kendall_tau, picks_near_best
+from benchmarks.summary import (
+    Scored,
+    error_summary,
+    fit_summary,
+    interval_summary,
+    kendall_tau,
+    picks_near_best,
+)
 
 
 def row(
-    name: str, predicted: float, measured: float | None, *, outcome: str = "ok", feasible: bool = True
+    name: str,
+    predicted: float,
+    measured: float | None,
+    *,
+    outcome: str = "ok",
+    feasible: bool = True,
+    source: str = "s",
 ) -> Scored:
     return Scored(
-        id=name, source="s", group="g", outcome=outcome, predicted_s=predicted, measured_s=measured,
+        id=name, source=source, group="g", outcome=outcome, predicted_s=predicted, measured_s=measured,
         feasible=feasible, predicted_gib=1.0, measured_gib=None, memory_kind="",
     )  # fmt: skip
 
@@ -67,3 +80,11 @@ def test_rows_that_cannot_be_scored_say_why_and_are_kept() -> None:
     skipped = [{"id": "b", "group": "g", "skipped": "no reason"}]
     assert [r["id"] for r in as_json(scored, skipped)["rows"]] == ["a", "b"]  # type: ignore[attr-defined, index]
     assert "1 rows are not scored" in markdown(scored, skipped)
+
+
+def test_an_interval_counts_every_source_alike() -> None:
+    near = [row(f"near{i}", 1.0, 1.01, source="many") for i in range(98)]
+    far = [row("far", 1.0, 2.0, source="few"), row("fast", 2.0, 1.0, source="few")]
+    found = interval_summary([*near, *far])
+    assert found["covered"] == pytest.approx(0.5)
+    assert found["nine_of_ten"] == pytest.approx(1.0)
