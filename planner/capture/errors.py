@@ -14,7 +14,7 @@ class UntraceableError(Exception):
 
 
 class TraceError(Exception):
-    """The code of the module at `path` failed while it was traced."""
+    """The code of the module at `path` failed while it was traced, or run whole."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path or 'the model'}: {reason}")

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.trees import mapped, tensors
 
 # A leaf with more parameter bytes than this is not run here (kind: chosen; about what a laptop can spare).
@@ -46,10 +46,13 @@ class LeafCost:
     saved_bytes: int
 
 
-def measure_leaf(module: nn.Module, path: str, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
-    """Run `module`, whose tensors are on the meta device, on real random data of the same shapes.
+def measure_leaf(
+    module: nn.Module, path: str, args: Any, kwargs: Any, known: Callable[[torch.Tensor], torch.Tensor | None]
+) -> tuple[Any, LeafCost]:
+    """Run `module`, whose tensors are on the meta device, on real data: the values that are `known` of its arguments,
+    random ones of the same shapes for the others.
 
-    Returns its result, on the meta device, and what it cost. Raises ModelError where it does not run either.
+    Returns its result, on the meta device, and what it cost. Raises TraceError where it does not run either.
     """
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     if size > _LARGEST_LEAF_BYTES:
@@ -59,15 +62,14 @@ def measure_leaf(module: nn.Module, path: str, args: Any, kwargs: Any) -> tuple[
         )
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
         try:
-            return _run(module, args, kwargs)
+            return _run(module, args, kwargs, known)
         except Exception as error:
-            where = path or type(module).__name__
-            raise ModelError(
-                f"{where} can neither be traced nor run on example data: {type(error).__name__}: {error}"
-            ) from error
+            raise TraceError(path, f"{type(error).__name__}: {error}") from error
 
 
-def _run(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
+def _run(
+    module: nn.Module, args: Any, kwargs: Any, known: Callable[[torch.Tensor], torch.Tensor | None]
+) -> tuple[Any, LeafCost]:
     generator = torch.Generator().manual_seed(0)
     trial = copy.deepcopy(module)
     for part in trial.modules():  # the classes' own forwards, not what stands in for them while tracing
@@ -76,7 +78,7 @@ def _run(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, LeafCost]:
     trial = trial.to_empty(device="cpu")
     for tensor in (*trial.parameters(), *trial.buffers()):
         _fill(tensor.data, generator)
-    args, kwargs = mapped(lambda x: _real(x, generator), args), mapped(lambda x: _real(x, generator), kwargs)
+    args, kwargs = mapped(lambda leaf: _real(leaf, generator, known), (args, kwargs))
     own = {t.untyped_storage().data_ptr() for t in (*trial.parameters(), *trial.buffers())}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -112,11 +114,14 @@ def _to_meta(leaf: Any) -> Any:
     return meta.requires_grad_(leaf.requires_grad)
 
 
-def _real(leaf: Any, generator: torch.Generator) -> Any:
+def _real(leaf: Any, generator: torch.Generator, known: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-    real = torch.empty(leaf.shape, dtype=leaf.dtype)
-    _fill(real, generator)
+    real, values = torch.empty(leaf.shape, dtype=leaf.dtype), known(leaf)
+    if values is None:
+        _fill(real, generator)
+    else:
+        real.copy_(values)
     return real.requires_grad_(leaf.requires_grad)
 
 

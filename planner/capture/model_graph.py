@@ -15,7 +15,7 @@ from autoparallel.planner.capture.build import build_graph
 from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.loops import loop_warnings
-from autoparallel.planner.capture.on_meta import on_meta, with_batch
+from autoparallel.planner.capture.on_meta import on_meta
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.split import repeated_paths
 from autoparallel.planner.capture.step import trace_step
@@ -88,20 +88,33 @@ def _folded(
 
 
 def _captured(module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan) -> ModelGraph:
-    traces = [trace_step(module, with_batch(inputs, batch), batch, plan) for batch in MICRO_BATCHES]
+    traces = [trace_step(module, inputs, batch, plan) for batch in MICRO_BATCHES]
     return build_graph(module, traces, name=name, plan=plan, rules=rules)
 
 
 def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str, str]) -> dict[str, str]:
-    """The module that failed and all of its class: what one cannot do the others cannot."""
+    """The module that failed and all of its class: what one cannot do the others cannot. One that does not run on numbers
+    of their shapes either (boxes, lengths) is part of what calls it, at last of the model, which gets the example's own."""
     if error.path in known:
-        raise ModelError(str(error)) from error
+        if not error.path:
+            raise ModelError(
+                f"{type(module).__name__} can neither be traced ({known['']}) nor run on the example inputs: {error.reason}"
+            ) from error
+        return {_caller(module, error.path): known[error.path]}
     failed = type(module.get_submodule(error.path))
     return {
         path: error.reason
         for path, part in module.named_modules()
         if path == error.path or (type(part) is failed and failed is not type(module))
     }
+
+
+def _caller(module: torch.nn.Module, path: str) -> str:
+    """The module around the one at `path` that has code of its own."""
+    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    while (path := path.rpartition(".")[0]) and isinstance(module.get_submodule(path), containers):
+        pass
+    return path
 
 
 def _leaf_warnings(leaves: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
+from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
 from autoparallel.planner.capture.records import Trace
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
@@ -29,11 +30,11 @@ def _trusting() -> Iterator[None]:
 
 
 def trace_step(
-    module: torch.nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
+    module: torch.nn.Module, example: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
 ) -> Trace:
-    """Trace a forward and backward pass of a module whose parameters and `inputs` are on the meta device.
+    """Trace a forward and backward pass, on `micro_batch` samples, of a module whose parameters are on the meta device.
 
-    `inputs` are keyword or positional arguments. A scalar output that needs a gradient is the loss; without one
+    The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. A scalar output that needs a gradient is the loss; without one
     all outputs that need a gradient are differentiated. Raises TraceError, FoldError.
     """
     tracer = Tracer(module, micro_batch)
@@ -41,18 +42,23 @@ def trace_step(
         tracer.declare(parameter, "param", name)
     for name, buffer in module.named_buffers():
         tracer.declare(buffer, "buffer", name)
+    inputs = with_batch(example, micro_batch)
     inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
+    if plan.leaves:
+        real = tensors(with_batch(example, micro_batch, numbers=True))
+        tracer.given = {id(t): own for t, own in zip(tensors(inputs), real, strict=True) if not own.is_meta}
     for position, tensor in enumerate(tensors(inputs)):
         tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
     try:
         with (
+            left_as_it_was(module),
             positions_hidden(module, plan),
             forwards_replaced(module, plan, tracer),
             _trusting(),
             tracer.recording(),
         ):
             result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
-    except (FoldError, ModelError):
+    except (FoldError, ModelError, TraceError):
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"

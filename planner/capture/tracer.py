@@ -93,6 +93,7 @@ class Tracer(TorchFunctionMode):
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
         self.failed: str | None = None
+        self.given: dict[int, torch.Tensor] = {}  # id(input) -> the example's own numbers, for leaves alone
         self._entered: list[dict[int, int]] = []  # of each open module call: its tensors' values on entry
         self._returned: list[int] = []  # values returned by the repeated module that ran last
         self._opening: set[object] = set()  # functions whose body is running
@@ -287,12 +288,15 @@ class Tracer(TorchFunctionMode):
     def leaf(self, module: torch.nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         """The result of a module that cannot be traced, and its costs as those of one call."""
         with torch._C.DisableTorchFunction():
-            result, cost = measure_leaf(module, path, args, kwargs)
+            result, cost = measure_leaf(module, path, args, kwargs, self._values_of)
             given, fresh = tensors((args, kwargs)), tensors(result)
             call = Call(name="leaf", frame=self._frame, leaf=cost)
             made = self._opaque(call, [*given, *module.parameters()], fresh, [])
             replaced = {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
             return mapped(lambda leaf: replaced.get(id(leaf), leaf), result)
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.given.get(id(tensor), self.meta_mode.known(tensor) if tensor.is_meta else tensor)
 
     def _stood_in(
         self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor], sources: list[torch.Tensor]

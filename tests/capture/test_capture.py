@@ -217,6 +217,62 @@ def test_the_whole_model_can_be_a_leaf() -> None:
     assert "the whole model" in graph.warnings[0]
 
 
+class _Areas(nn.Module):
+    """Refuses boxes without an area, as detectors do, and counts samples of a length, as recurrent ones do."""
+
+    def forward(self, boxes: Tensor, lengths: Tensor) -> Tensor:
+        assert (boxes[:, 1] > boxes[:, 0]).all()
+        assert lengths.min() > 0
+        return (boxes[:, 1] - boxes[:, 0])[:, None]
+
+
+class _Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([_Areas()])
+        self.last = nn.Linear(1, 4)
+
+    def forward(self, boxes: Tensor, lengths: Tensor) -> Tensor:
+        result: Tensor = self.last(self.heads[0](boxes.sigmoid(), lengths))
+        return result
+
+
+def test_what_runs_on_certain_numbers_alone_runs_on_the_examples_own() -> None:
+    boxes, lengths = torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.tensor([3, 1])
+    direct = capture(_Areas(), (boxes, lengths), name="x")
+    within = capture(_Detector(), (boxes, lengths), name="x")
+    for graph in (direct, within):
+        assert [op.kind for op in operators(graph)] == [OpKind.LEAF]
+        assert "the whole model" in graph.warnings[0]
+    with pytest.raises(UserError, match=r"_Detector can neither be traced .* nor run on the example inputs"):
+        capture(_Detector(), (boxes.flip(1), lengths), name="x")
+
+
+class _Caching(nn.Module):
+    """Makes its biases in the first call, and keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(8, 8), None
+        self.by_width: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            self.bias = torch.arange(8.0) / 8
+        if 8 not in self.by_width:
+            self.by_width[8] = torch.ones(8) / 2
+        result: Tensor = self.linear(x) + self.bias * self.by_width[8]
+        return result
+
+
+def test_what_a_model_keeps_while_it_is_captured_is_not_kept() -> None:
+    module = _Caching()
+    graph = capture(module, torch.randn(2, 8), name="x")
+    assert not graph.warnings
+    assert (module.bias, module.by_width) == (None, {})
+    assert module(torch.randn(2, 8)).device.type == "cpu"
+
+
 def test_a_model_that_does_not_run_on_its_example_is_an_error_that_says_where() -> None:
     with pytest.raises(UserError, match=r"shapes|size"):
         capture(nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)), torch.randn(2, 8), name="x")
