@@ -8,11 +8,13 @@ parameters, buffers (batch statistics), dropout and hooks stay its own, and dept
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import operator
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +123,11 @@ def _export(
     """The exported program, and the calls of submodules in it. UserError if the last way fails."""
     printed = io.StringIO()  # where export fails it prints the graph that it had got to
     try:
-        with redirect_stderr(printed), hidden_submodules(module, blocks, eager_view=eager_view) as calls:
+        with (
+            redirect_stderr(printed),
+            _named_arguments(module, kwargs),
+            hidden_submodules(module, blocks, eager_view=eager_view) as calls,
+        ):
             program = export(module, args, kwargs, strict=False, dynamic_shapes=shapes), dict(calls)
         sys.stderr.write(printed.getvalue())
         return program
@@ -150,6 +156,31 @@ def _tracing_inputs(inputs: Any, device: torch.device, *, doubled: bool) -> Any:
         return leaf.detach().expand(shape).contiguous().to(device)  # code may ask for a view of it
 
     return pytree.tree_map(prepare, inputs)
+
+
+@contextmanager
+def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While inside, a forward that takes `**kwargs` says the names of those it is given: export wants shapes by name."""
+    forward, own = module.forward, "forward" in vars(module)
+    taken = inspect.signature(forward).parameters.values()
+    parameters = [p for p in taken if p.kind is not p.VAR_KEYWORD]
+    more = [name for name in kwargs if name not in {p.name for p in parameters}]
+
+    @functools.wraps(forward)
+    def named(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    said = [*parameters, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more)]
+    named.__signature__ = inspect.Signature(said)  # type: ignore[attr-defined]
+    if more:
+        module.forward = named
+    try:
+        yield
+    finally:
+        if more:
+            del module.forward
+        if more and own:
+            module.forward = forward
 
 
 def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,7 +26,8 @@ from autoparallel.runtime.torch_private import GROUPED_PRODUCTS
 # The places that `as_strided` names are those of the whole tensor (the pooling calls it, out of sight); and a meta device,
 # which DTensor asks for shapes, does not know the loss.
 _WHOLE = frozenset({
-    torch.as_strided, Tensor.as_strided, F.ctc_loss, torch.ctc_loss, torch.adaptive_avg_pool1d,
+    torch.as_strided, Tensor.as_strided, F.ctc_loss, torch.ctc_loss, torch.adaptive_avg_pool1d, F.adaptive_avg_pool2d,
+    F.adaptive_avg_pool3d,
 })  # fmt: skip
 
 

@@ -125,9 +125,9 @@ class MetaMode(TorchDispatchMode):
         """The result on real values, if all of the operator's inputs are known; else None."""
         inputs = tensors((args, kwargs))
         name = func._schema.name.split("::")[-1]
-        if name == "rand" and not args[0]:
+        if name == "rand" and math.prod(args[0]) == 1:
             # One random number decides whether a layer is dropped: it is kept.
-            return torch.tensor(1.0 - torch.finfo(torch.float32).eps)
+            return torch.full(args[0], 1.0 - torch.finfo(torch.float32).eps)
         if not inputs and name not in _FACTORIES:
             return None
         if inputs and (answer := _if_finite(name, args)) is not None:

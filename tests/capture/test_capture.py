@@ -248,6 +248,27 @@ def test_what_runs_on_certain_numbers_alone_runs_on_the_examples_own() -> None:
         capture(_Detector(), (boxes.flip(1), lengths), name="x")
 
 
+class _Dropping(nn.Module):
+    """Leaves layers out by chance, as recognisers of speech do; some draw a number, others one in a row."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers, self.shape = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(self.shape).item() > 0.1:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_layers_that_are_left_out_by_chance_are_kept(shape: tuple[int, ...]) -> None:
+    graph = capture(_Dropping(shape), torch.randn(2, 8), name="x")
+    assert not graph.warnings
+    assert sum(op.kind is OpKind.GEMM for op in operators(graph)) == 2
+
+
 class _Caching(nn.Module):
     """Makes its biases in the first call, and keeps them."""
 

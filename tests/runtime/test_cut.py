@@ -122,6 +122,22 @@ def _skips() -> Made:
     return Skips(), torch.randn(4, 6, 8), [f"blocks.{i}" for i in range(4)]
 
 
+class Wrapper(nn.Module):
+    """Around a model, whose arguments it does not know: as those that add adapters to one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def _wrapped() -> Made:
+    module, inputs, paths = _gpt2()
+    return Wrapper(module), inputs, [f"model.{path}" for path in paths]
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "llama": lambda: _decoder("llama", tie_word_embeddings=True),
     "qwen3": lambda: _decoder("qwen3", head_dim=8),
@@ -134,6 +150,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "resnet": _resnet,
     "mlp": _mlp,
     "skips": _skips,
+    "wrapped": _wrapped,
 }
 SINGLE = ("mixtral",)  # torch's grouped product has no float64
 
