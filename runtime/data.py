@@ -100,13 +100,13 @@ def _shard_experts(
 
 
 def unshardable(parameters: Iterable[nn.Parameter], ranks: int) -> set[nn.Parameter]:
-    """Parameters that FSDP2 cannot shard over `ranks`: scalars, and what tensor parallelism holds in parts along
+    """Parameters that FSDP2 cannot shard over `ranks`: scalars, complex numbers (a unit has one dtype), and what tensor parallelism holds in parts along
     dim 0 and that has no other dim to shard (the bias of a fused projection). Each rank keeps its own copy."""
 
     def held_in_parts(p: nn.Parameter) -> bool:
         return in_parts_along(p) == 0 and (p.dim() == 1 or p.shape[1] % ranks != 0)
 
-    return {p for p in parameters if p.dim() == 0 or held_in_parts(p)}
+    return {p for p in parameters if p.dim() == 0 or p.is_complex() or held_in_parts(p)}
 
 
 def in_parts_along(parameter: Tensor) -> int | None:

@@ -155,7 +155,7 @@ class GradientSync:
         self._next += 1
         if self._reducer is not None:
             assert bucket.buffer is not None
-            bucket.reduction = self._reducer.start(bucket.buffer)
+            bucket.reduction = self._reducer.start(_as_real(bucket.buffer))
 
     def _sync_now(self) -> None:
         self._scheduled = False
@@ -197,11 +197,16 @@ def _buckets(parameters: Sequence[nn.Parameter], dtype: torch.dtype, size_bytes:
         numel = local(parameter).numel()
         # Parameters of several dtypes need one bucket each: `.grad` has its parameter's dtype.
         if filled + numel * dtype.itemsize > size_bytes or buckets[-1].parameters[0].dtype != parameter.dtype:
-            buckets.append(_Bucket(parameters=[], dtype=dtype))
+            buckets.append(_Bucket(parameters=[], dtype=parameter.dtype if parameter.is_complex() else dtype))
             filled = 0.0
         buckets[-1].parameters.append(parameter)
         filled += numel * dtype.itemsize
     return buckets
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: what is summed and squared alike."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
@@ -244,8 +249,8 @@ def gradient_norm_squared(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def _sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
     """Of all numbers in `parts`; as few kernels as there are dtypes, where the device has them for many tensors."""
-    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    norms = [norm for same in _by_dtype(parts) for norm in norms_of(same, wide)]
+    wide = torch.float64 if any(_as_real(p).dtype == torch.float64 for p in parts) else torch.float32
+    norms = [norm for same in _by_dtype([_as_real(part) for part in parts]) for norm in norms_of(same, wide)]
     return torch.stack(norms).square().sum()
 
 

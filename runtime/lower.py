@@ -159,7 +159,7 @@ def lower_module(
     """
     zero = strategy.shard.zero
     sharded = sharding_axes(mesh.sizes, zero)
-    if dtypes.param != next((p.dtype for p in module.parameters()), dtypes.param):
+    if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
         module.to(dtypes.param)
     compiled, plain = strategy.execution.kernels == "compiled", None
     cast = dtypes.compute if sharded else None

@@ -68,7 +68,7 @@ def strategy_of(
 def build(name: str, batch: int, dtype: torch.dtype) -> Example:
     torch.manual_seed(1)
     example = (EXAMPLES | EXPERT_EXAMPLES)[name](batch)
-    example.module.to(dtype)
+    example.module._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # complex numbers stay
     inputs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, example.inputs)
     return replace(example, inputs=inputs)
 

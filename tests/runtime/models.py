@@ -299,11 +299,42 @@ def entering(batch: int) -> Example:
     return replace(mlp(batch), module=Entering(), entered=("blocks.0",), rules=lambda _: mlp_rules(False)[1:])
 
 
+class SpectralBlock(MlpBlock):
+    """Mixes the lowest frequencies of what its projections return, by complex weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.mix = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(super().forward(x))
+        low = waves[:, :4] @ self.mix.to(waves.dtype)
+        return torch.fft.irfft(torch.cat([low, waves[:, 4:]], dim=1), n=x.shape[1])
+
+
+def spectral(batch: int) -> Example:
+    model = Mlp()
+    model.blocks = nn.ModuleList(SpectralBlock(16) for _ in range(3))
+    return replace(mlp(batch), module=model)
+
+
 def beside(batch: int) -> Example:
     return replace(mlp(batch), module=Beside())
 
 
 EXAMPLES: dict[str, Callable[[int], Example]] = {
     f.__name__: f
-    for f in (llama, llama_with_labels, qwen3, gpt2, vit, mlp, resnet, without_rules, entering, beside)
+    for f in (
+        llama,
+        llama_with_labels,
+        qwen3,
+        gpt2,
+        vit,
+        mlp,
+        resnet,
+        without_rules,
+        entering,
+        spectral,
+        beside,
+    )
 }

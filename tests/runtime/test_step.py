@@ -56,6 +56,11 @@ def test_two_ranks_give_the_gradients_of_one(gloo: Processes, model: str, option
     _check(gloo, 2, model, options, MODELS[model])
 
 
+@pytest.mark.parametrize("options", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}, {"tp": 2}], ids=str)
+def test_complex_numbers_are_trained_like_others(gloo: Processes, options: dict[str, Any]) -> None:
+    _check(gloo, 2, "spectral", {"micro_batches": 2, **options}, "float64")
+
+
 def test_operators_without_a_rule_run_on_whole_tensors(gloo: Processes) -> None:
     _check(gloo, 2, "without_rules", {"tp": 2, "recompute": "full", "micro_batches": 2}, "float64")
 
