@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoparallel.planner.strategy.types import Strategy, TensorRule
@@ -38,6 +38,7 @@ class Framework:
     late_gathers: bool = False  # of ZeRO-1's updated parameters, beside the first forwards
     added_gradients: bool = False  # to the sum, by a kernel of their own
     dtensor: bool = False  # of sequence parallelism: DTensor's, along the second dim
+    hidden_dispatch: bool = False  # of experts' tokens, beside the computation of another micro-batch
     merged_dispatch: bool = False  # of experts' tokens: DeepEP, HybridEP
     vocab: int = 0  # likewise
     gb_bytes: float = 2.0**30  # what its authors print as a GB of memory, where a row does not know
@@ -61,6 +62,16 @@ DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf")
 # Megatron-Bridge, perf_recipes/llama: tp_comm_overlap = False in every nvfp4 recipe. Transformer Engine refused MXFP8
 # under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
 IN_LINE = ("mxfp8", "nvfp4")
+
+MEGATRON_BRIDGE = Framework(
+    sequence_parallel=True,
+    half_gradients=True,
+    async_tp=True,
+    in_line_tp=IN_LINE,
+    async_gradients=True,
+    late_gathers=True,
+    merged_dispatch=True,
+)
 
 FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
@@ -87,15 +98,9 @@ FRAMEWORKS = {
         sequence_parallel=True, half_gradients=True, async_gradients=True, late_gathers=True
     ),
     # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
-    "megatron-bridge": Framework(
-        sequence_parallel=True,
-        half_gradients=True,
-        async_tp=True,
-        in_line_tp=IN_LINE,
-        async_gradients=True,
-        late_gathers=True,
-        merged_dispatch=True,
-    ),
+    "megatron-bridge": MEGATRON_BRIDGE,
+    # scripts/performance/configs/qwen@5c86b2b1d: moe_a2a_overlap = True for Qwen3-235B on H100 and, in four chunks, B300.
+    "megatron-bridge-a2a": replace(MEGATRON_BRIDGE, hidden_dispatch=True),
     # Megatron-LM since 2022 (02bb1f5, megatron/mpu/layers.py): async_tensor_model_parallel_allreduce by default, and the
     # same for the scatter of sequence parallelism.
     "megatron-2022": Framework(async_gradients=True),

@@ -224,6 +224,7 @@ def _execution(row: Row) -> Execution:
         async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
         merged_dispatch=framework.merged_dispatch,
+        hidden_dispatch=framework.hidden_dispatch,
         late_gathers=framework.late_gathers and _flag(row, "overlap_dp", False),
         added_gradients=framework.added_gradients,
         dtensor=framework.dtensor,

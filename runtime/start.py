@@ -137,6 +137,10 @@ def check_strategy(
         raise UserError("execution.parameter_gathers: the runtime gathers whole blocks; set it to false")
     if strategy.execution.late_gathers:
         raise UserError("execution.late_gathers: the runtime gathers at the end of a step; set it to false")
+    if strategy.execution.hidden_dispatch:
+        raise UserError(
+            "execution.hidden_dispatch: the runtime computes one micro-batch at a time; set it to false"
+        )
     if strategy.execution.merged_dispatch:
         raise UserError(
             "execution.merged_dispatch: the runtime sends a token to each expert; set it to false"

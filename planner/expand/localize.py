@@ -198,16 +198,23 @@ def _gathered_bytes(local: LocalBlock, size: int) -> int:
 
 
 def _exchange(local: LocalBlock, move: Exchange, *, backward: bool) -> list[Step]:
-    """An all-to-all of rows; where a rank holds several experts, what arrives (or leaves) is put in their order."""
+    """An all-to-all of rows; where a rank holds several experts, what arrives (or leaves) is put in their order.
+
+    With `hidden_dispatch` the forward of one micro-batch runs beside the backward of another, so that each computes while
+    the rows of the other travel: as much is hidden as either pass has computation.
+    """
+    execution = local.setting.execution
     size = local.value_bytes(move.value, "S0")
     found: list[Step] = []
     if move.counts and not backward:
         counts = move.experts * ITEM_BYTES["int64"]
         found.append(Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=counts, label="ep"))
-    copies = move.copies if local.setting.execution.merged_dispatch else 1
     found.append(
-        Collective(op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=size, label="ep", copies=copies)
-    )
+        Collective(
+            op=CollectiveOp.ALL_TO_ALL, axes=("ep",), size_bytes=size, label="ep", beside=execution.hidden_dispatch,
+            copies=move.copies if execution.merged_dispatch else 1,
+        )
+    )  # fmt: skip
     if move.experts > local.setting.ep:
         dtype = SHORT_DTYPE[local.setting.tensor_dtype]
         found.append(Kernel(kind=OpKind.COPY, dtype=dtype, flops=0, bytes_moved=2 * size, backward=backward))

@@ -61,6 +61,7 @@ SCORED_ONLY = (
     "late_gathers",
     "blocking_launches",
     "merged_dispatch",
+    "hidden_dispatch",
     "added_gradients",
     "kept_outputs",
 )  # of `Execution`: ways of published runs that are scored, and not searched

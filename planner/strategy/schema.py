@@ -135,6 +135,9 @@ class ExecutionSection(Section):
         None,
         description="tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator",
     )
+    hidden_dispatch: bool | None = Field(
+        None, description="experts' exchanges run beside the computation of another micro-batch"
+    )
     merged_dispatch: bool | None = Field(
         None, description="a token goes once to a rank and a node that hold several of its experts (DeepEP)"
     )

@@ -108,6 +108,7 @@ class Execution:
     dtensor: bool = (
         False  # tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator
     )
+    hidden_dispatch: bool = False  # experts' exchanges run beside the computation of another micro-batch
     merged_dispatch: bool = (
         False  # a token goes once to a rank and a node that hold several of its experts (DeepEP)
     )

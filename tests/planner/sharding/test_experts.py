@@ -63,6 +63,22 @@ def test_merged_dispatch_sends_the_copies_of_a_token_for_its_experts_as_one(name
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_hidden_dispatch_puts_the_rows_of_tokens_beside_the_kernels_and_nothing_else(name: str) -> None:
+    def exchanged(hidden: bool) -> list[Collective]:
+        strategy = plan(dp_shard=4, ep=4)
+        execution = replace(strategy.execution, hidden_dispatch=hidden)
+        work = expert_link(expander(name).program(replace(strategy, execution=execution)))
+        steps = (*work.forward, *work.backward_input, *work.backward_weight)
+        return [
+            s for s in steps if isinstance(s, Collective) and s.label == "ep" and s.size_bytes > EXPERTS * 8
+        ]
+
+    plain, hidden = exchanged(False), exchanged(True)
+    assert [replace(s, beside=True) for s in plain] == hidden
+    assert {s.beside for s in plain} == {False}, plain
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_of_experts_are_found_without_names(name: str) -> None:
     made = expander(name)
     layers = [
