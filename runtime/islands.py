@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoparallel.runtime.pins import Player, at_pin
 from autoparallel.runtime.tensor_tools import is_replicated
 
 _SET_ASIDE = "_autoparallel_parameters"
@@ -27,6 +28,8 @@ def run_replicated_locally(module: nn.Module) -> None:
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(at_pin(), Player):  # all there is runs on plain tensors
+        return None
     held = {name: p for name, p in module._parameters.items() if p is not None}
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not all(is_replicated(tensor) and not _of_sequence(tensor) for tensor in [*held.values(), *given]):

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autoparallel.runtime.shares import Layouts
 from autoparallel.runtime.torch_private import change_placement
 
 
@@ -38,6 +39,7 @@ class Plain:
     changes: list[Change] = field(default_factory=list)
     parameters: dict[str, Placement] = field(default_factory=dict)  # of their gradients, by name in the block
     outputs: tuple[Placement | None, ...] = ()  # None: plain anyway
+    layouts: Layouts = field(default_factory=dict)  # of the outputs
 
 
 class Recorder:

@@ -24,7 +24,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autoparallel.runtime.accelerator import CPU, generator_state, set_generator_state
 from autoparallel.runtime.pins import NotPlain, Plain, Player, Recorder, decided_by, sound
-from autoparallel.runtime.tensor_tools import copied_buffers, is_replicated, own_parameters
+from autoparallel.runtime.shares import from_share, to_share
+from autoparallel.runtime.tensor_mode import TensorParallel
+from autoparallel.runtime.tensor_tools import copied_buffers, is_replicated, local, own_parameters
+from autoparallel.runtime.torch_private import dtensor_like, layout_of, without_function_mode
 
 Forward = Callable[..., Any]
 Layout = tuple[object, ...]  # of the arguments of a call
@@ -32,7 +35,7 @@ Layout = tuple[object, ...]  # of the arguments of a call
 # numbers, gradients added up in another order.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _ZERO = 1e-3  # of the median of these largest values: a tensor that is smaller is rounding
-_VARIATION = 0.1  # of the numbers of a trial
+_VARIATION = 0.1  # of the numbers of a trial, by their size
 
 
 class _Nothing(torch.autograd.Function):
@@ -81,8 +84,7 @@ class _Block:
         found = {}
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                back = plain.parameters.get(name, parameter.placements[-1])
-                found[name] = parameter.to_local(grad_placements=[back])
+                found[name] = to_share(parameter, plain.parameters.get(name, parameter.placements[-1]))
                 if name in self.once and plain.mesh.get_local_rank() > 0:
                     found[name] = _Nothing.apply(found[name])
         return found
@@ -124,27 +126,29 @@ class PlainBlocks:
     def _as_found(self, block: _Block) -> Forward:
         @functools.wraps(block.forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            plain = self.found.get((block.kind, _layout((args, kwargs), self._mesh.size())))
-            return _run_plain(block, plain, args, kwargs) if plain else block.forward(*args, **kwargs)
+            leaves, tree = tree_flatten((args, kwargs))
+            plain = self.found.get((block.kind, _layout(leaves, self._mesh.size())))
+            return _run_plain(block, plain, leaves, tree) if plain else block.forward(*args, **kwargs)
 
         return run
 
     def _tried(self, block: _Block, forward: Forward) -> Forward:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            key = (block.kind, _layout((args, kwargs), self._mesh.size()))
+            leaves, tree = tree_flatten((args, kwargs))
+            key = (block.kind, _layout(leaves, self._mesh.size()))
             if key not in self.found and torch.is_grad_enabled():
-                self.found[key] = self._trial(block, args, kwargs)
+                self.found[key] = self._trial(block, leaves, tree)
             return forward(*args, **kwargs)
 
         return run
 
-    def _trial(self, block: _Block, args: Any, kwargs: Any) -> Plain | None:
+    def _trial(self, block: _Block, leaves: Sequence[Any], tree: TreeSpec) -> Plain | None:
         """Both ways on arguments like those of a call, without a trace; the same answer on every rank."""
         plain: Plain | None = None
         with _without_a_trace(block.module, self._mesh):
             try:
-                plain = _compared(block, Plain(self._mesh), args, kwargs)
+                plain = _compared(block, Plain(self._mesh), leaves, tree)
             except (NotPlain, RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                 plain = None
         agreed = torch.tensor([plain is not None], dtype=torch.int32, device=self._mesh.device_type)
@@ -152,9 +156,11 @@ class PlainBlocks:
         return plain if agreed.item() else None
 
 
-def _compared(block: _Block, plain: Plain, args: Any, kwargs: Any) -> Plain:
-    """`plain`, filled from a run as DTensors and run so itself. Raises where outputs or gradients differ."""
-    leaves, tree = tree_flatten((args, kwargs))
+def _compared(block: _Block, plain: Plain, leaves: Sequence[Any], tree: TreeSpec) -> Plain:
+    """`plain`, filled from a run as DTensors and run so itself. Raises where outputs or gradients differ.
+
+    All numbers get gradients, those of frozen parameters too: what is found serves blocks and calls that freeze others.
+    """
     if any(not isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves):
         raise NotPlain  # an object, which a call may change
     if any(_needs_gradient(leaf) and not isinstance(leaf, DTensor) for leaf in leaves):
@@ -165,7 +171,8 @@ def _compared(block: _Block, plain: Plain, args: Any, kwargs: Any) -> Plain:
     into = [leaf for leaf in given if _needs_gradient(leaf)]
     with decided_by(Recorder(plain)), block.holding(held):
         made = _outputs(block, given, tree)
-        gradients = _gradients(made, [*into, *trained.values()])
+        drawn = [_noise(out) for out in made]
+        gradients = _gradients(made, [*into, *trained.values()], drawn)
     plain.outputs = tuple(sound(out.placements[-1]) if isinstance(out, DTensor) else None for out in made)
     for leaf, gradient in zip(into, gradients, strict=False):
         if gradient is not None and gradient.placements != leaf.placements:
@@ -175,29 +182,27 @@ def _compared(block: _Block, plain: Plain, args: Any, kwargs: Any) -> Plain:
             told = parameter if gradient is None else gradient
             plain.parameters[name] = sound(told.placements[-1])
     shares = [_share(leaf) for leaf in given]
-    with decided_by(player := Player(plain)), block.holding(block.shares(held, plain)):
+    player = Player(plain)
+    with without_function_mode(TensorParallel), decided_by(player), block.holding(block.shares(held, plain)):
         own = _outputs(block, shares, tree)
         if next(player.next, None) is not None or any(isinstance(out, DTensor) for out in own):
             raise NotPlain
-        own_gradients = _gradients(own, [*into, *trained.values()])
+        own_gradients = _gradients(own, [*into, *trained.values()], drawn)
     _check_equal([*made, *gradients], [*own, *own_gradients])
     return plain
 
 
-def _run_plain(block: _Block, plain: Plain, args: Any, kwargs: Any) -> Any:
-    leaves, tree = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten([_share(leaf) for leaf in leaves], tree)
-    with decided_by(Player(plain)), block.holding(block.shares(block.parameters(), plain)):
-        made, tree = tree_flatten(block.forward(*args, **kwargs))
-    placements = iter(plain.outputs)
-
-    def placed(leaf: Any) -> Any:
-        placement = next(placements) if isinstance(leaf, Tensor) else None
-        return (
-            leaf if placement is None else DTensor.from_local(leaf, plain.mesh, [placement], run_check=False)
-        )
-
-    return tree_unflatten([placed(leaf) for leaf in made], tree)
+def _run_plain(block: _Block, plain: Plain, leaves: Sequence[Any], tree: TreeSpec) -> Any:
+    with without_function_mode(TensorParallel):
+        args, kwargs = tree_unflatten([_share(leaf) for leaf in leaves], tree)
+        with decided_by(Player(plain)), block.holding(block.shares(block.parameters(), plain)):
+            made, tree = tree_flatten(block.forward(*args, **kwargs))
+        placements = iter(plain.outputs)
+        for n, leaf in enumerate(made):
+            placement = next(placements) if isinstance(leaf, Tensor) else None
+            if placement is not None:
+                made[n] = from_share(leaf, placement, plain.mesh, plain.layouts)
+    return tree_unflatten(made, tree)
 
 
 def _outputs(block: _Block, leaves: Sequence[Any], tree: TreeSpec) -> list[Tensor]:
@@ -222,28 +227,38 @@ def _without_a_trace(block: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
 def _varied(leaf: Any) -> Any:
     """Numbers like those of `leaf`, the same on every rank where it is replicated, and none of them special: a bias that is
     zero hides what is done to it."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if not leaf.is_floating_point() or not isinstance(leaf, DTensor):
-        return leaf.detach().requires_grad_(leaf.requires_grad)
-    return (leaf.detach() + _VARIATION * _spread(leaf)).requires_grad_(leaf.requires_grad)
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not isinstance(leaf, DTensor):
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    share = local(leaf)
+    size = share.double().square().mean().sqrt() if share.any() else 1.0
+    return dtensor_like(share + (_VARIATION * size * _noise(leaf)).to(share.dtype), leaf).requires_grad_()
 
 
-def _spread(tensor: Tensor) -> Tensor:
-    """From -1 to 1 over the elements that this rank has."""
-    share = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    numbers = torch.linspace(-1.0, 1.0, share.numel(), device=share.device).to(share.dtype).view(share.shape)
-    if not isinstance(tensor, DTensor):
-        return numbers
-    return DTensor.from_local(numbers, tensor.device_mesh, tensor.placements, run_check=False)
+def _noise(tensor: Tensor) -> Tensor:
+    """Normal numbers, one for each element that this rank has; the same on every rank where they are replicated.
+
+    Numbers in a row would not do: what softmax saturates at, and what a norm takes away, is then nearly all there is, and
+    rounding the rest.
+    """
+    share, seed = local(tensor), 0
+    if isinstance(tensor, DTensor) and not is_replicated(tensor):
+        seed = 1 + tensor.device_mesh.get_local_rank()
+    generator = torch.Generator(share.device)
+    generator.manual_seed(seed)
+    return torch.randn(share.shape, generator=generator, device=share.device).to(share.dtype)
 
 
-def _gradients(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Any]:
-    """Of the outputs, by each source."""
-    flowing = [out for out in outputs if out.requires_grad]
+def _gradients(outputs: Sequence[Tensor], sources: Sequence[Tensor], arriving: Sequence[Tensor]) -> list[Any]:
+    """By each source, where these shares of gradients arrive at the outputs."""
+    flowing = [
+        (out, dtensor_like(share, out) if isinstance(out, DTensor) else share)
+        for out, share in zip(outputs, arriving, strict=True)
+        if out.requires_grad
+    ]
     if not flowing or not sources:
         raise NotPlain
-    return list(torch.autograd.grad(flowing, sources, [_spread(out) for out in flowing], allow_unused=True))
+    ends, given = zip(*flowing, strict=True)
+    return list(torch.autograd.grad(ends, sources, given, allow_unused=True))
 
 
 def _check_equal(these: Sequence[Any], those: Sequence[Any]) -> None:
@@ -251,7 +266,7 @@ def _check_equal(these: Sequence[Any], those: Sequence[Any]) -> None:
     if [one is None for one in these] != [other is None for other in those]:
         raise NotPlain
     pairs = [
-        (_share(one).detach(), _share(other).detach())
+        (local(one), local(other))
         for one, other in zip(these, those, strict=True)
         if one is not None and one.numel()
     ]
@@ -264,14 +279,18 @@ def _check_equal(these: Sequence[Any], those: Sequence[Any]) -> None:
             raise NotPlain
 
 
-def _layout(arguments: Any, tp: int) -> Layout:
+def _layout(leaves: Sequence[Any], tp: int) -> Layout:
     """What decides whether shares add up: sizes count by whether `tp` divides them."""
-    return tuple(
-        (str(getattr(leaf, "placements", "")), *(size % tp for size in leaf.shape))
-        if isinstance(leaf, Tensor)
-        else type(leaf).__name__
-        for leaf in tree_flatten(arguments)[0]
-    )
+    found: list[object] = []
+    for leaf in leaves:
+        layout = layout_of(leaf)
+        if layout is not None:
+            found += layout.placements, *[size % tp for size in layout.shape]
+        elif isinstance(leaf, Tensor):
+            found += leaf.requires_grad and torch.is_grad_enabled(), *[size % tp for size in leaf.shape]
+        else:
+            found.append(type(leaf))
+    return tuple(found)
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -279,4 +298,4 @@ def _needs_gradient(leaf: Any) -> bool:
 
 
 def _share(leaf: Any) -> Any:
-    return leaf.to_local(grad_placements=leaf.placements) if isinstance(leaf, DTensor) else leaf
+    return to_share(leaf, leaf.placements[-1]) if isinstance(leaf, DTensor) else leaf

@@ -251,6 +251,8 @@ def lay_out(value: Any, placement: Placement, mesh: DeviceMesh) -> Any:
         return tensor.redistribute(placements=[*tensor.placements[:-1], _from_start(placement, tensor.dim())])
 
     by = at_pin()
-    if by is None:
-        return tree_map_only(Tensor, one, value)
-    return tree_map_only(Tensor, lambda t: by.changed(t, _from_start(placement, t.dim()), one), value)
+
+    def decided(tensor: Tensor) -> Tensor:
+        return by.changed(tensor, _from_start(placement, tensor.dim()), one) if by else one(tensor)
+
+    return decided(value) if isinstance(value, Tensor) else tree_map_only(Tensor, decided, value)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from autoparallel.runtime.cross_entropy import in_parts
+from autoparallel.runtime.pins import Player, at_pin
 from autoparallel.runtime.tensor_tools import is_counted_out, is_in_place, to_plain
 from autoparallel.runtime.torch_private import GROUPED_PRODUCTS
 
@@ -46,7 +47,9 @@ def run_with_rules(module: nn.Module, blocks: Sequence[str]) -> None:
 def _with_rules(forward: Callable[..., Any], active: threading.local) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if vars(active).get("here"):  # a block within the module
+        if vars(active).get("here") or isinstance(
+            at_pin(), Player
+        ):  # a block within the module, or one that runs plain
             return forward(*args, **kwargs)
         active.here = True
         try:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -129,6 +130,27 @@ def laid_out(part: Tensor, layout: Any) -> DTensor:
     return DTensor(part, layout, requires_grad=False)
 
 
+def with_placement(layout: Any, placement: Placement) -> Any:
+    """What `layout_of` gave on a one-dimensional mesh, in another placement."""
+    return DTensorSpec(layout.mesh, (placement,), tensor_meta=layout.tensor_meta)
+
+
+@contextmanager
+def without_function_mode(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Inside, no mode of this kind is active in this thread; the others are."""
+    held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    for mode in reversed(held):
+        if not isinstance(mode, kind):
+            _push_mode(mode)
+    try:
+        yield
+    finally:
+        while torch._C._len_torch_function_stack():
+            _pop_mode()
+        for mode in reversed(held):
+            _push_mode(mode)
+
+
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """An optimizer's step without the hooks that torch calls around it: where it is a part of another one's."""
     step: Callable[..., Any] = kind.step
@@ -165,20 +187,31 @@ def dtensor_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 def change_placement(share: Tensor, before: Placement, after: Placement, mesh: DeviceMesh) -> Tensor:
     """This rank's share of a tensor in one placement on a one-dimensional mesh as its share in another; not differentiable.
     Shards are equal."""
+    ranks, operators = mesh.size(), torch.ops._c10d_functional
     if before == after:
         return share.view_as(share)
     if before.is_partial() and after.is_replicate():
-        made = funcol.all_reduce(share, "sum", (mesh, 0))
-    elif before.is_partial() and isinstance(after, Shard):
-        made = funcol.reduce_scatter_tensor(share, "sum", after.dim, (mesh, 0))
-    elif isinstance(before, Shard) and after.is_replicate():
-        made = funcol.all_gather_tensor(share.contiguous(), before.dim, (mesh, 0))
-    elif before.is_replicate() and isinstance(after, Shard):
-        return share.chunk(mesh.size(), after.dim)[mesh.get_local_rank()].contiguous()
-    else:
-        whole = DTensor.from_local(share, mesh, [before], run_check=False)
-        made = whole.redistribute(placements=[after]).to_local()
+        return _sent(operators.all_reduce.default, share, mesh, "sum")
+    if before.is_partial() and isinstance(after, Shard):
+        parts = share.unflatten(after.dim, (ranks, -1)).movedim(after.dim, 0)
+        return _sent(operators.reduce_scatter_tensor.default, parts, mesh, "sum", ranks).squeeze(0)
+    if isinstance(before, Shard) and after.is_replicate():
+        parts = _sent(operators.all_gather_into_tensor.default, share[None], mesh, ranks)
+        return parts.movedim(0, before.dim).flatten(before.dim, before.dim + 1)
+    if before.is_replicate() and isinstance(after, Shard):
+        return share.chunk(ranks, after.dim)[mesh.get_local_rank()].contiguous()
+    whole = DTensor.from_local(share, mesh, [before], run_check=False)
+    made = whole.redistribute(placements=[after]).to_local()
     return made.wait() if isinstance(made, funcol.AsyncCollectiveTensor) else made
+
+
+def _sent(operator: Any, share: Tensor, mesh: DeviceMesh, *how: Any) -> Tensor:
+    """The result of a collective, as torch's functional ones give it, in half of their time: below autograd, and without
+    the class of tensors that wait when they are used."""
+    with torch._C._AutoDispatchBelowAutograd():
+        made = operator(share.contiguous(), *how, mesh.get_group().group_name)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor.default(made)
+    return result
 
 
 def parts_of(placement: Placement) -> tuple[int, int] | None:

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from autoparallel.planner.strategy.types import Batch, Mesh, Recompute, Shard, Strategy, TensorRule
 from autoparallel.runtime.start import parallelize
+from benchmarks.small_models import llama
 from tests.runtime.compare import TOLERANCE, run_strategy
 from tests.runtime.harness import Processes
-from tests.runtime.models import EXAMPLES, rule
+from tests.runtime.models import EXAMPLES, llama_rules, rule
 from tests.runtime.shared import no_program
 
 pytestmark = pytest.mark.distributed
@@ -151,3 +152,67 @@ def test_transformers_run_plain_and_learn_the_same(
     assert any(one) is plain
     found = gloo.run(2, run_strategy, name=name, strategy=strategy, dtype="float64")[0]
     assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
+
+
+def kinds_in(rank: int, world_size: int, dtype: torch.dtype) -> list[bool]:
+    """As `kinds`, of a Llama of 256 features, 256 tokens and eight heads, tensor parallel as all of them are."""
+    module, inputs = llama(2)
+    module.to(dtype)
+    strategy = Strategy(batch=Batch(global_=2, micro=2), mesh=Mesh(tp=2), tensor=tuple(llama_rules(False)))
+    blocks = [f"model.layers.{i}" for i in range(4)]
+    model = parallelize(module, None, strategy, blocks=blocks, program=no_program)
+    model.step(inputs)
+    lowered: Any = model._run.lowered  # type: ignore[union-attr]
+    return [plain is not None for plain in lowered.plain.found.values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_in_blocks_of_some_width_is_not_taken_for_another_answer(
+    gloo: Processes, dtype: torch.dtype
+) -> None:
+    assert gloo.run(2, kinds_in, dtype=dtype) == [[True], [True]]
+
+
+class Frozen(nn.Module):
+    """Features that are not trained, and blocks of which some are in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Half("nothing"), Half("nothing"), Half("nothing"))
+        self.features.requires_grad_(False)
+        self.blocks[0].up.requires_grad_(False)
+        self.blocks[2].down.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.features(x)).square().mean()
+
+
+def gradients(rank: int, world_size: int) -> tuple[set[bool], dict[str, Tensor], dict[str, Tensor]]:
+    """Which blocks run plain; the gradients, and those in one process."""
+    torch.manual_seed(0)
+    module, alone = Frozen(), Frozen()
+    alone.load_state_dict(module.state_dict())
+    x = torch.randn(SAMPLES, WIDTH)
+    whole = rule("features", "replicate")
+    model = parallelize(
+        module,
+        None,
+        strategy_of((whole, *RULES)),
+        blocks=[f"blocks.{i}" for i in range(3)],
+        program=no_program,
+    )
+    model.step({"x": x})
+    alone(x).backward()
+    lowered: Any = model._run.lowered  # type: ignore[union-attr]
+    own = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    return {plain is not None for plain in lowered.plain.found.values()}, model.full_gradients(), own
+
+
+def test_a_trial_serves_blocks_that_freeze_other_parameters(gloo: Processes) -> None:
+    """The first block gets features that want no gradient, so that nothing of the trial must hang on that."""
+    plain, found, alone = gloo.run(2, gradients)[0]
+    assert plain == {True}
+    assert found.keys() == alone.keys()
+    for name, gradient in alone.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
