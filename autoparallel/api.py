@@ -200,9 +200,10 @@ def _program(decision: _Decision, execution: Execution) -> Callable[[], Program]
     @call_once
     def program() -> Program:
         from autoparallel.planner.expand.expander import Expander
+        from autoparallel.planner.score import program_of
 
         if decision.cluster is None:
             raise UserError("the program depends on the cluster: pass cluster= to auto_parallelize")
-        return Expander(decision.graph, decision.cluster).program(strategy)
+        return program_of(Expander(decision.graph, decision.cluster), strategy)
 
     return program

@@ -15,6 +15,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.expand.state import zero_level
+from autoparallel.planner.score import completed, program_of
 from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -91,7 +92,9 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     if problems := strategy_problems(graph, cluster, strategy):
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     check_tables(strategy.embedding)
-    program = Expander(graph, cluster).program(strategy)
+    expander = Expander(graph, cluster)
+    strategy = completed(expander, strategy)
+    program = program_of(expander, strategy)
     blocks = [link.path for link in graph.chain if link.repeated]
     levels = tuple(level.size for level in cluster.levels)
     lowered = dry_run(

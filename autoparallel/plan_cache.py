@@ -17,6 +17,7 @@ from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
@@ -86,12 +87,12 @@ def find_strategy(
     `limits` are constraints of who runs the plan, where the source does not say otherwise.
     """
     if source.strategy is not None:
-        return source.strategy
+        return _complete(graph, cluster, source.strategy)
     constraints = {"batch.global": global_batch, **source.constraints}
     if cluster is not None and (problems := constraint_problems(graph, cluster, constraints)):
         raise UserError("\n".join(problems))
     if not missing_keys(constraints):
-        return strategy_from_constraints(constraints, name=source.name)
+        return _complete(graph, cluster, strategy_from_constraints(constraints, name=source.name))
     constraints = {**(limits or {}), **constraints}
     if cluster is None:
         raise UserError(
@@ -115,6 +116,18 @@ def find_strategy(
         return strategy_from_constraints(kept.constraints, name=str(path))
     _make_folder(cache)  # before the search: nobody waits for a plan that cannot be kept
     return _plan(problem, path, time_limit_s)
+
+
+def _complete(graph: ModelGraph, cluster: Cluster | None, strategy: Strategy) -> Strategy:
+    """What a strategy leaves open is what `score` prices it with; nothing where the cluster is not known."""
+    if cluster is not None:
+        return completed(Expander(graph=graph, cluster=cluster), strategy)
+    if strategy.mesh.tp > 1 and not strategy.tensor:
+        raise UserError(
+            "the strategy has mesh.tp > 1 and does not say what is sharded: pass cluster= to auto_parallelize, by which "
+            "that is chosen, or give it [[tensor]] entries"
+        )
+    return strategy
 
 
 def _make_folder(cache: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.costmodel.program import Program
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.chain import even_stages
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.machines import machines
@@ -34,6 +38,25 @@ def score(
         pricer=expander.pricer,
         prepared=expander.prepared(strategy),
     )
+
+
+def completed(expander: Expander, strategy: Strategy) -> Strategy:
+    """The strategy with all said that pricing chooses where it says nothing: how tensors are sharded over tp, and how many
+    blocks each stage has. What is priced is then what runs. Raises UserError where its own `[[tensor]]` entries cannot be kept.
+    """
+    home, alone = at_home(expander, strategy)
+    strategy = replace(strategy, tensor=home.tensor_plan(alone).rules if strategy.mesh.tp > 1 else ())
+    if not strategy.pipeline.stage_blocks:
+        chunks = strategy.mesh.pp * strategy.pipeline.virtual_stages
+        even = even_stages(len(expander.graph.repeated_positions), chunks)
+        strategy = replace(strategy, pipeline=replace(strategy.pipeline, stage_blocks=even))
+    return strategy
+
+
+def program_of(expander: Expander, strategy: Strategy) -> Program:
+    """The program that is priced."""
+    home, alone = at_home(expander, strategy)
+    return home.program(alone)
 
 
 def at_home(expander: Expander, strategy: Strategy) -> tuple[Expander, Strategy]:

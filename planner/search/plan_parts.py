@@ -14,14 +14,14 @@ from functools import partial
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
-from autoparallel.planner.score import score
+from autoparallel.planner.score import completed, score
 from autoparallel.planner.search.answer.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
 from autoparallel.planner.search.answer.check import check_plan
 from autoparallel.planner.search.answer.constraints import ALL
 from autoparallel.planner.search.answer.explain import explain_empty, explain_infeasible
 from autoparallel.planner.search.answer.outcome import Alternative, Explored, PlanResult, SearchTimeout
 from autoparallel.planner.search.answer.reasons import alternative
-from autoparallel.planner.search.answer.result import explored, proof_of, result_of, with_rules
+from autoparallel.planner.search.answer.result import explored, proof_of, result_of
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
 from autoparallel.planner.search.frontier import Frontier, Stopped
@@ -216,6 +216,6 @@ def _other(one: Searched, chosen: PlanResult) -> Alternative | None:
     if one.best is None:
         return None
     expander = one.outer.book.expander
-    strategy = with_rules(expander, one.best.strategy)
+    strategy = completed(expander, one.best.strategy)
     found = alternative(one.part.problem, one.part.name, strategy, chosen.prediction, expander)
     return replace(found, strategy=one.part.whole(strategy))

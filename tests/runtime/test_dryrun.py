@@ -13,7 +13,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.search.answer.result import with_rules
+from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Offload, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.dryrun import dry_run
@@ -47,7 +47,7 @@ def _planned(name: str, strategy: Strategy) -> tuple[Expander, Strategy]:
     example = EXAMPLES[name](4)
     graph = capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
     expander = Expander(graph, load_cluster(CLUSTER))
-    return expander, with_rules(expander, strategy)
+    return expander, completed(expander, strategy)
 
 
 def _on_meta(name: str) -> tuple[Example, torch.nn.Module]:

@@ -14,7 +14,7 @@ from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.search.answer.result import with_rules
+from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.dryrun import dry_run
@@ -41,7 +41,7 @@ def _planned(strategy: Strategy) -> tuple[Expander, Strategy, tuple[ExpertModule
     example = mixtral(SAMPLES)
     graph = capture(example.module, keyword_inputs(example.module, example.inputs), name="mixtral")
     expander = Expander(graph, load_cluster(f"cpu-gloo:1x{RANKS}"))
-    return expander, with_rules(expander, strategy), expert_modules(graph)
+    return expander, completed(expander, strategy), expert_modules(graph)
 
 
 def _sent(rank: int, world_size: int, strategy: Strategy) -> Counter[Message]:

@@ -16,7 +16,7 @@ from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.answer.result import with_rules
+from autoparallel.planner.score import completed
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.stages.problem import Deal
@@ -84,7 +84,7 @@ def complete(name: str, strategy: Strategy) -> Strategy | None:
     """The strategy with its tensor rules; None where the model has none for its degree."""
     cluster = load_cluster(f"cpu-gloo:1x{strategy.mesh.devices}")
     try:
-        return with_rules(Expander(_graph(name), cluster), strategy)
+        return completed(Expander(_graph(name), cluster), strategy)
     except UserError:
         return None
 

@@ -13,7 +13,7 @@ from autoparallel.costmodel.program import Collective, CollectiveOp
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.search.answer.result import with_rules
+from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.start import parallelize
@@ -65,7 +65,7 @@ def _priced(name: str, sequence_parallel: bool, **mesh: int) -> tuple[Strategy, 
         pipeline=Pipeline(stage_blocks=(len(example.blocks),)),
         execution=Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager"),
     )
-    strategy = with_rules(expander, strategy) if sizes.tp > 1 else strategy
+    strategy = completed(expander, strategy) if sizes.tp > 1 else strategy
     counts: Counter[str] = Counter()
     for work, count in (pair for stage in expander.program(strategy).stages for pair in stage.blocks):
         for step in (*work.forward, *work.backward_input, *work.backward_weight):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.prediction import Prediction
-from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.score import score
+from autoparallel.planner.score import completed, score
 from autoparallel.planner.search.answer.alternatives import alternatives
 from autoparallel.planner.search.answer.check import check_plan
 from autoparallel.planner.search.answer.constraints import constraint_costs
@@ -33,7 +32,7 @@ def result_of(
     rivals = _rivals(outer, frontier, work, processes)
     frontier.incumbent = simplest(outer, frontier.incumbent)  # a rival may have taken its place
     rivals = tuple(one for one in rivals if one.strategy != frontier.incumbent.strategy)
-    strategy = with_rules(expander, frontier.incumbent.strategy)
+    strategy = completed(expander, frontier.incumbent.strategy)
     prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction, expander)
     bound = frontier.bound()
@@ -87,7 +86,7 @@ def _constraints(outer: Outer, best: Evaluation) -> tuple[ConstraintCost, ...]:
     found = []
     try:
         for cost in constraint_costs(outer, best):
-            found.append(replace(cost, strategy=with_rules(outer.book.expander, cost.strategy)))
+            found.append(replace(cost, strategy=completed(outer.book.expander, cost.strategy)))
     except KeyboardInterrupt:
         pass
     return tuple(found)
@@ -112,11 +111,6 @@ def proof_of(problem: Problem, prediction: Prediction, value: float, bound: floa
         gap=gap,
         lower_bound_s=prediction.step_time_s * (1 - below),
     )
-
-
-def with_rules(expander: Expander, strategy: Strategy) -> Strategy:
-    """The strategy with the tensor placements that it was priced with."""
-    return replace(strategy, tensor=expander.tensor_plan(strategy).rules)
 
 
 def _label(strategy: Strategy) -> str:
