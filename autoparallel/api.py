@@ -126,7 +126,9 @@ def _decide(
         source,
         global_batch=given.global_batch or source.global_batch or _samples(example_inputs) * world_size(),
         # What runs here: eager kernels, DTensor, and no float32 copy but the one the user's optimizer may keep.
-        execution=_with_dtypes(Execution(master_weights=False, kernels="eager", dtensor=True), dtypes),
+        execution=_with_dtypes(
+            Execution(master_weights=False, kernels="eager", dtensor=True, dropout=_dropout(module)), dtypes
+        ),
         cache=given.cache,
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,
@@ -176,6 +178,12 @@ def _cluster(given: Cluster | str | None, source: StrategySource, device: torch.
         return None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
     return load_cluster(f"{name}:{max(world_size() // per_node, 1)}x{per_node}")
+
+
+def _dropout(module: nn.Module) -> float:
+    """The largest share that its modules drop as they are now."""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return max((m.p for m in module.modules() if isinstance(m, kinds) and m.training), default=0.0)
 
 
 def _samples(example_inputs: Any) -> int:

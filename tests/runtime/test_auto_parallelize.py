@@ -150,6 +150,13 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
     assert problem.global_batch == 8
 
 
+def test_what_a_module_drops_is_priced(tmp_path: Path, planner: _Planner) -> None:
+    module = torch.nn.Sequential(Mlp(), torch.nn.Dropout(0.25))
+    auto_parallelize(module, _inputs(), cache=None)
+    auto_parallelize(torch.nn.Sequential(Mlp(), torch.nn.Dropout(0.25)).eval(), _inputs(), cache=None)
+    assert [problem.execution.dropout for problem in planner.problems] == [0.25, 0.0]
+
+
 def test_a_file_that_wants_optimizer_state_on_the_host_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "partial.toml"
     path.write_text("schema = 1\n[offload]\noptimizer = 1.0\n")
