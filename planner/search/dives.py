@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly
-from autoparallel.planner.search.columns import joined
+from autoparallel.planner.search.open import Upcoming
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
-from autoparallel.planner.search.space.meshes import Bools, Ints
-from autoparallel.planner.search.upcoming import Upcoming
+from autoparallel.planner.search.space.meshes import Bools, Ints, joined
 
 SHAPES_DIVED = 3  # shapes of each size of pp, tp and cp looked at
 VARIANTS_DIVED = 24  # of these shapes' variants, that are bounded rank by rank
@@ -21,22 +19,14 @@ SETTLED = 3  # times that the first shapes are priced, and others come first ins
 MOST_ACTIONS = 20_000  # of a schedule: larger ones take over a sixth of a second to lay out. Kind: measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """A variant and the seconds that it does not go below."""
-
-    chosen: Candidate
-    bound_s: float
-
-
 def promising(
     upcoming: Upcoming,
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
     most_groups: int | None,
-) -> tuple[list[Promise], int]:
+) -> tuple[list[tuple[Candidate, float]], int]:
     """For each size of pp, tp and cp, of the variants of its most promising shapes the one
-    with the least bound, best first; and how many variants were looked at. Not more than `most_groups` sizes, those with
+    with the least bound and that bound, best first; and how many variants were looked at. Not more than `most_groups` sizes, those with
     the most promising shapes."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
@@ -59,7 +49,7 @@ def promising(
     best = np.argsort(time_s, kind="stable")
     best = best[np.isfinite(time_s[best])]
     best = best[np.sort(np.unique(sizes[found.shape[kept[best]]], return_index=True)[1])]
-    promises = [Promise(chosen=candidate(space, found, int(kept[i])), bound_s=float(time_s[i])) for i in best]
+    promises = [(candidate(space, found, int(kept[i])), float(time_s[i])) for i in best]
     return promises, len(found)
 
 

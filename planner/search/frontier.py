@@ -16,12 +16,11 @@ from autoparallel.planner.expand.axes import tensor_stride
 from autoparallel.planner.problem import NOTHING, Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, refined_bounds
-from autoparallel.planner.search.bounds.runs import Known, Run, Values, priced_alike, values_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.dives import promising
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
 from autoparallel.planner.search.nearby import improve, leave_room
-from autoparallel.planner.search.nodes import Node
+from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, priced_alike, values_of
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
@@ -32,7 +31,6 @@ from autoparallel.planner.search.stages.problem import Deal, Row, StageProblem, 
 from autoparallel.planner.search.stages.rows import path_row
 from autoparallel.planner.search.stages.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.twins import Twins
-from autoparallel.planner.search.upcoming import Upcoming
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
@@ -274,10 +272,9 @@ class Frontier:
         promises, looked_at = promising(self._upcoming, self.only, self.most_actions, self.most_groups)
         self.work += spending.PER_VARIANT * looked_at
         left = self.dives
-        for promise in promises:
+        for chosen, bound_s in promises:
             self.check(self)
-            chosen = promise.chosen
-            if not left or not promise.bound_s < self._below_s(chosen.mesh.devices):
+            if not left or not bound_s < self._below_s(chosen.mesh.devices):
                 continue
             problem = self._problem(chosen)
             deal = quick_deal(problem) if problem is not None else None

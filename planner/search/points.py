@@ -8,7 +8,7 @@ asked for where, were memory without limit, some variant of the setting could be
               that frees memory for less is the best at that price; where the first point is, recomputing blocks is the
               cheaper way
     LEANEST   where no price says what memory is worth: memory is the objective or nothing fits (then in any setting that
-              comes near), or there is no more to recompute than the best strategy does
+              comes near), there is no more to recompute than the best strategy does, or that offloads
 
 Each point is a search of its own over its setting, with its `[[tensor]]` entries as constraints and the best value before it
 to begin with: bounds and simulations are those of the point itself.
@@ -27,11 +27,11 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
-from autoparallel.planner.search.bounds.runs import values_of
 from autoparallel.planner.search.bounds.tables import representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.evaluate import TOLERANCE
 from autoparallel.planner.search.frontier import Frontier
+from autoparallel.planner.search.open import values_of
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_cost
@@ -182,7 +182,7 @@ def _of_setting(frontier: Frontier, rows: Ints) -> Iterator[Asked]:
 
 def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
     """Nanoseconds per KiB that recomputation in full takes for what it frees, of the kind of block where that is least;
-    and any price, where there is no more to recompute than the best strategy does."""
+    and any price, where there is no more to recompute than the best strategy does, or where that offloads."""
     outer, best = frontier.outer, frontier.incumbent
     rates = []
     for unit in outer.chain.units:
@@ -194,6 +194,7 @@ def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
     assert best is not None
     recompute = best.strategy.recompute
     spent = recompute.mode == "full" or sum(recompute.per_stage) == len(outer.chain.kinds)
+    spent |= best.strategy.offload != Offload()  # at the price of copies
     return (max(min(rates), 0.0) * NS_PER_S * KIB, *((LEANEST,) if spent else ()))
 
 

@@ -1,1 +1,9 @@
-"""What each part of the space can at best reach: prices per block, and true lower bounds made of them."""
+"""What each part of the space can at best reach: prices per block, and true lower bounds made of them.
+
+- `prices.py`: one link of the chain under a strategy: seconds, bytes, numbers, as `score` has them; `tables.py`: the
+  same as columns, a row for each setting; `wires.py`: what variants communicate, in columns.
+- `outer.py`: the space joined with its prices, and the bounds of shapes and variants, three tiers of them:
+- `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("dealt");
+- `ranks.py`: how many blocks a rank can hold in a given time and memory, with `flight.py`: micro-batches in flight;
+- `pace.py`: what unlike devices together can do.
+"""

@@ -24,9 +24,8 @@ from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.flight import InFlight, in_flight
 from autoparallel.planner.search.bounds.tables import Units, take_units
-from autoparallel.planner.search.columns import joined
 from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, joined
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 ROUNDS = 4  # of looking whether one block less is enough

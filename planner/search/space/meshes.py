@@ -49,6 +49,14 @@ class Meshes:
     )
 
 
+def joined(first: Ints, *others: Ints) -> Ints:
+    """One number per row that is the same where all columns are, ordered as they are; none may be negative."""
+    numbers = first
+    for column in others:
+        numbers = numbers * (int(column.max(initial=0)) + 1) + column
+    return np.asarray(numbers)
+
+
 def divisors(n: int) -> tuple[int, ...]:
     """All divisors of `n`, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]

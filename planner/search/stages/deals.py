@@ -8,6 +8,7 @@ from functools import cache
 
 from autoparallel.planner.search.stages.problem import (
     Deal,
+    Q,
     Row,
     StageProblem,
     chunk_amount,
@@ -15,7 +16,6 @@ from autoparallel.planner.search.stages.problem import (
     deal_value,
     piece_amount,
 )
-from autoparallel.planner.search.stages.quantities import Q
 
 
 def even_deal(blocks: int, chunks: int) -> Deal:

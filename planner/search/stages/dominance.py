@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.planner.search.columns import joined
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, joined
 from autoparallel.planner.search.stages.pieces import Layer
 
 AT_ONCE = 256  # partial deals compared with each other at once. Kind: formula

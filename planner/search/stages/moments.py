@@ -13,8 +13,7 @@ from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.stages.forms import Value
-from autoparallel.planner.search.stages.problem import Row, merged
-from autoparallel.planner.search.stages.quantities import Q
+from autoparallel.planner.search.stages.problem import Q, Row, merged
 from autoparallel.planner.strategy.types import Strategy
 
 

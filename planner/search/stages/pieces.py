@@ -38,7 +38,8 @@ def layers_of(problem: StageProblem) -> list[Layer]:
     for number, row in enumerate(rows):
         for q, c, factor in row.terms:
             terms[c].setdefault(number, []).append((q, factor))
-    before = [_before(problem, quantity) for quantity in problem.quantities]
+    needed = dict.fromkeys(q for row in rows for q, _, _ in row.terms)
+    before = {q: _before(problem, problem.quantities[q]) for q in needed}
     found = []
     for chunk, (pieces, own) in enumerate(zip(_pieces(problem), terms, strict=True)):
         distinct: dict[tuple[tuple[int, int], ...], int] = {(): 0}
@@ -96,11 +97,12 @@ def _pieces(problem: StageProblem) -> list[Pieces]:
 def _before(problem: StageProblem, quantity: Quantity) -> list[Before]:
     """By form: what all units before a position need, kept and recomputed."""
     kinds = np.array(problem.kinds, dtype=np.int64)
-    return [(_summed(form.kept, kinds), _summed(form.recomputed, kinds)) for form in quantity.forms]
-
-
-def _summed(of_kind: Sequence[int], kinds: Ints) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.array(of_kind, dtype=np.float64)[kinds])])
+    found = []
+    for form in quantity.forms:
+        sums = np.zeros((2, len(kinds) + 1))
+        np.cumsum(np.array([form.kept, form.recomputed], dtype=np.float64)[:, kinds], axis=1, out=sums[:, 1:])
+        found.append((sums[0], sums[1]))
+    return found
 
 
 def _amounts(

@@ -8,8 +8,7 @@ from itertools import product
 from autoparallel.costmodel.bound import bound_terms
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.search.stages.paths import REDUCE, REDUCE_AFTER_WEIGHT, SEND, TIED, Path
-from autoparallel.planner.search.stages.problem import Row, merged
-from autoparallel.planner.search.stages.quantities import Q
+from autoparallel.planner.search.stages.problem import Q, Row, merged
 from autoparallel.planner.strategy.types import Strategy
 
 _QUANTITIES = {q.name.lower(): q for q in Q if q < Q.END} | {

@@ -85,3 +85,12 @@ def test_nothing_is_asked_for_where_tensor_parallelism_could_not_win() -> None:
     assert frontier.incumbent.strategy.mesh.tp == 1
     search_points(frontier, lambda _: None)
     assert not frontier.taken
+
+
+@pytest.mark.parametrize("capacity_mib", [330, 350, 360])
+def test_a_plan_is_no_slower_than_one_that_must_recompute(capacity_mib: int) -> None:
+    """Also where the first points fit only with state on the host: a leaner tensor plan needs no copies."""
+    problem = tight(WIDE, capacity_mib * MIB)
+    held = plan(replace(problem, constraints={**problem.constraints, "recompute.mode": "full"}))
+    free = plan(problem)
+    assert free.prediction.step_time_s <= held.prediction.step_time_s * (1 + 1e-6), free.strategy

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoparallel.planner.search.nearby import MOVES_TRIED, moves
 from autoparallel.planner.search.stages.deals import balanced_blocks
 from autoparallel.planner.search.stages.layers import solve_in_layers, with_fitting_chunks
-from autoparallel.planner.search.stages.moves import TRIED, moves
 from autoparallel.planner.search.stages.peaks import last_kinds
 from autoparallel.planner.search.stages.problem import (
     Deal,
@@ -259,7 +259,7 @@ def test_moves_take_one_block_off_what_decides(
     weight = {chunk: factor for _, chunk, factor in row.terms}
     for deal in deals(problem):
         found = list(moves(problem, deal, row))
-        assert len(found) <= TRIED
+        assert len(found) <= MOVES_TRIED
         gains = []
         for moved in found:
             assert deal_fits(problem, moved)

@@ -1,0 +1,161 @@
+"""What of a search is open, each with a bound: shapes, then the variants of some, then single candidates.
+
+Upcoming    shapes that have not been expanded
+Run         variants of some shapes, with bounds of the kind that `Known` says
+Node        a candidate with its stage problem
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from autoparallel.planner.problem import NOTHING, Objective, Problem, Value
+from autoparallel.planner.search.bounds.outer import Outer
+from autoparallel.planner.search.bounds.tables import added_up, setting_columns
+from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.stages.problem import (
+    Deal,
+    StageProblem,
+    without_needless_recomputation,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """Bounds in the objective's units, by row: what counts, and what counts among equals."""
+
+    first: Floats
+    second: Floats
+
+    def take(self, rows: Ints | Bools | slice) -> Values:
+        return Values(first=self.first[rows], second=self.second[rows])
+
+    def order(self) -> Ints:
+        """The rows from the best bound on."""
+        return np.lexsort((np.arange(len(self.first)), self.second, self.first))
+
+    def at(self, row: int) -> Value:
+        return float(self.first[row]), float(self.second[row])
+
+
+def values_of(problem: Problem, bounds: Bounds, devices: Ints) -> Values:
+    """The objective, from bounds on seconds and bytes."""
+    nothing = np.zeros(len(devices))
+    match problem.objective:
+        case Objective.COST:
+            distinct, which = np.unique(devices, return_inverse=True)
+            rates = np.array([problem.rate_per_s(int(d)) for d in distinct], dtype=np.float64)
+            return Values(first=bounds.time_s * rates[which.reshape(-1)], second=nothing)
+        case Objective.MEMORY:
+            return Values(first=bounds.memory_bytes, second=bounds.time_s)
+        case _:
+            return Values(first=bounds.time_s, second=nothing)
+
+
+@dataclass(slots=True, kw_only=True)
+class Upcoming:
+    """Shapes of a space in the order of their bounds."""
+
+    outer: Outer
+    rows: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    values: Values = field(default_factory=lambda: Values(first=np.zeros(0), second=np.zeros(0)))
+
+    @property
+    def value(self) -> Value:
+        """What none of them goes below."""
+        return self.values.at(0) if len(self.rows) else NOTHING
+
+    def begin(self, rows: Ints | None) -> None:
+        """Take these shapes (all of them if None), those that do not fit left out."""
+        bounds = self.outer.bounds
+        rows = np.arange(len(bounds.time_s)) if rows is None else rows
+        rows = rows[bounds.memory_bytes[rows] <= self.outer.capacity_bytes]
+        devices = self.outer.space.shapes.devices[rows]
+        own = Bounds(time_s=bounds.time_s[rows], memory_bytes=bounds.memory_bytes[rows])
+        values = values_of(self.outer.problem, own, devices)
+        order = values.order()
+        self.rows, self.values = rows[order], values.take(order)
+
+    def settle(self, rows: Ints) -> bool:
+        """Price what of some shapes is only bounded, and put all in their new order; whether there was any."""
+        if not self.outer.settle(rows):
+            return False
+        self.begin(self.rows)
+        return True
+
+    def take(self, number: int) -> Ints:
+        """The first shapes, which are none of these any more."""
+        taken = self.rows[:number]
+        self.rows, self.values = self.rows[number:], self.values.take(slice(number, None))
+        return taken
+
+    def clear(self) -> None:
+        """None of them can win."""
+        self.take(len(self.rows))
+
+
+class Known(IntEnum):
+    """What bounds take into account: each is no lower than the one before."""
+
+    WHOLE = 0  # the model as a whole (`bounds.quick_bounds`)
+    RANKS = 1  # each pipeline rank (`bounds.variant_bounds`), blocks communicating between neighbours
+    PLACED = 2  # likewise where it is placed (`outer.refined_bounds`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Variants of some shapes, the one with the least bound first; `placed`: where their blocks communicate, as
+    `WireBook.inner_placements` numbers it."""
+
+    variants: Variants
+    values: Values
+    placed: Ints
+    known: Known
+
+    def __len__(self) -> int:
+        return len(self.placed)
+
+    def take(self, rows: Ints | Bools | slice) -> Run:
+        return Run(
+            variants=self.variants.take(rows), values=self.values.take(rows), placed=self.placed[rows],
+            known=self.known,
+        )  # fmt: skip
+
+    @property
+    def bound(self) -> Value:
+        return self.values.at(0)
+
+
+def priced_alike(problem: Problem, shapes: Shapes, run: Run) -> Bools:
+    """Which variants of a run have the same prices of blocks as its first one."""
+    owners = run.variants.shape
+    same = run.placed == run.placed[0]
+    for column in (*setting_columns(shapes), shapes.micro):
+        same &= column[owners] == column[owners[0]]
+    added = added_up(problem, shapes.take(owners))
+    return np.asarray(same & (added == added[0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A variant with its stage problem, the deals already simulated, and the one to simulate next; None where a first,
+    short solve found none, and left open whether there is one. `fits`: all that were simulated did, as their rows say."""
+
+    chosen: Candidate
+    bound: Value
+    problem: StageProblem
+    excluded: tuple[Deal, ...] = ()
+    deal: Deal | None = None
+    fits: bool = True
+
+    @property
+    def to_solve(self) -> StageProblem:
+        """The stage problem as it is solved: nothing is recomputed where all fits without it. Rows bound memory from below:
+        after a deal that did not fit though they said so, that is not known."""
+        return without_needless_recomputation(self.problem) if self.fits else self.problem
