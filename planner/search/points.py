@@ -8,7 +8,8 @@ asked for where, were memory without limit, some variant of the setting could be
               that frees memory for less is the best at that price; where the first point is, recomputing blocks is the
               cheaper way
     LEANEST   where no price says what memory is worth: memory is the objective or nothing fits (then in any setting that
-              comes near), there is no more to recompute than the best strategy does, or that offloads
+              comes near), there is no more to recompute than the best strategy does, or that has
+              optimizer state on the host
 
 Each point is a search of its own over its setting, with its `[[tensor]]` entries as constraints and the best value before it
 to begin with: bounds and simulations are those of the point itself.
@@ -182,7 +183,8 @@ def _of_setting(frontier: Frontier, rows: Ints) -> Iterator[Asked]:
 
 def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
     """Nanoseconds per KiB that recomputation in full takes for what it frees, of the kind of block where that is least;
-    and any price, where there is no more to recompute than the best strategy does, or where that offloads."""
+    and any price, where there is no more to recompute than the best strategy does, or where that has optimizer
+    state on the host."""
     outer, best = frontier.outer, frontier.incumbent
     rates = []
     for unit in outer.chain.units:
@@ -194,7 +196,7 @@ def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
     assert best is not None
     recompute = best.strategy.recompute
     spent = recompute.mode == "full" or sum(recompute.per_stage) == len(outer.chain.kinds)
-    spent |= best.strategy.offload != Offload()  # at the price of copies
+    spent |= best.strategy.offload.optimizer > 0  # which takes time in every step
     return (max(min(rates), 0.0) * NS_PER_S * KIB, *((LEANEST,) if spent else ()))
 
 
