@@ -21,16 +21,31 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-def split(batch: Any, *, micro: int, count: int, what: str) -> list[Any]:
+Shared = frozenset[tuple[str, int]]  # places in the inputs, and the sizes of dim 0 there
+
+
+def shared_by_samples(example_inputs: Any) -> Shared:
+    """Where the example inputs hold tensors that all samples share: dim 0 is not as large as that of the first tensor."""
+    leaves = [
+        (keystr(path), leaf.shape[0])
+        for path, leaf in tree_flatten_with_path(example_inputs)[0]
+        if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    return frozenset((place, size) for place, size in leaves if size != leaves[0][1])
+
+
+def split(batch: Any, *, micro: int, count: int, what: str, shared: Shared = frozenset()) -> list[Any]:
     """`batch` (a nest of tensors with samples along dim 0) as `count` micro-batches of `micro` samples.
 
-    Tensors of one sample (masks, positions that all samples share) go to every micro-batch whole. Raises
-    UserError for any other size than `micro * count`.
+    Tensors of one sample (masks, positions that all samples share) and those at `shared` places go to every
+    micro-batch whole. Raises UserError for any other size than `micro * count`.
     """
     share = micro * count
     leaves, _ = tree_flatten_with_path(batch)
     for path, leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] not in (1, share):
+        if not isinstance(leaf, Tensor) or not leaf.dim() or (keystr(path), leaf.shape[0]) in shared:
+            continue
+        if leaf.shape[0] not in (1, share):
             raise UserError(
                 f"{what}{keystr(path)} has {leaf.shape[0]} samples (shape {tuple(leaf.shape)}), but this rank's "
                 f"share of the global batch is {share}: {count} micro-batches of {micro}; give that many, or "

@@ -25,7 +25,7 @@ from autoparallel.runtime.gradients import gradient_norm_squared, scale_gradient
 from autoparallel.runtime.lower import Dtypes, Lowered
 from autoparallel.runtime.materialise import share_of
 from autoparallel.runtime.mesh import RankMesh, sharding_axes
-from autoparallel.runtime.micro_batches import as_call, loss_of, scalar, split, to_device
+from autoparallel.runtime.micro_batches import Shared, as_call, loss_of, scalar, split, to_device
 from autoparallel.runtime.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.recompute import attention_kernel
 from autoparallel.runtime.tensor_tools import to_plain
@@ -47,6 +47,7 @@ class Run:
     lowered: Lowered
     program: Callable[[], Program]
     optimizers: Optimizers
+    shared: Shared = frozenset()  # inputs that are not samples
 
     def numerics(self) -> AbstractContextManager[None]:
         """What forward passes run under."""
@@ -74,7 +75,7 @@ class ParallelModule(nn.Module):
         run, count = self._run, self._run.strategy.micro_batches
         run.optimizers.check()
         micro = run.strategy.batch.micro
-        batches = split(inputs, micro=micro, count=count, what="inputs")
+        batches = split(inputs, micro=micro, count=count, what="inputs", shared=run.shared)
         wanted = split(targets, micro=micro, count=count, what="targets")
         run.lowered.begin(count)
         losses = []

@@ -24,7 +24,7 @@ from autoparallel.runtime.gradients import gradient_norm_squared
 from autoparallel.runtime.lower import Dtypes, Lowered, broadcast_state, lower_module
 from autoparallel.runtime.materialise import common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh
-from autoparallel.runtime.micro_batches import loss_of, scalar, split, to_device
+from autoparallel.runtime.micro_batches import Shared, loss_of, scalar, shared_by_samples, split, to_device
 from autoparallel.runtime.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.parallel_module import (
     LossFn,
@@ -80,25 +80,17 @@ def pipeline_module(
     lowered = []
     for stage in stages:
         rules = rules_within(strategy.tensor, stage) if strategy.mesh.tp > 1 else ()
+        own = experts_within(experts, stage)
         lowered.append(
             lower_module(
-                stage,
-                stage.stage_cut.blocks,
-                strategy,
-                mesh,
-                dtypes,
-                recomputed_in_full=full[stage.stage_cut.index],
-                rules=rules,
-                origin=module,
-                seed=seed,
-                weights=weights,
-                experts=experts_within(experts, stage),
-                entered=entered,
+                stage, stage.stage_cut.blocks, strategy, mesh, dtypes, rules=rules, origin=module, seed=seed,
+                recomputed_in_full=full[stage.stage_cut.index], weights=weights, experts=own, entered=entered,
             )
-        )
+        )  # fmt: skip
     return PipelineModule(
-        stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases
-    )
+        stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases,
+        shared=shared_by_samples(example_inputs),
+    )  # fmt: skip
 
 
 def _check_stages(strategy: Strategy, stages: int) -> None:
@@ -177,6 +169,7 @@ class PipelineModule(nn.Module):
         dtypes: Dtypes,
         program: Callable[[], Program],
         aliases: Mapping[str, str],
+        shared: Shared,
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
@@ -184,7 +177,7 @@ class PipelineModule(nn.Module):
         self._by_index = {stage.stage_cut.index: stage for stage in stages}
         self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
-        self._names = aliases
+        self._names, self._shared = aliases, shared
         self._optimizers = Optimizers(
             strategy=strategy,
             device=mesh.device,
@@ -220,7 +213,7 @@ class PipelineModule(nn.Module):
         """
         self._optimizers.check()
         count, micro = self._strategy.micro_batches, self._strategy.batch.micro
-        batches = split(inputs, micro=micro, count=count, what="inputs")
+        batches = split(inputs, micro=micro, count=count, what="inputs", shared=self._shared)
         wanted = split(targets, micro=micro, count=count, what="targets")
         batches, wanted = to_device((batches, wanted), self._mesh.device)
 

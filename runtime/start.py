@@ -23,6 +23,7 @@ from autoparallel.runtime.limits import check_tables
 from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
 from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
+from autoparallel.runtime.micro_batches import shared_by_samples
 from autoparallel.runtime.offload import check_offload
 from autoparallel.runtime.optimizer import Optimizers
 from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
@@ -81,7 +82,13 @@ def parallelize(
         strategy=strategy, device=mesh.device, named=partial(module.named_parameters, remove_duplicate=False)
     )
     run = Run(
-        strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers
+        strategy=strategy,
+        mesh=mesh,
+        dtypes=dtypes,
+        lowered=lowered,
+        program=program,
+        optimizers=optimizers,
+        shared=shared_by_samples(example_inputs),
     )
     return make_parallel(module, run)
 

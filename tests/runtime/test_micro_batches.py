@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.micro_batches import loss_of, scalar
+from autoparallel.runtime.micro_batches import loss_of, scalar, shared_by_samples, split
 
 
 def test_what_a_loss_function_returns_is_one_number_of_any_shape() -> None:
@@ -23,3 +23,19 @@ def test_an_output_without_a_loss_asks_for_a_loss_function() -> None:
     assert loss_of({"loss": torch.tensor(1.0)}) == 1.0
     with pytest.raises(UserError, match=r"shape \(4,\): pass loss_fn"):
         loss_of(torch.ones(4))
+
+
+def test_what_samples_share_in_the_example_goes_to_every_micro_batch_whole() -> None:
+    example = {"image": torch.zeros(2, 3), "places": torch.arange(5), "mask": torch.ones(1, 3)}
+    given = {**example, "image": torch.arange(4.0)}
+    parts = split(given, micro=2, count=2, what="inputs", shared=shared_by_samples(example))
+    assert [part["image"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert all(part["places"] is given["places"] and part["mask"] is given["mask"] for part in parts)
+    with pytest.raises(UserError, match=r"inputs\['places'\] has 3 samples"):
+        split(
+            {**given, "places": torch.arange(3)},
+            micro=2,
+            count=2,
+            what="inputs",
+            shared=shared_by_samples(example),
+        )
