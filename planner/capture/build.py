@@ -128,6 +128,14 @@ def _check_alike(traces: Sequence[Trace]) -> None:
                 f"{first.micro_batch}: make its forward independent of the batch size"
             )
         for call, same in zip(first.calls, other.calls, strict=True):
+            dims = [
+                [len(t.values[v].meta.shape) for v in c.outputs] for t, c in ((first, call), (other, same))
+            ]
+            if len(dims[0]) == len(dims[1]) and dims[0] != dims[1]:
+                where = first.frames[call.frame].path or "the model"
+                raise ModelError(
+                    f"{where}: what {call.name} returns has other dims with other samples: make its shape independent of values"
+                )
             if (len(call.inputs), len(call.outputs)) != (len(same.inputs), len(same.outputs)):
                 where = first.frames[call.frame].path or "the model"
                 raise ModelError(

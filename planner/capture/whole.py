@@ -155,6 +155,17 @@ def ctc_loss(
     return (losses.clone, losses.mean, losses.sum)[reduction]()
 
 
+def embedding(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Same signature as torch.embedding; its gradient is dense, which it is wherever gradients of ranks are added."""
+    return torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
+
+
 GROUPED_PRODUCTS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 
 
@@ -164,6 +175,7 @@ def replacement(name: str) -> Callable[..., Any] | None:
         return grouped_product
     kept: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": attention, "dropout": dropout, "ctc_loss": ctc_loss,
+        "embedding": embedding,
     }  # fmt: skip
     return kept.get(name)
 

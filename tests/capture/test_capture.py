@@ -269,6 +269,22 @@ def test_layers_that_are_left_out_by_chance_are_kept(shape: tuple[int, ...]) -> 
     assert sum(op.kind is OpKind.GEMM for op in operators(graph)) == 2
 
 
+class _Squeezing(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x[ids > 0].squeeze()
+
+
+def test_a_result_whose_dims_depend_on_values_is_told_so() -> None:
+    with pytest.raises(UserError, match="has other dims with other samples"):
+        capture(_Squeezing(), (torch.randn(3, 4), torch.tensor([0, 1, 1])), name="x")
+
+
+def test_an_embedding_with_sparse_gradients_is_captured_as_the_dense_one() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    sparse, dense = (capture(nn.Embedding(16, 8, sparse=s), ids, name="x") for s in (True, False))
+    assert [op.backward for op in operators(sparse)] == [op.backward for op in operators(dense)]
+
+
 class _Caching(nn.Module):
     """Makes its biases in the first call, and keeps them."""
 
