@@ -63,15 +63,18 @@ DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf")
 # under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
 IN_LINE = ("mxfp8", "nvfp4")
 
-MEGATRON_BRIDGE = Framework(
+# NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel wherever
+# tensor_model_parallel_size > 1; overlap_param_gather (overlap_param_sync) = true; tp_overlap_configs/userbuffers.py: bulk
+# overlap of qkv_wgrad and fc1_wgrad.
+NEMO = Framework(
     sequence_parallel=True,
     half_gradients=True,
     async_tp=True,
     in_line_tp=IN_LINE,
     async_gradients=True,
     late_gathers=True,
-    merged_dispatch=True,
 )
+MEGATRON_BRIDGE = replace(NEMO, merged_dispatch=True)
 
 FRAMEWORKS = {
     # DeepSpeed, deepspeed/runtime/pipe/p2p.py: send refuses to be asynchronous (torch.distributed.send). A run with
@@ -83,20 +86,9 @@ FRAMEWORKS = {
     # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
-    # NeMo and Megatron-Bridge recipes: grad_reduce_in_fp32 = false, tp_comm_overlap = true, and sequence_parallel
-    # wherever tensor_model_parallel_size > 1; overlap_param_gather (overlap_param_sync) = true; tp_overlap_configs/userbuffers.py: bulk overlap of qkv_wgrad and fc1_wgrad.
-    "nemo": Framework(
-        sequence_parallel=True,
-        half_gradients=True,
-        async_tp=True,
-        in_line_tp=IN_LINE,
-        async_gradients=True,
-        late_gathers=True,
-    ),
+    "nemo": NEMO,
     # Google's recipes for A3 run NeMo with ub_tp_comm_overlap = false (gpu-recipes, src/frameworks).
-    "nemo-plain-tp": Framework(
-        sequence_parallel=True, half_gradients=True, async_gradients=True, late_gathers=True
-    ),
+    "nemo-plain-tp": replace(NEMO, async_tp=False, in_line_tp=()),
     # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
     "megatron-bridge": MEGATRON_BRIDGE,
     # scripts/performance/configs/qwen@5c86b2b1d: moe_a2a_overlap = True for Qwen3-235B on H100 and, in four chunks, B300.

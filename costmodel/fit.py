@@ -90,11 +90,13 @@ def least_logs(
     return x
 
 
-def with_constants(device: Device, values: dict[str, float], *, source: str = "") -> Device:
-    """`device` with other constants; with a `source`, their provenance says that they were fitted to it."""
+def with_constants(
+    device: Device, values: dict[str, float], *, source: str = "", kind: ValueKind = ValueKind.FITTED
+) -> Device:
+    """`device` with other constants; with a `source`, their provenance says that they were fitted to it, or measured."""
     provenance = dict(device.provenance)
     if source:
-        known = Provenance(kind=ValueKind.FITTED, source=source)
+        known = Provenance(kind=kind, source=source)
         provenance |= {f"constants.{key}": known for key in values}
     return replace(device, constants={**device.constants, **values}, provenance=provenance)
 

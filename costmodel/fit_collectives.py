@@ -72,9 +72,8 @@ class OverlapSample:
     def slowdowns(self) -> tuple[float, float]:
         """Further time of computation, and of the collectives, per second beside the other, as a share."""
         beside_s = self.compute_beside_s
-        done_s = self.collective_s - max(
-            self.both_s - beside_s, 0.0
-        )  # of the collectives, when the computation ends
+        left_s = max(self.both_s - beside_s, 0.0)  # of the collectives, when the computation ends
+        done_s = self.collective_s - left_s
         return _share(beside_s, self.compute_s), _share(beside_s, done_s)
 
 
@@ -122,25 +121,22 @@ def fit_collectives(
     known = Provenance(kind=ValueKind.FITTED, source=f"{source}; {len(samples)} measurements of collectives")
     names = [f"box.levels.{i}.{key}" for i in crossed for key in ("bytes_per_s", "latency_s")]
     keys = [*names, *(f"constants.{key}" for key in (*STARTS, *factors))]
-    host_s = min(s.quickest_s for s in samples)
-    fitted = with_constants(fitted, {"collective.host_s": host_s})
-    quickest = Provenance(kind=ValueKind.MEASURED, source=f"{source}; the quickest collective")
-    provenance = {
-        **fitted.provenance,
-        **dict.fromkeys(keys, known),
-        "constants.collective.host_s": quickest,
-    }
-    return replace(
-        fitted, provenance=provenance, residuals={**device.residuals, **_residuals(samples, predict(x))}
+    fitted = replace(
+        fitted,
+        provenance={**fitted.provenance, **dict.fromkeys(keys, known)},
+        residuals={**device.residuals, **_residuals(samples, predict(x))},
     )
+    host_s = min(s.quickest_s for s in samples)
+    quickest = f"{source}; the quickest collective"
+    return with_constants(fitted, {"collective.host_s": host_s}, source=quickest, kind=ValueKind.MEASURED)
 
 
 def fit_overlap(device: Device, sample: OverlapSample, *, source: str) -> Device:
     """`device` with what computation and collectives were measured to cost each other."""
-    keys = ("overlap.compute_slowdown", "overlap.comm_slowdown")
-    known = Provenance(kind=ValueKind.MEASURED, source=f"{source}; a queue of all-reduces beside products")
-    fitted = with_constants(device, dict(zip(keys, sample.slowdowns, strict=True)))
-    return replace(fitted, provenance={**fitted.provenance, **{f"constants.{key}": known for key in keys}})
+    compute, comm = sample.slowdowns
+    values = {"overlap.compute_slowdown": compute, "overlap.comm_slowdown": comm}
+    beside = f"{source}; a queue of all-reduces beside products"
+    return with_constants(device, values, source=beside, kind=ValueKind.MEASURED)
 
 
 def _crossed(device: Device, samples: Sequence[CollectiveSample], machine: Machine) -> tuple[int, ...]:

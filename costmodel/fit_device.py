@@ -73,8 +73,8 @@ def _overhead(device: Device, key: str, tiny: Sequence[Sample], source: str) -> 
     """
     for sample in tiny:
         each_s = sample.seconds / sum(kernel.count for kernel in sample.kernels)
-        device = with_constants(device, {key: each_s})
-        device = _measured(device, {f"constants.{key}"}, f"{source}; {sample.label}")
+        measured = f"{source}; {sample.label}"
+        device = with_constants(device, {key: each_s}, source=measured, kind=ValueKind.MEASURED)
     return device
 
 
@@ -84,8 +84,10 @@ def _dtensor(device: Device, samples: Sequence[Sample], source: str) -> Device:
         *launched, added = sample.kernels
         rest_s = sum(kernel_s(kernel, device, MODE) for kernel in launched)
         each_s = max(sample.seconds - rest_s, 0.0) / added.count
-        device = with_constants(device, {"launch_s.dtensor": each_s})
-        device = _measured(device, {"constants.launch_s.dtensor"}, f"{source}; {sample.label}")
+        measured = f"{source}; {sample.label}"
+        device = with_constants(
+            device, {"launch_s.dtensor": each_s}, source=measured, kind=ValueKind.MEASURED
+        )
     return device
 
 

@@ -322,7 +322,9 @@ def rules_of(
 
 
 def _kinds_named(name: str, kinds: Mapping[str, set[object]]) -> set[object]:
-    """What is said of all modules that a name with `*` stands for, those of the glue among them."""
+    """What is said of all modules that a name stands for; one with `*` may stand for some of the glue, too."""
+    if "*" not in name:
+        return kinds[name]
     pattern = _pattern(name)
     return set().union(*(said for other, said in kinds.items() if pattern.fullmatch(other)))
 
