@@ -1,0 +1,154 @@
+"""Every complete strategy of a tiny problem: brute force that knows nothing of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import (
+    Batch,
+    GradSync,
+    Mesh,
+    Offload,
+    Pipeline,
+    Recompute,
+    Shard,
+    Strategy,
+)
+from benchmarks.random_problems.choices import (
+    ALL,
+    Choices,
+    compositions,
+    device_counts,
+    divisors,
+    even_blocks,
+    has_experts,
+    least_of_chunks,
+    legal,
+    orders_of,
+    sizes_of,
+    virtual_stages,
+)
+
+
+def every_strategy(
+    problem: Problem, choices: Choices = ALL, *, devices: tuple[int, ...] | None = None
+) -> Iterator[Strategy]:
+    """Each legal complete strategy that meets the problem's constraints, on `devices` (as many as there are).
+
+    Their number is a product over all keys: a model of few blocks on few devices, or few `choices`.
+    """
+    for count in devices or device_counts(problem):
+        for sizes in sizes_of(count):
+            for bare in _meshes(problem, sizes, count):
+                for shaped in _shaped(problem, bare, choices):
+                    for staged in _staged(problem, shaped, choices):
+                        yield from _synchronised(problem, staged, choices)
+
+
+def _meshes(problem: Problem, sizes: dict[str, int], devices: int) -> Iterator[Strategy]:
+    """Each mesh of these sizes and each micro-batch, in the usual order of axes, legal so far."""
+    ranks = devices // (sizes["pp"] * sizes["cp"] * sizes["tp"])
+    if problem.global_batch % ranks:
+        return
+    expert = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    for ep in divisors(expert) if has_experts(problem) else (1,):
+        for micro in divisors(problem.global_batch // ranks):
+            yield Strategy(
+                batch=Batch(global_=problem.global_batch, micro=micro), mesh=Mesh(**sizes, ep=ep),
+                execution=problem.execution,
+            )  # fmt: skip
+
+
+def _shaped(problem: Problem, bare: Strategy, choices: Choices) -> Iterator[Strategy]:
+    """Order of the axes, ZeRO, sequence parallelism and what is offloaded; refused as early as can be."""
+    mesh = bare.mesh
+    zeros = (0, 1, 2, 3) if mesh.dp_shard == 1 else (1, 2, 3)
+    sequence = (False, True) if mesh.tp > 1 else (False,)
+    for zero, parallel in product(zeros, sequence):
+        shard = Shard(zero=zero, sequence_parallel=parallel)
+        probe = replace(bare, shard=shard, pipeline=Pipeline(schedule="1f1b"))
+        if not _may_be(problem, probe):
+            continue
+        for order in orders_of(mesh) if choices.orders else (mesh.order,):
+            for groups in _groups(problem, mesh.pp):
+                placed = Mesh(**_sizes(mesh), ep=mesh.ep, order=order, groups=groups)
+                for optimizer, activations in product(choices.shares, choices.shares):
+                    offload = Offload(optimizer=optimizer, activations=activations)
+                    yield replace(bare, mesh=placed, shard=shard, offload=offload)
+
+
+def _may_be(problem: Problem, probe: Strategy) -> bool:
+    """Whether the mesh is legal under some schedule: a chunk for each rank is all that is asked."""
+    blocks = len(problem.graph.repeated_positions)
+    if probe.mesh.pp > blocks + 2:
+        return False
+    found = strategy_problems(problem.graph, problem.cluster, probe)
+    return all(text.startswith("mesh.pp x pipeline.virtual_stages") for text in found)
+
+
+def _groups(problem: Problem, pp: int) -> Iterator[tuple[int, ...]]:
+    """Device groups of the pipeline ranks: none named, or each way to name them."""
+    yield ()
+    have = range(len(problem.cluster.groups))
+    if len(have) > 1:
+        yield from product(have, repeat=pp)
+
+
+def _staged(problem: Problem, shaped: Strategy, choices: Choices) -> Iterator[Strategy]:
+    """Schedule, chunks, blocks of each chunk, and what is recomputed."""
+    pp, repeated = shaped.mesh.pp, len(problem.graph.repeated_positions)
+    for schedule in choices.schedules if pp > 1 else ("none",):
+        for virtual in virtual_stages(schedule, min(choices.most_virtual, repeated + 2)):
+            chunks = pp * virtual
+            if chunks > repeated + 2:
+                continue
+            for blocks in _deals(problem, chunks, choices):
+                pipeline = Pipeline(schedule=schedule, virtual_stages=virtual, stage_blocks=blocks)
+                for recompute in _recomputed(blocks, choices):
+                    yield replace(shaped, pipeline=pipeline, recompute=recompute)
+
+
+def _deals(problem: Problem, chunks: int, choices: Choices) -> Iterator[tuple[int, ...]]:
+    repeated = len(problem.graph.repeated_positions)
+    if not repeated:
+        yield ()
+    elif choices.uneven:
+        yield from compositions(repeated, chunks, least_of_chunks(problem, chunks))
+    else:
+        yield even_blocks(problem, chunks)
+
+
+def _recomputed(blocks: tuple[int, ...], choices: Choices) -> Iterator[Recompute]:
+    for mode in choices.modes:
+        yield Recompute(mode=mode)
+        if choices.partly and mode != "full":
+            for full in product(*(range(n + 1) for n in blocks)):
+                if any(full):
+                    yield Recompute(mode=mode, per_stage=full)
+
+
+def _synchronised(problem: Problem, staged: Strategy, choices: Choices) -> Iterator[Strategy]:
+    """How gradients are summed; one way where nothing is."""
+    if staged.mesh.data_parallel * staged.mesh.cp == 1:
+        if legal(problem, staged):
+            yield staged
+        return
+    levels = len(problem.cluster.levels)
+    compressions: list[tuple[str, ...]] = [()]
+    if problem.allow_lossy:
+        compressions += [c for c in product(("none", *choices.methods), repeat=levels) if set(c) != {"none"}]
+    for algorithm, bucket, overlap, compression in product(
+        choices.algorithms, choices.buckets_mib, choices.overlaps, compressions
+    ):
+        sync = GradSync(algorithm=algorithm, bucket_mib=bucket, overlap=overlap, compression=compression)
+        strategy = replace(staged, grad_sync=sync)
+        if legal(problem, strategy):
+            yield strategy
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
