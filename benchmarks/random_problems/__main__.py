@@ -8,12 +8,13 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.random_problems.answers import Answer, run_command
 from benchmarks.random_problems.cases import Case, draw_case
 from benchmarks.random_problems.graphs import CaptureFailed, ensure_graph
+from benchmarks.random_problems.laws import Effort
 from benchmarks.random_problems.summary import Row, table, violations
 from benchmarks.random_problems.verdicts import Finding, Grade
 
@@ -35,13 +36,21 @@ def plan_case(case: Case, folder: Path, limit_s: float) -> Answer:
     return replace(answer, cpu_s=run.cpu_s)
 
 
-def judge_case(case: Case, given: Answer, folder: Path, limit_s: float) -> tuple[list[Finding], Counter[str]]:
+def judge_case(case: Case, given: Answer, folder: Path, effort: Effort) -> tuple[list[Finding], Counter[str]]:
     """What a fresh process finds of the answer."""
     source, out = folder / "given", folder / "found"
     source.write_bytes(pickle.dumps(given))
     out.unlink(missing_ok=True)
-    command = [*INSIDE, "laws", str(case.seed), str(case.number), str(out), str(source), str(limit_s)]
-    run = run_command(command, 8 * limit_s + 600)
+    command = [
+        *INSIDE,
+        "laws",
+        str(case.seed),
+        str(case.number),
+        str(out),
+        str(source),
+        json.dumps(asdict(effort)),
+    ]
+    run = run_command(command, 8 * effort.limit_s + 600)
     if out.exists():
         found, tried = pickle.loads(out.read_bytes())
         return found, tried
@@ -68,13 +77,17 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Row:
         ensure_graph(case.model)
     except CaptureFailed as error:
         return Row(case=case, answer=Answer(status="not captured", message=str(error)))
+    effort = Effort(
+        keys=arguments.keys, draws=arguments.draws, moves=arguments.moves, limit_s=arguments.time_limit,
+        left_out=tuple(arguments.leave_out),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder, findings, tried = Path(name), list[Finding](), Counter[str]()
         given = plan_case(case, folder, arguments.time_limit)
         if arguments.laws:
-            if case.number % TWICE_EVERY == 0 or arguments.only:
+            if case.number % TWICE_EVERY == 0 or len(arguments.only) == 1:
                 findings += twice(case, given, folder, arguments.time_limit)
-            found, tried = judge_case(case, given, folder, arguments.time_limit)
+            found, tried = judge_case(case, given, folder, effort)
             findings += found
     return Row(case=case, answer=given, findings=tuple(findings), tried=tried)
 
@@ -89,6 +102,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--laws", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--time-limit", type=float, default=180.0, help="seconds after which a plan is cut")
+    usual = Effort()
+    parser.add_argument("--keys", type=int, default=usual.keys, help="further keys fixed, a case")
+    parser.add_argument("--draws", type=int, default=usual.draws, help="strategies drawn at random, a case")
+    parser.add_argument("--moves", type=int, default=usual.moves, help="strategies beside the plan, a case")
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="KEY", help="a key that no drawn strategy varies"
+    )
     parser.add_argument("--list", action="store_true", help="draw the cases and stop")
     arguments = parser.parse_args()
     rows = []

@@ -43,6 +43,7 @@ class Answer:
     )
     seconds: float = 0.0
     message: str = ""
+    left_out: tuple[str, ...] = ()  # keys that the answer itself says were not searched
     cpu_s: float = 0.0  # of the process, its children included
 
     @property
@@ -87,7 +88,14 @@ def answer(problem: Problem, *, processes: int = 1) -> Answer:
         status=result.status, strategy=result.strategy, step_time_s=step, peak_bytes=result.prediction.peak_bytes,
         devices=result.prediction.devices, lower_bound_s=result.lower_bound_s, gap=result.gap,
         candidates=result.candidates, near_s=near, seconds=seconds,
+        left_out=left_out_of(result),
     )  # fmt: skip
+
+
+def left_out_of(result: object) -> tuple[str, ...]:
+    """Keys that the answer's `space` says were left out: entries with `key` and `how`, "left-out: REASON"."""
+    space = getattr(result, "space", ())
+    return tuple(str(entry.key) for entry in space if str(entry.how).startswith("left-out"))
 
 
 def ended(pid: int, deadline: float) -> tuple[int, float, bool]:

@@ -5,7 +5,7 @@ Shares no code with the search: what that leaves out is tried here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
 from random import Random
@@ -43,6 +43,7 @@ class Choices:
     most_virtual: int = 8
     orders: bool = True  # every order of the axes, not only the usual one
     uneven: bool = True  # every way to deal blocks to chunks
+    places: bool = True  # every order of the nodes where these are unlike, or their network is
     partly: bool = True  # every number of recomputed blocks in each chunk
 
 
@@ -154,6 +155,17 @@ def meets(problem: Problem, strategy: Strategy) -> bool:
     lossy = any(is_lossy(method) for method in strategy.grad_sync.compression)
     allowed = problem.allow_lossy or "grad_sync.compression" in problem.constraints
     return strategy.batch.global_ == problem.global_batch and (allowed or not lossy)
+
+
+def same_but(strategy: Strategy, base: Strategy | None, left_out: Collection[str]) -> bool:
+    """Whether the strategy has the values of `base` (without one: the usual ones) in all keys that are left out."""
+    base = base or Strategy(batch=strategy.batch)
+    for key in left_out:
+        section, _, name = key.partition(".")
+        own, other = (getattr(one, section) for one in (strategy, base))
+        if (getattr(own, name) != getattr(other, name)) if name else own != other:
+            return False
+    return True
 
 
 def legal(problem: Problem, strategy: Strategy) -> bool:

@@ -64,6 +64,10 @@ def draw_cluster(rng: Random) -> DrawnCluster:
             return drawn
 
 
+def _accelerators() -> list[str]:
+    return [name for name in device_names() if name != "cpu-gloo"]
+
+
 def _per_node(rng: Random, device: str) -> int:
     return int(pick(rng, PER_NODE.get(device, USUAL_PER_NODE)))
 
@@ -110,7 +114,7 @@ def _table(name: str, groups: list[dict[str, Any]], levels: list[dict[str, Any]]
 
 def _network(rng: Random) -> DrawnCluster:
     """A usual box on another network."""
-    device = rng.choice(device_names())
+    device = rng.choice(_accelerators())
     nodes, per_node = _nodes(rng, device), _per_node(rng, device)
     port = _port(rng, per_node)
     told = f"{device}:{nodes}x{per_node} at {port['bytes_per_s'] * (per_node if 'nics' in port else 1) / GBIT:.0f} Gbit/s"
@@ -124,7 +128,7 @@ def _network(rng: Random) -> DrawnCluster:
 
 def _racks(rng: Random) -> DrawnCluster:
     """Racks, the network between them oversubscribed."""
-    device = rng.choice([name for name in device_names() if name != "cpu-gloo"])
+    device = rng.choice(_accelerators())
     per_node, rack = _per_node(rng, device), rng.choice((2, 4, 8, 16))
     racks = rng.choice((2, 2, 3, 4, 8, 16))
     over, port = rng.choice((1.5, 2.0, 3.0, 4.0, 8.0)), _port(rng, per_node)
@@ -140,7 +144,7 @@ def _racks(rng: Random) -> DrawnCluster:
 
 def _switches(rng: Random) -> DrawnCluster:
     """A few nodes behind leaf switches whose trunks carry less than the ports below."""
-    device = rng.choice([name for name in device_names() if name != "cpu-gloo"])
+    device = rng.choice(_accelerators())
     per_node, leaves, each = _per_node(rng, device), rng.choice((2, 2, 4)), rng.choice((1, 2, 2, 3))
     nodes, over = leaves * each, rng.choice((2.0, 4.0))
     port = {"bytes_per_s": rng.choice((100, 200, 400, 1600)) * GBIT, "latency_s": 7e-6}
@@ -164,7 +168,7 @@ def _switches(rng: Random) -> DrawnCluster:
 
 def _short(rng: Random) -> DrawnCluster:
     """Some nodes have lost devices."""
-    device = rng.choice([name for name in device_names() if name != "cpu-gloo"])
+    device = rng.choice(_accelerators())
     per_node = rng.choice((4, 8, 8, 8))
     nodes = min(NODES_OF_IRREGULAR, max(2, _nodes(rng, device, 64)))
     lost = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
-from autoparallel.planner.problem import Problem
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
+from autoparallel.planner.score import score
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import (
     Batch,
@@ -27,7 +30,7 @@ from benchmarks.random_problems.choices import (
     even_blocks,
     has_experts,
     least_of_chunks,
-    legal,
+    meets,
     orders_of,
     sizes_of,
     virtual_stages,
@@ -47,6 +50,24 @@ def every_strategy(
                 for shaped in _shaped(problem, bare, choices):
                     for staged in _staged(problem, shaped, choices):
                         yield from _synchronised(problem, staged, choices)
+
+
+def best_of_all(
+    problem: Problem, strategies: Iterable[Strategy], expander: Expander | None = None
+) -> tuple[Value, Strategy | None, int]:
+    """The best objective of those that fit, who has it (None where none fits), and how many were priced."""
+    expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
+    best: tuple[Value, Strategy | None] = (NOTHING, None)
+    count = 0
+    for strategy in strategies:
+        try:
+            found = score(problem.graph, problem.cluster, strategy, expander)
+        except UserError:  # what only pricing can refuse: tensors that cannot be sharded so
+            continue
+        count += 1
+        if found.feasible and (value := objective_value(problem, found)) < best[0]:
+            best = (value, strategy)
+    return (*best, count)
 
 
 def _meshes(problem: Problem, sizes: dict[str, int], devices: int) -> Iterator[Strategy]:
@@ -74,8 +95,8 @@ def _shaped(problem: Problem, bare: Strategy, choices: Choices) -> Iterator[Stra
         if not _may_be(problem, probe):
             continue
         for order in orders_of(mesh) if choices.orders else (mesh.order,):
-            for groups in _groups(problem, mesh.pp):
-                placed = Mesh(**_sizes(mesh), ep=mesh.ep, order=order, groups=groups)
+            for place in _places(problem, mesh.pp, choices):
+                placed = replace(mesh, order=order, **place)
                 for optimizer, activations in product(choices.shares, choices.shares):
                     offload = Offload(optimizer=optimizer, activations=activations)
                     yield replace(bare, mesh=placed, shard=shard, offload=offload)
@@ -90,12 +111,14 @@ def _may_be(problem: Problem, probe: Strategy) -> bool:
     return all(text.startswith("mesh.pp x pipeline.virtual_stages") for text in found)
 
 
-def _groups(problem: Problem, pp: int) -> Iterator[tuple[int, ...]]:
-    """Device groups of the pipeline ranks: none named, or each way to name them."""
-    yield ()
-    have = range(len(problem.cluster.groups))
-    if len(have) > 1:
-        yield from product(have, repeat=pp)
+def _places(problem: Problem, pp: int, choices: Choices) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Device groups of the pipeline ranks, or nodes in rank order: none named, then each way to name them."""
+    yield {}
+    cluster = problem.cluster
+    if len(cluster.groups) > 1:
+        yield from ({"groups": named} for named in product(range(len(cluster.groups)), repeat=pp))
+    elif choices.places and (cluster.network is not None or cluster.groups[0].short):
+        yield from ({"placement": nodes} for nodes in permutations(range(cluster.nodes)))
 
 
 def _staged(problem: Problem, shaped: Strategy, choices: Choices) -> Iterator[Strategy]:
@@ -133,8 +156,10 @@ def _recomputed(blocks: tuple[int, ...], choices: Choices) -> Iterator[Recompute
 
 def _synchronised(problem: Problem, staged: Strategy, choices: Choices) -> Iterator[Strategy]:
     """How gradients are summed; one way where nothing is."""
+    if strategy_problems(problem.graph, problem.cluster, staged):
+        return
     if staged.mesh.data_parallel * staged.mesh.cp == 1:
-        if legal(problem, staged):
+        if meets(problem, staged):
             yield staged
         return
     levels = len(problem.cluster.levels)
@@ -146,9 +171,5 @@ def _synchronised(problem: Problem, staged: Strategy, choices: Choices) -> Itera
     ):
         sync = GradSync(algorithm=algorithm, bucket_mib=bucket, overlap=overlap, compression=compression)
         strategy = replace(staged, grad_sync=sync)
-        if legal(problem, strategy):
+        if meets(problem, strategy):
             yield strategy
-
-
-def _sizes(mesh: Mesh) -> dict[str, int]:
-    return {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}

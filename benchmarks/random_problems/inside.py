@@ -1,11 +1,11 @@
-"""The parts of a case that run in a process of their own: `inside.py plan | laws SEED NUMBER FOLDER …`."""
+"""The parts of a case that run in a process of their own: `plan SEED NUMBER OUT`, `laws SEED NUMBER OUT ANSWER EFFORT`."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -55,7 +55,7 @@ def main() -> None:
     case = draw_case(seed, number)
     graph = graph_from_json(graph_path(case.model).read_text(encoding="utf-8"))
     given = pickle.loads(Path(sys.argv[5]).read_bytes())
-    effort = replace(Effort(), limit_s=float(sys.argv[6]))
+    effort = Effort(**json.loads(sys.argv[6]))
     out.write_bytes(pickle.dumps(judge(case.problem(graph), given, seed=f"{seed}/{number}", effort=effort)))
 
 

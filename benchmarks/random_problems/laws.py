@@ -15,7 +15,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Strategy
 from benchmarks.random_problems.answers import Answer, answer, isolated
-from benchmarks.random_problems.choices import ALL, Choices, legal
+from benchmarks.random_problems.choices import ALL, Choices, legal, same_but
 from benchmarks.random_problems.draw import draw_strategy
 from benchmarks.random_problems.keys import draw_keys
 from benchmarks.random_problems.moves import neighbours
@@ -43,8 +43,9 @@ class Effort:
     keys: int = 6
     draws: int = 40
     moves: int = 120
-    most_cpu_s: float = 90.0  # of all drawn strategies together; no more are tried then
+    most_cpu_s: float = 45.0  # of all drawn strategies together; no more are tried then
     limit_s: float = 180.0  # of one plan
+    left_out: tuple[str, ...] = ()  # keys that are not varied, beside those that the answer says it left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,10 @@ def with_keys(
     problem: Problem, given: Answer, rng: Random, effort: Effort, tried: Counter[str]
 ) -> Iterator[Finding]:
     """No plan with one further key fixed is better; with one of its own keys fixed, the plan is still known to be there."""
+    left_out = {*effort.left_out, *given.left_out}
     for key, value, own in draw_keys(problem, given.strategy, rng, effort.keys):
+        if key in left_out:
+            continue
         fixed = replace(problem, constraints={**problem.constraints, key: value})
         other, cpu_s, cut = isolated(lambda p=fixed: answer(p), effort.limit_s)
         shown = f"{key}={list(value) if isinstance(value, tuple) else value}"
@@ -172,10 +176,14 @@ def against_strategies(
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
     started, best = process_time(), _Best(given.step_time_s or float("inf"), given.strategy)
     worst: dict[Grade, Finding] = {}
+    left_out = {*effort.left_out, *given.left_out}
     for told, strategy in _drawn(problem, rng, effort, choices, best):
         if process_time() - started > effort.most_cpu_s:
             tried["ended early"] += 1
             break
+        if not same_but(strategy, given.strategy, left_out):
+            tried["left out"] += 1
+            continue
         found = price(problem, strategy, expander)
         tried["skipped" if found.skipped else "strategies"] += 1
         if found.crashed:
@@ -200,7 +208,7 @@ def _drawn(
     problem: Problem, rng: Random, effort: Effort, choices: Choices, best: _Best
 ) -> Iterator[tuple[str, Strategy]]:
     """At random; then beside the plan, or beside the best strategy so far."""
-    for _ in range(effort.draws):
+    for _ in range(effort.draws if best.strategy else effort.draws + effort.moves):
         drawn = draw_strategy(problem, rng, choices)
         if drawn is None:
             break

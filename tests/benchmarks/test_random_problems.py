@@ -19,7 +19,7 @@ from benchmarks.random_problems.answers import Answer, isolated
 from benchmarks.random_problems.cases import draw_case
 from benchmarks.random_problems.choices import Choices, legal
 from benchmarks.random_problems.draw import draw_strategy
-from benchmarks.random_problems.enumerate import every_strategy
+from benchmarks.random_problems.enumerate import best_of_all, every_strategy
 from benchmarks.random_problems.families import FAMILIES
 from benchmarks.random_problems.laws import Effort, against_strategies, claims
 from benchmarks.random_problems.moves import neighbours
@@ -87,7 +87,7 @@ def test_score_takes_a_drawn_strategy_or_says_what_is_wrong(cluster: str) -> Non
             graph=graph, cluster=load_cluster(cluster), global_batch=96, allow_lossy=True, execution=FP16
         )
         rng, priced = Random(7), 0
-        for _ in range(12):
+        for _ in range(8):
             strategy = draw_strategy(problem, rng)
             if strategy is None:
                 continue
@@ -97,7 +97,7 @@ def test_score_takes_a_drawn_strategy_or_says_what_is_wrong(cluster: str) -> Non
                     priced += score(problem.graph, problem.cluster, one).step_time_s > 0
                 except UserError:
                     continue
-        assert priced > 10
+        assert priced > 6
 
 
 def test_neighbours_keep_what_the_user_fixed_and_change_something() -> None:
@@ -132,14 +132,26 @@ def test_a_bad_plan_that_is_called_optimal_breaks_the_laws() -> None:
 def test_the_best_of_all_enumerated_strategies_keeps_the_laws() -> None:
     problem = small(batch=4, layers=2, constraints={"mesh.pp": 1})
     everything = replace(TINY, algorithms=("auto",), shares=(0.0,), partly=False)
-    best = min(
-        every_strategy(problem, everything),
-        key=lambda one: score(problem.graph, problem.cluster, one).step_time_s,
-    )
+    _, best, count = best_of_all(problem, every_strategy(problem, everything))
+    assert best is not None
+    assert count > 100
     given = _answer(problem, best, "optimal")
     tried = Counter[str]()
     found = against_strategies(problem, given, Random(3), Effort(draws=15, moves=40), tried, everything)
     assert not [one for one in found if one.grade is Grade.BROKEN]
+
+
+def test_a_key_that_is_left_out_is_not_varied() -> None:
+    problem = small(batch=64)
+    start = Strategy(batch=Batch(global_=64, micro=1), mesh=Mesh(dp_shard=2), shard=Shard(zero=3))
+    effort = Effort(draws=20, moves=40, left_out=("grad_sync", "embedding", "offload.optimizer"))
+    tried = Counter[str]()
+    found = list(against_strategies(problem, _answer(problem, start, "optimal"), Random(2), effort, tried))
+    assert tried["left out"] > 10
+    assert found
+    assert not any(
+        key in one.told for one in found for key in ("bucket_mib=", "embedding=", "offload.optimizer=")
+    )
 
 
 def test_grades_tell_a_false_proof_from_a_wide_gap() -> None:
