@@ -17,7 +17,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import at_home
-from autoparallel.planner.search.answer.outcome import (
+from autoparallel.planner.outcome import (
     Alternative,
     ConstraintCost,
     Explored,

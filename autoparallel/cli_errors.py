@@ -59,7 +59,7 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 def _search_end(error: Exception) -> BaseException:
     """The end of a search without a plan; anything else is a bug of ours and keeps its traceback."""
-    from autoparallel.planner.search.answer.outcome import InfeasiblePlan, SearchTimeout
+    from autoparallel.planner.outcome import InfeasiblePlan, SearchTimeout
 
     if isinstance(error, InfeasiblePlan):
         return _end(str(error), NOTHING_FITS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoparallel.costmodel.prediction import Prediction
     from autoparallel.inputs import Checked, Request
     from autoparallel.planner.expand.expander import Expander
-    from autoparallel.planner.search.answer.outcome import PlanResult
+    from autoparallel.planner.outcome import PlanResult
     from autoparallel.planner.strategy.types import Strategy
 
 Model = Annotated[
@@ -206,7 +206,7 @@ def search(
     """Plan with the progress shown."""
     from autoparallel.cli_progress import progress_text, working
     from autoparallel.inputs import make_problem
-    from autoparallel.planner.search.plan import plan as plan_problem
+    from autoparallel.planner.plan import plan as plan_problem
     from autoparallel.planner.side_by_side import usable_processes
 
     problem = make_problem(checked, graph)
@@ -299,7 +299,7 @@ def scored(
     from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy
     from autoparallel.planner.score import score as price
-    from autoparallel.planner.search.answer.outcome import InfeasiblePlan
+    from autoparallel.planner.outcome import InfeasiblePlan
     from autoparallel.planner.strategy.file import missing_keys, strategy_from_constraints
 
     graph, cluster = expander.graph, checked.cluster

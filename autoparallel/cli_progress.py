@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.answer.outcome import ADVISING, Progress
+from autoparallel.planner.outcome import ADVISING, Progress
 from autoparallel.report.numbers import gib, seconds, significant
 
 # Shorter work shows nothing on a terminal that is not there to be redrawn.

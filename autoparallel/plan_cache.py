@@ -167,7 +167,7 @@ def plan_key(problem: Problem) -> str:
 
 
 def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> Strategy:
-    from autoparallel.planner.search.plan import plan
+    from autoparallel.planner.plan import plan
 
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
     result = plan(problem, time_limit_s=time_limit_s, progress=None, expander=expander)

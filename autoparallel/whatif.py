@@ -9,8 +9,8 @@ from itertools import product
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.inputs import Checked, Request, check_request, load_graph, make_problem
-from autoparallel.planner.search.answer.outcome import InfeasiblePlan, PlanResult, SearchTimeout
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.outcome import InfeasiblePlan, PlanResult, SearchTimeout
+from autoparallel.planner.plan import plan
 from autoparallel.profiles import Cluster
 
 # Above this many plans a what-if takes minutes: more likely a typo than a wish.

@@ -99,7 +99,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     from autoparallel.costmodel.graph_json import graph_from_json
     from autoparallel.planner.problem import Problem
     from autoparallel.planner.search.bounds.outer import outer_of
-    from autoparallel.planner.search.plan import plan
+    from autoparallel.planner.plan import plan
     from autoparallel.planner.side_by_side import usable_processes
     from autoparallel.profiles.load import load_cluster
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.plan import InfeasiblePlan, SearchTimeout, plan
+from autoparallel.planner.plan import InfeasiblePlan, SearchTimeout, plan
 from autoparallel.planner.strategy.types import Strategy
 from benchmarks.random_problems.graphs import ROOT
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from autoparallel.costmodel.bound import V_SHAPED
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.errors import UserError
@@ -23,6 +22,7 @@ from autoparallel.planner.expand.schedule_orders import (
 
 K = ActionKind
 Schedule = tuple[tuple[Action, ...], ...]
+V_SHAPED = frozenset({"zbv", "dualpipev"})  # schedules whose first rank holds both ends of the model
 _LOOPED = frozenset({"interleaved-1f1b", "zb1p"})
 BUILT_SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
 SPLIT_BACKWARD = frozenset({"zb1p", "zbv", "dualpipev"})  # schedules with I and W

@@ -2,7 +2,7 @@
 
 - `space/`: what there is to choose from, as numpy columns, one row a shape or a variant.
 - `bounds/`: what each row can at best reach.
-- `dives.py`: likely good rows first; `frontier.py`: then best bound first, over what is open (`open.py`): shapes,
+- `dives.py`: likely good rows first; `search.py`: then best bound first, over what is open (`open.py`): shapes,
   variants of some, candidates; what need not be offloaded is left out (`twins.py`).
 - `stages/`: one candidate's stage problem: blocks to pipeline chunks, and how many of them are recomputed.
 - `evaluate.py`: complete strategies simulated, and those near them (`nearby.py`).

@@ -14,16 +14,15 @@ import numpy as np
 
 from autoparallel.planner.problem import NOTHING, Objective, Problem, Value
 from autoparallel.planner.search.bounds.outer import Outer
-from autoparallel.planner.search.bounds.tables import added_up, setting_columns
 from autoparallel.planner.search.bounds.variants import Bounds
-from autoparallel.planner.search.space.build import Shapes, Variants
-from autoparallel.planner.search.space.candidates import Candidate
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
-from autoparallel.planner.search.stages.problem import (
+from autoparallel.planner.search.partition.problem import (
     Deal,
     StageProblem,
     without_needless_recomputation,
 )
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +81,6 @@ class Upcoming:
         order = values.order()
         self.rows, self.values = rows[order], values.take(order)
 
-    def settle(self, rows: Ints) -> bool:
-        """Price what of some shapes is only bounded, and put all in their new order; whether there was any."""
-        if not self.outer.settle(rows):
-            return False
-        self.begin(self.rows)
-        return True
-
     def take(self, number: int) -> Ints:
         """The first shapes, which are none of these any more."""
         taken = self.rows[:number]
@@ -104,8 +96,9 @@ class Known(IntEnum):
     """What bounds take into account: each is no lower than the one before."""
 
     WHOLE = 0  # the model as a whole (`bounds.quick_bounds`)
-    RANKS = 1  # each pipeline rank (`bounds.variant_bounds`), blocks communicating between neighbours
-    PLACED = 2  # likewise where it is placed (`outer.refined_bounds`)
+    FAR = 1  # likewise, blocks communicating where they are placed (`far.FarPrices`)
+    RANKS = 2  # each pipeline rank (`bounds.variant_bounds`), blocks communicating between neighbours
+    PATHS = 3  # and the known paths of its schedule (`paths.PathWeights`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +125,14 @@ class Run:
         return self.values.at(0)
 
 
-def priced_alike(problem: Problem, shapes: Shapes, run: Run) -> Bools:
-    """Which variants of a run have the same prices of blocks as its first one."""
-    owners = run.variants.shape
-    same = run.placed == run.placed[0]
-    for column in (*setting_columns(shapes), shapes.micro):
-        same &= column[owners] == column[owners[0]]
-    added = added_up(problem, shapes.take(owners))
-    return np.asarray(same & (added == added[0]))
+def scheduled_alike(shapes: Shapes, run: Run) -> Bools:
+    """Which variants of a run have the same actions in the same order as its first one."""
+    owners, first = run.variants.shape, run.variants.shape[0]
+    same = (run.variants.schedule == run.variants.schedule[0]) & (
+        run.variants.virtual_stages == run.variants.virtual_stages[0]
+    )
+    same &= shapes.pp[owners] == shapes.pp[first]
+    return np.asarray(same & (shapes.micro_batches[owners] == shapes.micro_batches[first]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

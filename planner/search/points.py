@@ -30,8 +30,8 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
 from autoparallel.planner.search.bounds.tables import representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.driver import Search
 from autoparallel.planner.search.evaluate import TOLERANCE
-from autoparallel.planner.search.frontier import Frontier
 from autoparallel.planner.search.open import values_of
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 from autoparallel.planner.sharding.plan import TensorPlan
@@ -59,46 +59,46 @@ class Asked:
     prices: tuple[float, ...]
 
 
-def asked_points(frontier: Frontier) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]]:
+def asked_points(search: Search) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]]:
     """Shapes and the entries of a further point to search them with, for the best strategy that is known."""
-    outer = frontier.outer
-    for asked in list(_asked(frontier)):
+    outer = search.outer
+    for asked in list(_asked(search)):
         for price in asked.prices:
-            frontier.work += spending.PER_TENSOR_PLACEMENT
+            search.sims.work += spending.PER_TENSOR_PLACEMENT
             plan = outer.book.expander.works.tensor_point(asked.strategy, price)
             if plan is not None and _pays(outer, asked.strategy, plan, price):
                 yield asked.rows, plan.rules
 
 
 def search_points(
-    frontier: Frontier, check: Callable[[Frontier], None], *, ended: bool = True, most_work: float = inf
+    search: Search, check: Callable[[Search], None], *, ended: bool = True, most_work: float = inf
 ) -> None:
-    """Search further points of the settings that ask for them; `frontier`, whose search is over, takes over what is
+    """Search further points of the settings that ask for them; `search`, whose search is over, takes over what is
     found. Raises Stopped where they take `most_work`, which `check` allows each search, or `POINTS_SHARE` of it where that
-    of `frontier` has not `ended`: what is then still open counts in the bound of `frontier`."""
+    of `search` has not `ended`: what is then still open counts in the bound of `search`."""
     opened, work = [], 0.0 if ended else most_work * (1 - POINTS_SHARE)
-    for rows, rules in asked_points(frontier):
-        point = _of_point(frontier.outer, rows, rules)
+    for rows, rules in asked_points(search):
+        point = _of_point(search.outer, rows, rules)
         if point is not None:
-            opened.append(Frontier(outer=point, check=check, value=frontier.value))
+            opened.append(Search(outer=point, check=check, below=search.value))
             opened[-1].open()
-            frontier.taken.append(opened[-1])
+            search.taken.append(opened[-1])
     done = work
     for own in opened:
-        own.value, own.work = min(own.value, frontier.value), done
-        _search(frontier, own)
+        own.sims.value, own.sims.work = min(own.value, search.value), done
+        _search(search, own)
         done = own.work
-    frontier.work += done - work
+    search.sims.work += done - work
 
 
-def _search(frontier: Frontier, own: Frontier) -> None:
+def _search(search: Search, own: Search) -> None:
     """Search a point below the best value, and take over what it finds."""
     try:
         own.run()
     finally:
-        frontier.seen += own.seen
+        search.seen.extend(own.seen)
         if own.incumbent is not None:
-            frontier.consider(own.incumbent)
+            search.consider(own.incumbent)
 
 
 def _pays(outer: Outer, strategy: Strategy, plan: TensorPlan, price: float) -> bool:
@@ -132,29 +132,29 @@ def _of_point(outer: Outer, rows: Ints, rules: tuple[TensorRule, ...]) -> Outer 
     return None
 
 
-def _asked(frontier: Frontier) -> Iterator[Asked]:
+def _asked(search: Search) -> Iterator[Asked]:
     """The settings that ask for further points."""
-    outer, best = frontier.outer, frontier.incumbent
+    outer, best = search.outer, search.incumbent
     shapes = outer.space.shapes
     sharded = shapes.tp > 1
     if not sharded.any():
         return
     keys = np.stack([shapes.tp, shapes.sequence_parallel, shapes.ep], axis=1)
     if best is None or outer.problem.objective == Objective.MEMORY:
-        yield from _leanest(frontier, keys)
+        yield from _leanest(search, keys)
         return
-    could = sharded & _below(frontier, outer.bounds.time_s, np.arange(len(shapes)))
+    could = sharded & _below(search, outer.bounds.time_s, np.arange(len(shapes)))
     for key in np.unique(keys[could], axis=0):
         rows = np.flatnonzero(could & (keys == key).all(axis=1))
-        yield from _of_setting(frontier, outer.best_first(rows, SHAPES_ASKED))
+        yield from _of_setting(search, outer.best_first(rows, SHAPES_ASKED))
 
 
-def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
+def _leanest(search: Search, keys: Ints) -> Iterator[Asked]:
     """What is asked for where only memory counts: every setting that comes near the best strategy, or near fitting."""
-    outer, best = frontier.outer, frontier.incumbent
-    most_bytes = outer.capacity_bytes if best is None else frontier.value[0]
+    outer, best = search.outer, search.incumbent
+    most_bytes = outer.capacity_bytes if best is None else search.value[0]
     if best is None:  # of what does not fit nothing is known yet
-        outer = build_outer(outer.problem, outer.space, outer.chain, outer.book, NO_LIMIT_BYTES, whole=True)
+        outer = build_outer(outer.problem, outer.space, outer.chain, outer.book, NO_LIMIT_BYTES)
     least_bytes = np.where(np.isfinite(outer.bounds.time_s), outer.bounds.memory_bytes, inf)
     open_ = (keys[:, 0] > 1) & (least_bytes * (1 - MOST_FREED) <= most_bytes)
     for key in np.unique(keys[open_], axis=0):
@@ -163,29 +163,29 @@ def _leanest(frontier: Frontier, keys: Ints) -> Iterator[Asked]:
         yield Asked(strategy=example, rows=rows, prices=(LEANEST,))
 
 
-def _of_setting(frontier: Frontier, rows: Ints) -> Iterator[Asked]:
+def _of_setting(search: Search, rows: Ints) -> Iterator[Asked]:
     """What a setting asks for, by the bounds of its best shapes with and without a limit of memory."""
-    outer = frontier.outer
+    outer = search.outer
     found, bounds = expand_quickly(_without_limit(outer), rows)
-    kept = np.flatnonzero(_below(frontier, bounds.time_s, found.shape))
+    kept = np.flatnonzero(_below(search, bounds.time_s, found.shape))
     found = found.take(kept[np.argsort(bounds.time_s[kept], kind="stable")][:VARIANTS_ASKED])
     free_s = bound_variants(_without_limit(outer), found, inf).time_s
-    open_ = _below(frontier, free_s, found.shape)
+    open_ = _below(search, free_s, found.shape)
     found, free_s = found.take(open_), free_s[open_]
     if not len(found):
         return
     strategy = _example(outer, int(found.shape[np.argmin(free_s)]))
     binds = bool((bound_variants(outer, found, inf).time_s > free_s * BINDS).any())
     yield Asked(
-        strategy=strategy, rows=rows, prices=(FASTEST, *(_prices(frontier, strategy) if binds else ()))
+        strategy=strategy, rows=rows, prices=(FASTEST, *(_prices(search, strategy) if binds else ()))
     )
 
 
-def _prices(frontier: Frontier, strategy: Strategy) -> tuple[float, ...]:
+def _prices(search: Search, strategy: Strategy) -> tuple[float, ...]:
     """Nanoseconds per KiB that recomputation in full takes for what it frees, of the kind of block where that is least;
     and any price, where there is no more to recompute than the best strategy does, or where that has optimizer
     state on the host."""
-    outer, best = frontier.outer, frontier.incumbent
+    outer, best = search.outer, search.incumbent
     rates = []
     for unit in outer.chain.units:
         none, full = (outer.book.link(strategy, unit[0], mode) for mode in ("none", "full"))
@@ -207,12 +207,12 @@ def _example(outer: Outer, shape: int) -> Strategy:
     return replace(representative(outer.problem, outer.chain, distinct[0].tolist()), offload=Offload())
 
 
-def _below(frontier: Frontier, time_s: Floats, shape: Ints) -> Bools:
+def _below(search: Search, time_s: Floats, shape: Ints) -> Bools:
     """Which bounds of variants of these shapes could be better than the best strategy."""
-    outer = frontier.outer
+    outer = search.outer
     bounds = Bounds(time_s=time_s, memory_bytes=np.zeros(len(time_s)))
     values = values_of(outer.problem, bounds, outer.space.shapes.devices[shape])
-    return np.asarray(values.first < frontier.value[0] * (1 - TOLERANCE))
+    return np.asarray(values.first < search.value[0] * (1 - TOLERANCE))
 
 
 def _without_limit(outer: Outer) -> Outer:

@@ -10,7 +10,7 @@ from autoparallel.answer import TIMELINE_SPANS_PER_RANK, alternative_table, time
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS, Span
 from autoparallel.costmodel.timeline import cut_between
 from autoparallel.labels import strategy_label
-from autoparallel.planner.search.answer.outcome import Alternative
+from autoparallel.planner.outcome import Alternative
 from autoparallel.planner.strategy.file import write_strategy
 from autoparallel.planner.strategy.types import (
     Batch,

@@ -13,7 +13,7 @@ import pytest
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.errors import UserError
 from autoparallel.labels import strategy_label
-from autoparallel.planner.search.answer.reasons import WORDS
+from autoparallel.planner.explain.reasons import WORDS
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Mesh, Offload, Recompute
 from autoparallel.profiles import load_cluster

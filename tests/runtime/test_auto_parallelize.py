@@ -19,7 +19,7 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search import plan as search
-from autoparallel.planner.search.answer.outcome import PlanResult
+from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard
 from autoparallel.planner.strategy.write import write_strategy

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD
+from autoparallel.planner.search.space.build import SCHEDULES
 from autoparallel.planner.search.space.meshes import Ints
 
 
@@ -23,20 +23,26 @@ class InFlight:
 
 
 def in_flight(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp: int) -> InFlight:
-    """1F1B and its interleaved form take turns in rounds; GPipe holds all; other schedules hold one at least and
-    all at most."""
+    """GPipe holds all; 1F1B, its interleaved and its zero-bubble form take turns in rounds; the V-shaped schedules run
+    twice as many forwards of a rank's first chunk as there are ranks behind it before its second one comes back."""
     m, v = micro_batches, chunks
-    word = {name: schedule == SCHEDULES.index(name) for name in WHOLE_BACKWARD}
-    plain = np.where(word["gpipe"], m, np.where(word["1f1b"], np.minimum(pp - rank, m), 1))
+    word = {name: schedule == at for at, name in enumerate(SCHEDULES)}
+    single = np.where(word["gpipe"], m, np.where(word["none"], 1, np.minimum(pp - rank, m)))
     round_ = m // np.maximum(1, m // pp)
-    held = np.minimum((v - 1) * round_ + 2 * (pp - 1 - rank) + 1, v * m)
+    hops = np.where(word["zb1p"], 1, 2)  # forwards of the warm-up for each rank behind
+    held = np.minimum((v - 1) * round_ + hops * (pp - 1 - rank) + 1, v * m)
     turns, rest = held // (v * round_), held % (v * round_)
-    looped = word["interleaved-1f1b"]
-    other = np.where(word["gpipe"] | word["1f1b"] | word["none"], plain, m)
-    return InFlight(
-        least=np.where(looped, turns * round_ + np.maximum(rest - (v - 1) * round_, 0), plain),
-        part=np.where(looped, turns * round_ + np.where(rest < round_, 0, rest % round_), other),
-        most=np.where(looped, turns * round_ + np.minimum(rest, round_), other),
+    looped = (word["interleaved-1f1b"] | word["zb1p"]) & (v > 1)
+    found = InFlight(
+        least=np.where(looped, turns * round_ + np.maximum(rest - (v - 1) * round_, 0), single),
+        part=np.where(looped, turns * round_ + np.where(rest < round_, 0, rest % round_), single),
+        most=np.where(looped, turns * round_ + np.minimum(rest, round_), single),
         whole=np.where(looped, np.maximum(rest // round_, 1), v),
-        all=np.where(looped, held, plain * v),
+        all=np.where(looped, held, single * v),
+    )
+    shaped = word["zbv"] | word["dualpipev"]
+    down, up = np.minimum(2 * pp - 1 - rank, m), np.minimum(rank + 1, m)
+    v_shaped = InFlight(least=up, part=up, most=down, whole=np.ones_like(down), all=down + up)
+    return InFlight(
+        **{f.name: np.where(shaped, getattr(v_shaped, f.name), getattr(found, f.name)) for f in fields(InFlight)}
     )

@@ -10,10 +10,10 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import Units, representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.partition.forms import Chain
+from autoparallel.planner.search.partition.unlike import rank_devices
 from autoparallel.planner.search.space.build import Shapes
 from autoparallel.planner.search.space.meshes import Floats
-from autoparallel.planner.search.stages.forms import Chain
-from autoparallel.planner.search.stages.unlike import rank_devices
 
 
 def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Floats | None:

@@ -18,7 +18,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
-from autoparallel.planner.search.stages.problem import Row
+from autoparallel.planner.search.partition.problem import Row
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
 

@@ -47,6 +47,7 @@ class Rows:
     unit_step_s: Floats  # the optimizer and the gather of updated parameters of a unit
     all_step_s: Floats
     step_s: Floats  # likewise per trainable parameter, experts aside
+    reduce_s: Floats  # the gradient of one
     send_s: Floats  # the shortest message between neighbouring stages
     tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
     repeated: int  # units of the kinds that count
@@ -74,7 +75,7 @@ class Rows:
     def take(self, index: Ints) -> Rows:
         columns = (
             "zero", "schedule", "chunks", "unit_reduce_s", "all_reduce_s", "unit_gather_s", "all_gather_s",
-            "unit_step_s", "all_step_s", "step_s", "send_s", "tied_s",
+            "unit_step_s", "all_step_s", "step_s", "reduce_s", "send_s", "tied_s",
         )  # fmt: skip
         return Rows(
             shapes=self.shapes.take(index), units=take_units(self.units, index),
@@ -111,7 +112,7 @@ class Rows:
         """What stands besides on the way of a micro-batch through all stages and back: the first stage's forwards of the
         other micro-batches, the rest of its reduction, and its step."""
         u, held = self.units, self.first_chunk(np.zeros(1, dtype=np.int64))
-        f, _, ended_s, b = _passes(self, 1.0)
+        f, _, ended_s, b = passes(self, 1.0)
         others = (self.shapes.micro_batches - 1) * f * held
         return np.asarray(others + held * (ended_s - b + self.unit_step_s) + u.head_trainable * self.step_s)
 
@@ -177,30 +178,30 @@ class RankBounds:
         least = rows.chunks * rows.least_per_chunk - self.ends * fewer - rows.others
         self.least = np.maximum(least, 0) * bool(rows.repeated)
         self.most = np.minimum(rows.chunks * rows.most_per_chunk, rows.repeated)
-        self.waits = bool(pp > 1 and (rows.plain & (rows.chunks == 1)).any())
+        self.waits = bool(pp > 1 and (rows.chunks == 1).any())
         self._time(rows, rank, pp)
         self._memory(problem, rows, rank, pp)
 
     def _time(self, rows: Rows, rank: Ints, pp: int) -> None:
         u, m, plain = rows.units, rows.shapes.micro_batches, rows.plain
         first, last = self.first, self.last
-        others_f, _, _, others_b = _passes(rows, 1.0)  # of units on other ranks
-        f, gathered_s, ended_s, b = _passes(rows, 1.0 if rows.slower is None else rows.slower[:pp])
-        single = plain & (rows.chunks == 1)
+        others_f, _, _, others_b = passes(rows, 1.0)  # of units on other ranks
+        f, _, ended_s, b = passes(rows, 1.0 if rows.slower is None else rows.slower[:pp])
+        alone = rows.chunks == 1
+        single = plain & alone
         own_s = m * (u.head_s * first + u.tail_s * last)
         before, sends_s = rows.before(rank), rank * rows.send_s
         # What each further unit on the ranks before adds: of several chunks it may stand in any.
         self.before, self.fill_s, self.drain_s = before, single * others_f, single * others_b
-        step_s, tied_s = np.where(plain, rows.step_s, 0.0), np.where(plain, rows.tied_s, 0.0)
+        step_s, tied_s = rows.step_s, np.where(plain, rows.tied_s, 0.0)
         ends = u.head_trainable * first + u.tail_trainable * last
         # Of several chunks only the reduction of the first, which is the last to end, is surely not hidden.
-        final_s = np.where(single, ended_s, b)
+        final_s = np.where(alone, ended_s, b)
         exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
-        self.per_block_s = m * f + np.where(plain, (m - 1) * b + final_s, m * gathered_s)
-        self.per_block_s += np.where(plain, rows.unit_step_s, 0.0)
-        self.base_s = own_s + np.where(plain, before * others_f + sends_s + exposed_s, 0.0) + step_s * ends
+        self.per_block_s = m * f + (m - 1) * b + final_s + rows.unit_step_s
+        self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += tied_s * first
-        self.drained_per_block_s = m * f + np.where(plain, m * b, m * gathered_s)
+        self.drained_per_block_s = m * (f + b)
         self.drained_base_s = own_s + np.where(
             plain, np.where(first, 0.0, u.head_s) + before * (others_f + others_b) + 2 * sends_s, 0.0
         )
@@ -210,6 +211,17 @@ class RankBounds:
         whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
         self.round_base_s = np.where(single, whole_s + tied_s + step_s * u.head_trainable, 0.0)
+        # Its first backward waits for one micro-batch's way through all stages, and with a single chunk for its way back from
+        # the last one; then the rank has all of its backwards before it, and the forwards that its warm-up has left over.
+        flight = in_flight(rows.schedule, rows.chunks, m, rank, pp)
+        self.late_per_block_s = m * b + (m - flight.most) * f + rows.unit_step_s
+        self.late_base_s = u.all_forward_s + step_s * ends + np.where(last, u.tail_s - u.tail_forward_s, 0.0)
+        self.late_s = np.where(alone, u.unit_input_s, 0.0)  # for each unit on the ranks behind
+        # What is left of the reductions after the last backwards beside which they run stands in line on the rank's link.
+        beside_s = np.where(plain, u.unit_backward_s, u.unit_weight_s) * (rows.slow / rows.slow_comm)
+        left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.unit_reduce_s - beside_s, 0.0))
+        self.reduced_per_block_s = left_s + rows.unit_step_s
+        self.reduced_base_s = before * others_f + sends_s + step_s * ends
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:
@@ -274,15 +286,17 @@ class RankBounds:
         What the ranks from one on cannot hold stands before it, which is what it waits for.
         """
         further: Floats | int = 0
+        behind: Floats | int = 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            n = self.most_blocks(time_s, room, further)
+            n = self.most_blocks(time_s, room, further, behind)
             for _ in range(ROUNDS if self.waits else 0):
-                held = np.cumsum(np.maximum(n, 0.0)[::-1], axis=0)[::-1]
-                before = np.maximum(repeated - held - self.before, 0)
-                if (before <= further).all():
+                some = np.maximum(n, 0.0)
+                before = np.maximum(repeated - np.cumsum(some[::-1], axis=0)[::-1] - self.before, 0)
+                after = np.maximum(repeated - np.cumsum(some, axis=0), 0)
+                if (before <= further).all() and (after <= behind).all():
                     break
-                further = before
-                n = self.most_blocks(time_s, room, further)
+                further, behind = before, after
+                n = self.most_blocks(time_s, room, further, behind)
         return np.asarray((n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated))
 
     def room(self, capacity_bytes: float | Floats) -> Room:
@@ -296,22 +310,27 @@ class RankBounds:
             again_s = np.where(frees, self.recompute_s / self.freed_bytes, 0.0)
         return Room(free=free, none=free_all < 0, kept=kept, most=most, again_s=again_s)
 
-    def most_blocks(self, time_s: Floats, room: Room, further: Floats | int = 0) -> Floats:
+    def most_blocks(
+        self, time_s: Floats, room: Room, further: Floats | int = 0, behind: Floats | int = 0
+    ) -> Floats:
         """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do. `further`: units
-        on the ranks before, beside those that surely stand there."""
+        on the ranks before, beside those that surely stand there; `behind`: units on the ranks after."""
         base_s = self.base_s + further * self.fill_s
         drained_base_s = self.drained_base_s + further * (self.fill_s + self.drain_s)
         room_s = time_s - base_s
         n = np.minimum(room_s / self.per_block_s, (time_s - drained_base_s) / self.drained_per_block_s)
         round_s = (time_s - self.round_base_s) / self.round_per_block_s
         n = np.where(self.round_per_block_s > 0, np.minimum(n, round_s), n)
+        n = np.minimum(n, (time_s - self.reduced_base_s) / self.reduced_per_block_s)
+        late_base_s = self.late_base_s + behind * self.late_s
+        n = np.minimum(n, (time_s - late_base_s) / self.late_per_block_s)
         # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
         with_recompute = room_s + room.again_s * room.free
         with_recompute /= self.per_block_s + room.again_s * self.per_block_bytes
         limit = np.minimum(np.maximum(with_recompute, room.kept), room.most)
         limit = np.where((limit < 0) & ~room.none, 0.0, limit)  # none of these, which needs no room for one
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
-        n = np.where((room_s < 0) | room.none, -1.0, n)
+        n = np.where((room_s < 0) | (time_s < late_base_s) | room.none, -1.0, n)
         n = np.floor(np.clip(n * (1 + EPSILON) + EPSILON, -1.0, self.most))
         return self._whole_blocks(n, time_s, room.free, base_s, drained_base_s)
 
@@ -373,7 +392,7 @@ def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
     )
 
 
-def _passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, Floats]:
+def passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, Floats]:
     """Seconds of a unit's forward, its backward, its last backward, and the backwards before that, with what runs
     beside them, where computation is so much slower."""
     u = rows.units

@@ -13,11 +13,11 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.partition.deals import even_deal
+from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
-from autoparallel.planner.search.stages.deals import even_deal
-from autoparallel.planner.search.stages.forms import Chain
+from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.sharding.rules import NotShardable
 from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Offload, Strategy
@@ -32,7 +32,7 @@ NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of para
 # Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
 FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
-MANY = 1_000  # settings up to which it is quicker to price all than to ask which ones count. Kind: measured
+SETTING = ("activations_away", "tp", "sequence_parallel", "recompute", "cp", "ep")
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
@@ -46,8 +46,15 @@ class Units:
     unit_backward_s: Floats
     all_forward_s: Floats
     all_backward_s: Floats
+    all_input_s: Floats  # of `all_backward_s`, recomputation and input gradients
+    unit_input_s: Floats  # recomputation and input gradients of a unit
+    unit_weight_s: Floats  # its weight gradients
     head_s: Floats
+    head_forward_s: Floats  # of `head_s`
+    head_input_s: Floats
     tail_s: Floats
+    tail_forward_s: Floats  # of `tail_s`
+    tail_input_s: Floats
     recompute_s: Floats
     saved: Floats
     least_saved: Floats
@@ -84,103 +91,31 @@ def kinds_that_count(chain: Chain) -> tuple[int, ...]:
     return tuple(range(len(chain.units)))
 
 
-# Columns of a setting that are not those of the same one with nothing recomputed and no activations on the host.
-MORE_THAN_CORE = (
-    "recompute_s", "saved", "least_saved", "any_least_saved", "head_saved", "tail_saved", "peak", "backward_peak",
-    "counted_peak", "counted_backward_peak", "tail_peak",
-)  # fmt: skip
-CORE_MODE = MODES.index("none")
-
-
-@dataclass(slots=True, kw_only=True)
-class UnitTable:
-    """One row per shape. Each distinct setting (tp, sequence parallelism, micro-batch, mode, ...) is priced once, with
-    tensor parallelism on neighbouring devices, where it is cheapest.
-
-    A setting is *exact*, or bounded by its *core*, the same one with nothing recomputed and no activations on the host:
-    it takes no less time and holds as many parameters. `settle` makes it exact. Where one unit or the tail alone does not
-    fit, exact rows are infinite, and so are those of a degree that the model has no tensor-parallel plan for.
-    """
-
-    problem: Problem
-    chain: Chain
-    book: PriceBook
-    capacity_bytes: float
-    settings: Floats  # [setting, column as `representative` takes it]
-    setting_of: Ints  # [shape]
-    exact: Bools  # [setting]
-    columns: Floats  # [shape, field of `Units`]
-
-    @property
-    def units(self) -> Units:
-        """The columns, which `settle` changes in place."""
-        return Units(**{f.name: self.columns[:, i] for i, f in enumerate(fields(Units))})
-
-    def copy(self) -> UnitTable:
-        return replace(self, exact=self.exact.copy(), columns=self.columns.copy())
-
-    def settle(self, shapes: Ints) -> Ints:
-        """Price the settings of these shapes; all shapes whose rows became exact by that."""
-        settings = np.unique(self.setting_of[shapes])
-        settings = settings[~self.exact[settings]]
-        if not len(settings):
-            return settings
-        found = _priced(
-            self.problem, self.chain, self.book, self.settings[settings].tolist(), self.capacity_bytes
-        )
-        rows = np.full((len(self.exact), self.columns.shape[1]), np.nan)
-        rows[settings] = found.rows
-        self.exact[settings] = True
-        changed = np.flatnonzero(np.isin(self.setting_of, settings))
-        self.columns[changed] = rows[self.setting_of[changed]]
-        return changed
-
-
 def unit_table(
-    problem: Problem,
-    chain: Chain,
-    book: PriceBook,
-    shapes: Shapes,
-    capacity_bytes: float,
-    processes: int = 1,
-    *,
-    whole: bool,
-) -> UnitTable:
-    """The table of some shapes, all of it exact (`whole`, or not `MANY` settings), or all priced by their cores. Raises `NotShardable` where no row
-    is left because the model has no tensor-parallel plan."""
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float, processes: int = 1
+) -> Units:
+    """One row per shape. Each distinct setting (tp, sequence parallelism, micro-batch, mode, ...) is priced once, with
+    tensor parallelism on neighbouring devices, where it is cheapest. Where one unit or the tail alone does not fit, rows are
+    infinite, and so are those of a degree that the model has no tensor-parallel plan for. Raises `NotShardable` where no
+    row is left because of that.
+    """
     settings, setting_of = settings_of(problem, shapes)
-    whole = whole or len(settings) <= MANY
-    cores, core_of = (settings, np.arange(len(settings))) if whole else _cores(settings)
     alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans
-    for at, key in enumerate(cores.tolist()):
+    for at, key in enumerate(settings.tolist()):
         alike.setdefault(tuple(key[1:3]), []).append(at)
-    price = partial(_priced, problem, chain, book, capacity_bytes=capacity_bytes, as_cores=not whole)
-    pieces = [partial(price, cores[some].tolist()) for some in alike.values()]
-    found = side_by_side(pieces, [len(some) for some in alike.values()], processes if len(cores) > FEW else 1)
+    price = partial(_priced, problem, chain, book, capacity_bytes=capacity_bytes)
+    pieces = [partial(price, settings[some].tolist()) for some in alike.values()]
+    sizes = [len(some) for some in alike.values()]
+    found = side_by_side(pieces, sizes, processes if len(settings) > FEW else 1)
     illegal = next((one.illegal for one in found if one.illegal is not None), None)
     if illegal is not None and not any(one.legal for one in found):
         raise illegal
-    rows = np.empty((len(cores), len(fields(Units))))
+    rows = np.empty((len(settings), len(fields(Units))))
     for some, one in zip(alike.values(), found, strict=True):
         rows[some] = one.rows
         book.expander.works.know(one.plans)
-    impossible = np.asarray(~np.isfinite(rows).all(axis=1))
-    if not whole:
-        names = [f.name for f in fields(Units)]
-        rows[:, [names.index(name) for name in MORE_THAN_CORE]] = np.where(impossible[:, None], np.inf, 0.0)
-    return UnitTable(
-        problem=problem, chain=chain, book=book, capacity_bytes=capacity_bytes, settings=settings,
-        setting_of=setting_of, exact=np.full(len(settings), whole) | impossible[core_of],
-        columns=rows[core_of[setting_of]],
-    )  # fmt: skip
-
-
-def _cores(settings: Floats) -> tuple[Floats, Ints]:
-    """The distinct cores of settings, and each one's."""
-    same = settings.copy()
-    same[:, 0], same[:, 3] = 0, CORE_MODE
-    cores, core_of = np.unique(same, axis=0, return_inverse=True)
-    return cores, core_of.reshape(-1)
+    columns = rows[setting_of]
+    return Units(**{f.name: columns[:, i] for i, f in enumerate(fields(Units))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,16 +134,9 @@ def _priced(
     book: PriceBook,
     keys: Sequence[Sequence[float]],
     capacity_bytes: float,
-    *,
-    as_cores: bool = False,
 ) -> _Priced:
-    """Rows of settings; `as_cores` without what is not asked of cores (`MORE_THAN_CORE`). A core whose unit does not fit
-    as its backward begins fits in no setting: recomputed or copied from the host, what it keeps is there by then."""
+    """Rows of settings."""
     names = [f.name for f in fields(Units)]
-    above = "backward_peak" if as_cores else "peak"
-    bare = as_cores and any(
-        len(unit) > 1 for unit in chain.units
-    )  # only one link of them need be there at once
     nothing = (np.inf,) * len(names)
     known = set(book.expander.works.plans)
     priced: list[tuple[float, ...]] = []
@@ -222,14 +150,12 @@ def _priced(
             if setting != full:
                 strategy = representative(problem, chain, key)
                 axes = nearest_axes(strategy.mesh, ordered=ordered)
-                links = _links(
-                    problem, chain, book, strategy, axes, added=key[-2] > 0, recomputed=not as_cores
-                )
+                links = _links(problem, chain, book, strategy, axes, added=key[-2] > 0)
                 row = _row(chain, strategy, links)
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
-        unit = 0.0 if bare else row[names.index("least_saved")] + row[names.index(above)]
+        unit = row[names.index("least_saved")] + row[names.index("peak")]
         if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
@@ -239,8 +165,7 @@ def _priced(
 
 def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
     """What of a shape the price of a link depends on beside its micro-batches, as `representative` takes it."""
-    s = shapes
-    return (s.activations_away, s.tp, s.sequence_parallel, s.recompute, s.cp, s.ep)
+    return tuple(getattr(shapes, name) for name in SETTING)
 
 
 def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
@@ -270,11 +195,13 @@ def placed_row(
     axes: tuple[Axis, ...],
     apart: int,
 ) -> tuple[float, ...]:
-    """The row of one shape whose blocks communicate along these axes, tensor parallelism `apart` devices apart."""
-    added = int(added_up(problem, shapes.take(np.array([shape])))[0])
-    key = (*(float(c[shape]) for c in setting_columns(shapes)), added, int(shapes.micro[shape]))
+    """The row of one shape's setting with nothing recomputed and nothing on the host, whose blocks communicate along these
+    axes, tensor parallelism `apart` devices apart."""
+    columns = {"activations_away": 0.0, "recompute": float(MODES.index("none"))}
+    named = zip(SETTING, setting_columns(shapes), strict=True)
+    key = (*(columns.get(name, float(column[shape])) for name, column in named), 0, int(shapes.micro[shape]))
     strategy = representative(problem, chain, key, apart)
-    return _row(chain, strategy, _links(problem, chain, book, strategy, axes, added=added > 0))
+    return _row(chain, strategy, _links(problem, chain, book, strategy, axes, added=False))
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
@@ -306,9 +233,8 @@ def _links(
     axes: tuple[Axis, ...],
     *,
     added: bool,
-    recomputed: bool = True,
 ) -> _Links:
-    """Head, tail, and each kind of unit, kept and `recomputed` in full (else kept once more)."""
+    """Head, tail, and each kind of unit, kept and recomputed in full."""
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
@@ -318,7 +244,7 @@ def _links(
     head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [link(b, "none") for b in chain.tail]
     units = [[link(b, mode if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    if not recomputed or (mode == "full" and "recompute.per_stage" not in problem.constraints):
+    if (mode == "full" and "recompute.per_stage" not in problem.constraints):
         return head, tail, units, units
     full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
     return head, tail, units, full
@@ -329,8 +255,9 @@ def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
     counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
     # Where activations go to the host, a recomputed unit, which has fewer to copy, may take less time.
     ways = list(zip(units, full if strategy.offload.activations else units, strict=True))
-    forward, backward = (
-        [min(_sum(links, name) for links in both) for both in ways] for name in ("forward_s", "backward_s")
+    forward, backward, inputs = (
+        [min(_sum(links, name) for links in both) for both in ways]
+        for name in ("forward_s", "backward_s", "input_s")
     )
     every = [*head, *tail, *(link for unit in units for link in unit)]
     kept = [(units[kind], full[kind]) for kind in kinds_that_count(chain)]
@@ -344,8 +271,15 @@ def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
         min((backward[kind] for kind in kinds_that_count(chain)), default=0.0),
         sum(n * f for n, f in zip(counts, forward, strict=True)) + sides[0] + sides[2],
         sum(n * b for n, b in zip(counts, backward, strict=True)) + sides[1] + sides[3],
+        sum(n * i for n, i in zip(counts, inputs, strict=True)) + _sum([*head, *tail], "input_s"),
+        min((inputs[kind] for kind in kinds_that_count(chain)), default=0.0),
+        min((min(_sum(a, "weight_s"), _sum(b, "weight_s")) for a, b in kept), default=0.0),
         sides[0] + sides[1],
+        sides[0],
+        _sum(head, "input_s"),
         sides[2] + sides[3],
+        sides[2],
+        _sum(tail, "input_s"),
         max(min((_sum(b, "backward_s") - _sum(a, "backward_s") for a, b in kept), default=0.0), 0.0),
         min((_sum(unit, "saved") for unit, _ in kept), default=0.0),
         min((least[kind] for kind in kinds_that_count(chain)), default=0.0),

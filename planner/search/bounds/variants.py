@@ -47,6 +47,9 @@ def shape_bounds(problem: Problem, space: Space, units: Units, repeated: int) ->
     whole_s = units.all_forward_s + units.all_backward_s
     busiest_s = np.maximum(most * unit_s, whole_s / shapes.pp)
     best = np.full(len(shapes), max(space.zeros))
+    # One micro-batch there and back; a schedule that splits the backward need not run its weight gradients on the way.
+    split_s = np.where(_may_split(space) & (shapes.pp > 1), units.all_forward_s + units.all_input_s, whole_s)
+    through_s = np.minimum(whole_s, split_s)
     rates, _ = rates_of(problem, shapes, best)
     per_unit = units.unit_parameters * rates.parameter + units.unit_trainable * rates.trainable
     tail = units.tail_parameters * rates.parameter + units.tail_trainable * rates.trainable
@@ -56,16 +59,16 @@ def shape_bounds(problem: Problem, space: Space, units: Units, repeated: int) ->
     before = np.where(shapes.pp > 1, 0.0, n * (per_unit + units.least_saved))
     last = tail + before + units.tail_peak
     return Bounds(
-        time_s=np.maximum(shapes.micro_batches * busiest_s, np.where(_whole_backward(space), whole_s, 0.0)),
+        time_s=np.maximum(shapes.micro_batches * busiest_s, through_s),
         memory_bytes=np.maximum(
             np.maximum(middle, last), all_state_bytes(problem, shapes, units, best) / shapes.pp
         ),
     )
 
 
-def _whole_backward(space: Space) -> bool:
-    """Whether no schedule splits the backward: weight gradients then stand in every micro-batch's way back."""
-    return all(schedule < len(WHOLE_BACKWARD) for schedule, _ in space.schedules)
+def _may_split(space: Space) -> bool:
+    """Whether some schedule splits the backward: weight gradients then need not stand in a micro-batch's way back."""
+    return any(schedule >= len(WHOLE_BACKWARD) for schedule, _ in space.schedules)
 
 
 def quick_bounds(problem: Problem, rows: Rows, capacity_bytes: float) -> Bounds:
@@ -110,20 +113,25 @@ def _shared_s(rows: Rows) -> Floats:
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
     whole_s = u.all_forward_s + u.all_backward_s + rows.tied_s
     whole_s += np.where(rows.chunks > 1, rows.first_stage_s(), rows.step_s * u.head_trainable)
+    through_s = np.where(plain, whole_s + sends_s, u.all_forward_s + u.all_input_s)
     gathers_s = rows.all_gather_s
     forward_s = rows.beside(u.all_forward_s, gathers_s)
     backward_s = rows.beside(u.all_backward_s, gathers_s)
     ended_s = rows.beside(u.all_backward_s, gathers_s + rows.all_reduce_s)
     backward_s = np.where(rows.zero >= 2, ended_s, backward_s)
-    last_s = np.where(plain & (rows.chunks == 1), ended_s, backward_s)
-    work_s = m * forward_s + (m - 1) * backward_s + last_s
-    stepped_s = np.where(plain, rows.all_step_s, 0.0)
+    last_s = np.where(rows.chunks == 1, ended_s, backward_s)
     fill = rows.filled()
     sent_s = pp * (pp - 1) / 2 * rows.send_s
     fill_s, drain_s = fill * u.unit_forward_s + sent_s, fill * u.unit_backward_s + sent_s
-    filled_s = (work_s + stepped_s + np.where(plain, fill_s, 0.0)) / pp
-    work_s = m * (forward_s + backward_s) + np.where(plain, fill_s + drain_s, 0.0)
-    return np.maximum(np.maximum(np.where(plain, whole_s + sends_s, 0.0), filled_s), work_s / pp)
+    stepped_s = m * forward_s + (m - 1) * backward_s + last_s + rows.all_step_s + fill_s
+    drained_s = m * (forward_s + backward_s) + np.where(plain, fill_s + drain_s, 0.0)
+    beside_s = np.where(plain, u.all_backward_s, u.all_backward_s - u.all_input_s) * (rows.slow / rows.slow_comm)
+    left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.all_reduce_s - beside_s, 0.0))
+    reduced_s = fill_s + left_s + rows.all_step_s
+    # Every micro-batch's messages from the first rank to the second follow each other on one link, before the way back.
+    sent_each_s = m * np.where(rows.v_shaped, 1, rows.chunks) * rows.send_s
+    through_s = np.maximum(through_s, np.where(pp > 1, sent_each_s + np.maximum(pp - 2, 0) * rows.send_s, 0.0))
+    return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp)
 
 
 def _least_time(

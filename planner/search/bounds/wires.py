@@ -18,11 +18,11 @@ from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import Units
+from autoparallel.planner.search.partition.forms import Chain, tied_ends
 from autoparallel.planner.search.space.build import Shapes, Space, Variants
 from autoparallel.planner.search.space.candidates import sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
-from autoparallel.planner.search.stages.forms import Chain, tied_ends
 from autoparallel.planner.strategy.types import AXES, Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
@@ -63,8 +63,6 @@ class WireBook:
     tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
     _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _least: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
-    _least_of_mesh: dict[int, Floats] = field(default_factory=dict, repr=False)  # by ZeRO level: [mesh, rate]
     _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _sends: dict[int, float] = field(default_factory=dict, repr=False)
     _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
@@ -98,31 +96,6 @@ class WireBook:
         columns["send_s"] = self._sends_s(few)
         columns["tied_s"] = self._tied_s(few)
         return Wires(**{name: column[which] for name, column in columns.items()})
-
-    def least(self, meshes: Ints, zero: int) -> tuple[Floats, Floats]:
-        """By row of `Meshes`: seconds to reduce the gradient of a parameter, and to gather a parameter when all are
-        gathered at once, at least, wherever the mesh is placed; experts aside."""
-        zero = 1 if zero == 2 else zero  # which exchange the same, if not as often
-        if zero not in self._least_of_mesh:
-            self._least_of_mesh[zero] = np.full((len(self.space.meshes.placed), 2), np.nan)
-        rates = self._least_of_mesh[zero]
-        for mesh in np.unique(meshes[np.isnan(rates[meshes, 0])]).tolist():
-            orders = np.flatnonzero(self.space.meshes.placed[mesh])
-            where, first = np.unique(self.placed[mesh, orders], return_index=True)
-            rates[mesh] = np.inf
-            for placed, order in zip(where.tolist(), orders[first].tolist(), strict=True):
-                if (placed, zero) not in self._least:
-                    self._least[placed, zero] = self._least_rates(mesh, order, zero)
-                rates[mesh] = np.minimum(rates[mesh], self._least[placed, zero])
-        reduce_s, gather_s = rates[meshes].T
-        return reduce_s, gather_s
-
-    def _least_rates(self, mesh: int, order: int, zero: int) -> tuple[float, float]:
-        found = []
-        for compression in range(len(self.space.compressions)):
-            strategy = self._example(mesh, order, zero, compression)
-            found.append(_least_dense_s(self.problem, self.book, strategy, mesh_axes(strategy)))
-        return min(r for r, _ in found), min(g for _, g in found)
 
     def _example(self, mesh: int, order: int, zero: int, compression: int = 0, away: float = 0.0) -> Strategy:
         """A strategy whose gradients and parameters are exchanged, and updated, as they are in such variants."""
@@ -339,16 +312,6 @@ def _dense_s(
         _gather_s(book, strategy, axes, unit, 0),
         _gather_s(book, strategy, axes, whole, 0) / whole,
     )
-
-
-def _least_dense_s(problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes) -> tuple[float, float]:
-    """No more than reduce_s and gather_each_s: ZeRO-3 reduces everything at once."""
-    if not _reduces(strategy):
-        return 0.0, 0.0
-    if state.zero_level(strategy) < 3:
-        return _bucket_s(problem, book, strategy, axes), 0.0
-    whole = max(problem.graph.parameter_count, 1)
-    return _at_once_s(book, strategy, axes, whole), _gather_s(book, strategy, axes, whole, 0) / whole
 
 
 def _at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:

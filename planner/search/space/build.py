@@ -41,15 +41,12 @@ from autoparallel.planner.search.space.meshes import (
     only,
 )
 from autoparallel.planner.search.space.syncs import open_compressions
-from autoparallel.planner.strategy.types import Offload
+from autoparallel.planner.strategy.types import Mesh, Offload
 
 MODES = ("none", "selective", "full", "operators")  # recompute.mode
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
 WHOLE_BACKWARD = SCHEDULES[:4]  # input and weight gradients together
 NONE = SCHEDULES.index("none")
-# Models with more repeated blocks than this have their chunks of interleaved schedules dealt evenly (`even_share`):
-# the ways to deal them grow beyond proof, and a rank waits in every round for the largest chunk of its turn.
-UNEVEN_CHUNKS_BLOCKS = 8
 MAX_VIRTUAL_STAGES = 8  # chunks per rank tried unasked; bubbles shrink as 1/chunks, messages grow as chunks
 
 
@@ -114,7 +111,6 @@ class Space:
     schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
     chunks: int | None  # number of chunks, where the user deals the blocks
     schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
-    uneven: bool  # the user named schedule or chunks: then chunks that cannot be even are tried too
     repeated: int  # blocks that may be dealt to stages
     most_chunks: int  # as many, and one for glue at either end of the model
 
@@ -128,8 +124,6 @@ class Space:
             fits &= shapes.recompute != MODES.index("operators")
         if self.chunks is not None:
             fits &= shapes.pp * chunks == self.chunks
-        elif chunks > 1 and not self.uneven:
-            fits &= even_share(self.repeated, shapes.pp * chunks, self.most_chunks)[1]
         if self.schedule_fixed:
             return np.asarray(fits)
         if SCHEDULES[schedule] == "1f1b":  # one micro-batch takes the same way as under GPipe
@@ -158,6 +152,20 @@ class Space:
         return np.asarray(orders * zeros * plans * wires, dtype=np.int64)
 
 
+def shape_row(
+    shapes: Shapes, mesh: Mesh, micro: int, sequence_parallel: bool, mode: str, offload: Offload
+) -> int | None:
+    """The row of a shape; None where the space does not have it."""
+    wanted: dict[str, float] = {key: getattr(mesh, key) for key in MESH_KEYS}
+    wanted |= {"micro": micro, "sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
+    wanted |= {"optimizer_away": offload.optimizer, "activations_away": offload.activations}
+    same = np.ones(len(shapes), dtype=np.bool_)
+    for name, value in wanted.items():
+        same &= getattr(shapes, name) == value
+    rows = np.flatnonzero(same)
+    return int(rows[0]) if len(rows) else None
+
+
 def build_space(problem: Problem) -> Space:
     """Every mesh, shape and choice that is legal and respects the constraints; empty columns where none is."""
     meshes, zero = build_meshes(problem), problem.fixed_int("shard.zero")
@@ -172,7 +180,6 @@ def build_space(problem: Problem) -> Space:
         schedules=_schedules(problem),
         chunks=_fixed_chunks(problem),
         schedule_fixed=problem.fixed_word("pipeline.schedule") is not None,
-        uneven=any(key in problem.constraints for key in ("pipeline.schedule", "pipeline.virtual_stages")),
         repeated=len(problem.graph.repeated_positions),
         most_chunks=most_chunks(problem.graph),
     )
@@ -221,15 +228,6 @@ def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, m
     return np.asarray(fits)
 
 
-def even_share(repeated: int, chunks: Ints, most_chunks: int) -> tuple[Ints, Bools]:
-    """Blocks of a chunk that is not at an end of the model, where several chunks per rank are dealt evenly, and
-    whether they can be: all such chunks have as many, the two at the ends share the rest and have no more."""
-    share = -(-repeated // chunks)
-    bare_ends = 2 - (most_chunks - repeated)  # ends of the model without glue need a block
-    even = (chunks - 2) * share + bare_ends <= repeated
-    return share, np.asarray(even | (repeated <= UNEVEN_CHUNKS_BLOCKS))
-
-
 def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
     """(schedule, chunks per rank) that may be tried: "none" without a pipeline, and the open ones with one."""
     repeated = len(problem.graph.repeated_positions)
@@ -243,7 +241,7 @@ def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
     several |= {"zbv": range(2, 3), "dualpipev": range(2, 3)}
     return tuple(
         (SCHEDULES.index(name), v)
-        for name in only(word, WHOLE_BACKWARD)
+        for name in only(word, SCHEDULES)
         for v in several.get(name, range(1, 2))
         if chunks in (None, v)
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.partition.problem import Deal
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, Variants
 from autoparallel.planner.search.space.syncs import with_bucket
-from autoparallel.planner.search.stages.problem import Deal
 from autoparallel.planner.strategy.types import (
     Batch,
     EmbeddingAccess,

@@ -13,7 +13,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.one_by_one import WHOLE_BELOW
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search.plan import SCORED_ONLY, plan
+from autoparallel.planner.plan import SCORED_ONLY, plan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer

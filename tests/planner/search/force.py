@@ -13,12 +13,12 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
-from autoparallel.planner.search.frontier import Frontier
+from autoparallel.planner.search.driver import Search
 from autoparallel.planner.search.points import asked_points, search_points
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Ints
-from autoparallel.planner.search.stages.problem import Deal
+from autoparallel.planner.search.partition.problem import Deal
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -52,12 +52,12 @@ def smallest(problem: Problem) -> Held:
     outer = outer_of(replace(problem, objective=Objective.MEMORY))
     if outer is None:
         raise ValueError("no legal strategy")
-    frontier = Frontier(outer=outer, check=lambda _: None)
-    frontier.run()
-    search_points(frontier, lambda _: None)
-    if frontier.incumbent is None:
+    search = Search(outer=outer, check=lambda _: None)
+    search.run()
+    search_points(search, lambda _: None)
+    if search.incumbent is None:
         raise ValueError("no strategy fits on the hosts")
-    return frontier.incumbent
+    return search.incumbent
 
 
 def deals(problem: Problem, chunks: int, mode: str) -> Iterator[Deal]:
@@ -89,11 +89,11 @@ def points_asked(problem: Problem) -> list[tuple[Problem, Ints]]:
     outer = outer_of(problem)
     if outer is None:
         return []
-    frontier = Frontier(outer=outer, check=lambda _: None)
-    frontier.run()
+    search = Search(outer=outer, check=lambda _: None)
+    search.run()
     return [
         (replace(problem, constraints={**problem.constraints, "tensor": rules}), rows)
-        for rows, rules in asked_points(frontier)
+        for rows, rules in asked_points(search)
     ]
 
 

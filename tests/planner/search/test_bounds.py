@@ -22,13 +22,13 @@ from autoparallel.planner.search.bounds.outer import (
 )
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.plan import plan
 from autoparallel.planner.search.space.build import MODES, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.stages.deals import even_deal
-from autoparallel.planner.search.stages.inner import price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.stages.problem import Deal, deal_value, row_values
-from autoparallel.planner.search.stages.rows import path_row
+from autoparallel.planner.search.partition.deals import even_deal
+from autoparallel.planner.search.partition.inner import price_candidate, stage_problem, with_paths
+from autoparallel.planner.search.partition.problem import Deal, deal_value, row_values
+from autoparallel.planner.search.partition.rows import path_row
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer

@@ -10,12 +10,12 @@ import pytest
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.answer.explain import explain_infeasible
-from autoparallel.planner.search.answer.outcome import GIB, InfeasiblePlan
-from autoparallel.planner.search.answer.relaxations import state_of_model_bytes
+from autoparallel.planner.explain.infeasible import explain_infeasible
+from autoparallel.planner.outcome import GIB, InfeasiblePlan
+from autoparallel.planner.explain.relaxations import state_of_model_bytes
 from autoparallel.planner.search.bounds.outer import outer_of
-from autoparallel.planner.search.frontier import Stopped
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.search.driver import Stopped
+from autoparallel.planner.plan import plan
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import with_hosts
 from tests.toy_graphs import toy_transformer

@@ -13,10 +13,10 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import rate_per_s
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.answer.check import plan_problems
-from autoparallel.planner.search.answer.outcome import PlanResult
-from autoparallel.planner.search.plan import plan
-from autoparallel.planner.search.space.irregular import every_part, has_parts
+from autoparallel.planner.check import plan_problems
+from autoparallel.planner.outcome import PlanResult
+from autoparallel.planner.plan import plan
+from autoparallel.planner.heterogeneous.irregular import every_part, has_parts
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.parts import placed

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.answer.outcome import PlanResult
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.outcome import PlanResult
+from autoparallel.planner.plan import plan
 from autoparallel.planner.strategy.types import Offload
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import with_hosts, with_memory

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.stage_cost import Phase, StageCost
 from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
 from autoparallel.planner.expand.schedules import build_schedule
-from autoparallel.planner.search.stages.paths import (
+from autoparallel.planner.search.partition.paths import (
     REDUCE,
     REDUCE_AFTER_WEIGHT,
     SEND,

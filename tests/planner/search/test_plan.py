@@ -16,9 +16,9 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
-from autoparallel.planner.search.answer.check import plan_problems
-from autoparallel.planner.search.answer.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.check import plan_problems
+from autoparallel.planner.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
+from autoparallel.planner.plan import plan
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import best_by_force, smallest, with_hosts, with_memory
@@ -160,9 +160,9 @@ def test_no_time_at_all_is_a_timeout() -> None:
 def test_an_interrupt_returns_the_best_so_far_with_its_gap(
     monkeypatch: pytest.MonkeyPatch, fixed: dict[str, object]
 ) -> None:
-    import autoparallel.planner.search.frontier as frontier
+    import autoparallel.planner.search.search as search
 
-    real, calls = frontier.evaluate, []
+    real, calls = search.evaluate, []
 
     def interrupted(expander: Expander, strategy: Strategy) -> Any:
         calls.append(strategy)
@@ -170,7 +170,7 @@ def test_an_interrupt_returns_the_best_so_far_with_its_gap(
             raise KeyboardInterrupt
         return real(expander, strategy)
 
-    monkeypatch.setattr(frontier, "evaluate", interrupted)
+    monkeypatch.setattr(search, "evaluate", interrupted)
     problem = small_problem(1, 2, 4, constraints={"mesh.pp": 2, **fixed})
     result = plan(problem)
     assert result.status == "feasible"

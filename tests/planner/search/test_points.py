@@ -10,11 +10,11 @@ import pytest
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search.answer.check import plan_problems
-from autoparallel.planner.search.answer.outcome import InfeasiblePlan
+from autoparallel.planner.check import plan_problems
+from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.search.bounds.outer import outer_of
-from autoparallel.planner.search.frontier import Frontier
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.search.driver import Search
+from autoparallel.planner.plan import plan
 from autoparallel.planner.search.points import search_points
 from autoparallel.profiles import load_cluster
 from tests.planner.search.force import best_by_force, points_asked, with_memory
@@ -32,13 +32,13 @@ def tight(problem: Problem, capacity_bytes: float) -> Problem:
     return replace(problem, cluster=with_memory(problem.cluster, capacity_bytes))
 
 
-def searched(problem: Problem) -> Frontier:
+def searched(problem: Problem) -> Search:
     """A search without further points."""
     outer = outer_of(problem)
     assert outer is not None
-    frontier = Frontier(outer=outer, check=lambda _: None)
-    frontier.run()
-    return frontier
+    search = Search(outer=outer, check=lambda _: None)
+    search.run()
+    return search
 
 
 @pytest.mark.parametrize("capacity_mib", [310, 350, 400])
@@ -80,11 +80,11 @@ def test_a_model_fits_that_would_not_with_the_first_point() -> None:
 
 
 def test_nothing_is_asked_for_where_tensor_parallelism_could_not_win() -> None:
-    frontier = searched(replace(WIDE, constraints={}, global_batch=16))
-    assert frontier.incumbent is not None
-    assert frontier.incumbent.strategy.mesh.tp == 1
-    search_points(frontier, lambda _: None)
-    assert not frontier.taken
+    search = searched(replace(WIDE, constraints={}, global_batch=16))
+    assert search.incumbent is not None
+    assert search.incumbent.strategy.mesh.tp == 1
+    search_points(search, lambda _: None)
+    assert not search.taken
 
 
 @pytest.mark.parametrize("capacity_mib", [330, 350, 360])

@@ -6,7 +6,7 @@ import pytest
 
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.plan import plan
 from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import Batch, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.planner.search.stages.problem import (
+from autoparallel.planner.search.partition.problem import (
     Deal,
     Form,
     Quantity,
@@ -14,7 +14,7 @@ from autoparallel.planner.search.stages.problem import (
     deal_fits,
     deal_value,
 )
-from autoparallel.planner.search.stages.small_numbers import LARGEST, in_small_numbers
+from autoparallel.planner.search.partition.small_numbers import LARGEST, in_small_numbers
 
 
 def pipeline(blocks: int, chunks: int, rate: int, saved: int, capacity: int, micro: int) -> StageProblem:

@@ -26,7 +26,7 @@ from autoparallel.planner.search.space.build import (
 )
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import divisors, tensor_degrees
-from autoparallel.planner.search.stages.deals import even_deal
+from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 from autoparallel.profiles.load import load_cluster

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.planner.search.nearby import MOVES_TRIED, moves
-from autoparallel.planner.search.stages.deals import balanced_blocks
-from autoparallel.planner.search.stages.layers import solve_in_layers, with_fitting_chunks
-from autoparallel.planner.search.stages.peaks import last_kinds
-from autoparallel.planner.search.stages.problem import (
+from autoparallel.planner.search.partition.deals import balanced_blocks
+from autoparallel.planner.search.partition.layers import solve_in_layers, with_fitting_chunks
+from autoparallel.planner.search.partition.peaks import last_kinds
+from autoparallel.planner.search.partition.problem import (
     Deal,
     Form,
     Quantity,
@@ -26,7 +26,7 @@ from autoparallel.planner.search.stages.problem import (
     with_less_room,
     without_needless_recomputation,
 )
-from autoparallel.planner.search.stages.solve import solve_stages, solve_with_cp_sat
+from autoparallel.planner.search.partition.solve import solve_stages, solve_with_cp_sat
 
 SECONDS, BYTES = 0, 1
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.answer.outcome import GIB
-from autoparallel.planner.search.plan import plan
+from autoparallel.planner.outcome import GIB
+from autoparallel.planner.plan import plan
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
 

@@ -1,0 +1,218 @@
+"""Why this, and why not that: the best strategy of each kind that was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+
+import numpy as np
+
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.explain.reasons import alternative
+from autoparallel.planner.outcome import Alternative
+from autoparallel.planner.score import score
+from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
+from autoparallel.planner.search.driver import Search, after
+from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.partition.deals import even_deal
+from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.space.build import MODES, Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.side_by_side import side_by_side
+from autoparallel.planner.strategy.types import Offload, Strategy
+
+# Work (`Search.work`) that is spent on each kind: enough to see its best strategy or one near it, and little
+# enough that a dozen kinds take well under a second. Kind: formula.
+WORK = 25.0
+EXPLAINED_WORK = 500.0  # where the user asks for an explanation
+WORK_WHEN_STOPPED = 10.0  # where the user's time is over
+MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
+AT_ONCE = 48  # shapes of a kind expanded together
+MOST_GROUPS = 8  # sizes of pp, tp and cp that are looked at before a kind's search
+DIVES = 2  # strategies of a kind simulated before its search
+SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
+FEW = 10_000  # variants, whose kinds are searched sooner than another process is started. Kind: measured
+EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of strategy: which shapes and variants belong to it."""
+
+    name: str
+    shapes: Callable[[Shapes], Bools]
+    variants: Callable[[Variants, Shapes], Bools] | None = None
+
+
+def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
+    """The kinds that the chosen strategy is not of."""
+    mesh, zero = chosen.mesh, chosen.shard.zero
+    alone = mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
+    replicas, sharded = (lambda s: _alone(s) & (s.dp_shard == 1)), (lambda s: _alone(s) & (s.dp_shard > 1))
+    found = [
+        (not (alone and zero == 0), _kind("data parallelism alone", replicas)),
+        (not (alone and zero in (1, 2)), _kind("ZeRO-1/2 alone", sharded, zero=(1, 2))),
+        (not (alone and zero == 3), _kind("ZeRO-3 alone", sharded, zero=(3,))),
+        (mesh.tp > 1, _kind("no tensor parallelism", lambda s: s.tp == 1)),
+        (True, _kind("more tensor parallelism", lambda s: s.tp > mesh.tp)),
+        (mesh.tp > 2, _kind("less tensor parallelism", lambda s: (s.tp < mesh.tp) & (s.tp > 1))),
+        (mesh.pp > 1, _kind("no pipeline", lambda s: s.pp == 1)),
+        (True, _kind("more pipeline stages", lambda s: s.pp > mesh.pp)),
+        (mesh.pp > 2, _kind("fewer pipeline stages", lambda s: (s.pp < mesh.pp) & (s.pp > 1))),
+        (mesh.cp > 1, _kind("no context parallelism", lambda s: s.cp == 1)),
+        (mesh.cp == 1, _kind("context parallelism", lambda s: s.cp > 1)),
+        (mesh.ep > 1, _kind("no expert parallelism", lambda s: s.ep == 1)),
+        (mesh.ep == 1, _kind("expert parallelism", lambda s: s.ep > 1)),
+        (chosen.recompute.mode != "full", _kind("full recomputation", lambda s: s.recompute == 2)),
+        (chosen.recompute.mode == "full", _kind("recomputation block by block", lambda s: s.recompute != 2)),
+        (chosen.offload != Offload(), _kind("no offloading", lambda s: ~_offloads(s))),
+        (chosen.offload == Offload(), _kind("offloading to the host", _offloads)),
+        (True, _kind("larger micro-batches", lambda s: s.micro > chosen.batch.micro)),
+        (chosen.batch.micro > 1, _kind("smaller micro-batches", lambda s: s.micro < chosen.batch.micro)),
+        (True, _kind("more devices", lambda s: s.devices > mesh.devices)),
+        (True, _kind("fewer devices", lambda s: s.devices < mesh.devices)),
+    ]  # fmt: skip
+    return tuple(kind for differs, kind in found if differs)
+
+
+def _alone(shapes: Shapes) -> Bools:
+    """Neither pipeline nor tensor, context or expert parallelism."""
+    return np.asarray((shapes.pp == 1) & (shapes.tp == 1) & (shapes.cp == 1) & (shapes.ep == 1))
+
+
+def _offloads(shapes: Shapes) -> Bools:
+    """Something on the host."""
+    return np.asarray((shapes.optimizer_away > 0) | (shapes.activations_away > 0))
+
+
+def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...] = ()) -> Kind:
+    if not zero:
+        return Kind(name=name, shapes=shapes)
+    return Kind(name=name, shapes=shapes, variants=lambda v, _: np.isin(v.zero, zero))
+
+
+def alternatives(
+    outer: Outer, best: Evaluation, seen: Sequence[Evaluation], *, work: float = WORK, processes: int = 1
+) -> tuple[Alternative, ...]:
+    """The best strategy found of each other kind, best first; those that do not fit last.
+
+    `seen` are the strategies that the search simulated: the best of a kind among them is where the kind's own
+    search begins, which ends with its proof or after `work`. Kinds with the same best strategy are one. They are looked
+    for in so many `processes`; an interrupt leaves those that this one has found.
+    """
+    cluster = outer.problem.cluster
+    reference = score(outer.problem.graph, cluster, best.strategy, outer.book.expander)
+    found: list[Alternative | None] = []
+
+    def look(kind: Kind) -> Alternative | None:
+        found.append(_best_of(outer, kind, best, reference, seen, work))
+        return found[-1]
+
+    pieces = [partial(look, kind) for kind in kinds_besides(best.strategy)]
+    with suppress(KeyboardInterrupt):  # the plan is there; what is missing is said of fewer kinds
+        found = side_by_side(pieces, [1.0] * len(pieces), processes if outer.counts.sum() > FEW else 1)
+    kept: dict[Strategy, Alternative] = {}
+    for one in found:
+        if one is None or one.strategy == best.strategy:
+            continue
+        twin = kept.get(one.strategy)
+        kept[one.strategy] = one if twin is None else replace(twin, kind=f"{twin.kind}; {one.kind}")
+    return tuple(sorted(kept.values(), key=lambda one: one.rank))
+
+
+def _best_of(
+    outer: Outer, kind: Kind, best: Evaluation, reference: Prediction, seen: Sequence[Evaluation], work: float
+) -> Alternative | None:
+    rows = np.flatnonzero(kind.shapes(outer.space.shapes))
+    if not len(rows):
+        return None
+
+    rejected = partial(alternative, outer.problem, kind.name, chosen=reference, expander=outer.book.expander)
+    known = [e for e in seen if e is not best and outer.fits(e) and _belongs(kind, e.strategy)]
+    shapes, chosen = outer.space.shapes, best.strategy
+    near = (shapes.micro[rows] == chosen.batch.micro) & (
+        shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
+    )
+    for part in (rows[near], rows):  # what differs in this alone is bounded best, and quickly searched
+        found, proved = _searched(outer, kind, part, known, work)
+        known = [found] if found is not None else known
+    if found is not None:
+        return rejected(found.strategy, proved=proved)
+    order = outer.best_first(_leanest(shapes, rows), SMALLEST, by_memory=True)
+    least = smallest(outer, order, kind.variants, most_actions=MOST_ACTIONS)
+    return rejected(least) if least is not None else None
+
+
+def _leanest(shapes: Shapes, rows: Ints) -> Ints:
+    """Shapes that keep as little of a micro-batch as can be."""
+    least = rows[shapes.micro[rows] == shapes.micro[rows].min()]
+    full = least[shapes.recompute[least] == MODES.index("full")]
+    return np.asarray(full if len(full) else least)
+
+
+def _searched(
+    outer: Outer, kind: Kind, rows: Ints, known: Sequence[Evaluation], work: float
+) -> tuple[Evaluation | None, bool]:
+    """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
+    search = Search(
+        outer=outer, check=after(work), only=kind.variants, effort=EFFORT, starts=0 if known else DIVES,
+        climbs=False, most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS, at_once=AT_ONCE,
+    )  # fmt: skip
+    search.consider(*known)
+    proved = search.ended(rows) and not search.may_win(search.bound())
+    return search.incumbent, proved
+
+
+def _belongs(kind: Kind, strategy: Strategy) -> bool:
+    """Whether a strategy is of a kind."""
+    mesh = strategy.mesh
+    row = {
+        "mesh": 0, "pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp,
+        "tp": mesh.tp, "ep": mesh.ep, "micro": strategy.batch.micro, "micro_batches": strategy.micro_batches,
+        "sequence_parallel": int(strategy.shard.sequence_parallel),
+        "recompute": MODES.index(strategy.recompute.mode),
+        "optimizer_away": strategy.offload.optimizer, "activations_away": strategy.offload.activations,
+    }  # fmt: skip
+    shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
+    zero = np.array([strategy.shard.zero])
+    one = Variants(
+        shape=zero * 0, zero=zero, schedule=zero, virtual_stages=zero, order=zero, compression=zero
+    )
+    return bool(kind.shapes(shapes)[0] and (kind.variants is None or kind.variants(one, shapes)[0]))
+
+
+def smallest(
+    outer: Outer,
+    rows: Ints,
+    belongs: Callable[[Variants, Shapes], Bools] | None = None,
+    *,
+    most_actions: float = inf,
+) -> Strategy | None:
+    """Of the variants of some shapes the one that needs least memory, with everything recomputed; None where their
+    schedules have more actions than asked for."""
+    rows = rows[np.isfinite(outer.units.unit_forward_s[rows])]  # of others not even one block fits
+    found, bounds = expand_shapes(outer, rows, inf, memory=True)
+    shapes = outer.space.shapes.take(found.shape)
+    fits = 2 * shapes.pp * found.virtual_stages * shapes.micro_batches <= most_actions
+    if belongs is not None:
+        fits &= belongs(found, shapes)
+    index = np.flatnonzero(fits)
+    if not len(index):
+        return None
+    row = int(index[np.argmin(bounds.memory_bytes[index])])
+    chosen = candidate(outer.space, found, row)
+    return strategy_of(outer.problem, chosen, _all_recomputed(outer, chosen))
+
+
+def _all_recomputed(outer: Outer, chosen: Candidate) -> Deal:
+    deal = even_deal(len(outer.chain.kinds), chosen.chunks)
+    if chosen.mode == "full" or "recompute.per_stage" in outer.problem.constraints:
+        return Deal(
+            blocks=outer.problem.fixed_ints("pipeline.stage_blocks") or deal.blocks,
+            recomputed=outer.problem.fixed_ints("recompute.per_stage") or deal.recomputed,
+        )
+    return Deal(blocks=deal.blocks, recomputed=deal.blocks)

@@ -1,0 +1,204 @@
+"""`plan`: the best strategy for a problem, with its proof.
+
+Best bound first. Shapes (mesh, micro-batch, recomputation) are bounded all at once; those that may win are
+expanded to variants, again bounded all at once; a variant that comes up gets its stage problem, whose CP-SAT
+bound takes the place of the first one; when that still leads, its deal is simulated, the critical path of the
+simulation becomes a row of the stage problem, and the variant goes back with the bound that it then has. The
+search ends when no bound is below the incumbent: the incumbent is then the best under the cost model, up to
+`TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from autoparallel.costmodel.collecting import without_collection
+from autoparallel.errors import UserError
+from autoparallel.planner.embedding.options import tiers_matter, without_tables
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.explain.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
+from autoparallel.planner.explain.infeasible import explain_empty, explain_infeasible
+from autoparallel.planner.explain.result import result_of
+from autoparallel.planner.heterogeneous.irregular import has_parts
+from autoparallel.planner.heterogeneous.plan_parts import plan_parts
+from autoparallel.planner.outcome import (
+    ADVISING,
+    Alternative,
+    ConstraintCost,
+    Explored,
+    InfeasiblePlan,
+    PlanResult,
+    Progress,
+    Relaxation,
+    SearchTimeout,
+)
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.outer import outer_of
+from autoparallel.planner.search.driver import Search, Stopped
+from autoparallel.planner.search.points import search_points
+
+__all__ = [
+    "Alternative",
+    "ConstraintCost",
+    "Explored",
+    "InfeasiblePlan",
+    "PlanResult",
+    "Progress",
+    "Relaxation",
+    "SearchTimeout",
+    "plan",
+]
+
+# Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
+# machine (`Search.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
+MOST_WORK = 5000.0
+REPORT_EVERY_S = 0.1
+SCORED_ONLY = (
+    "parameter_gathers",
+    "late_gathers",
+    "blocking_launches",
+    "merged_dispatch",
+    "hidden_dispatch",
+    "added_gradients",
+    "kept_outputs",
+)  # of `Execution`: ways of published runs that are scored, and not searched
+
+
+@without_collection()
+def plan(
+    problem: Problem,
+    *,
+    time_limit_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    explain: bool = False,
+    advise: bool = True,
+    expander: Expander | None = None,
+    processes: int = 1,
+) -> PlanResult:
+    """The best strategy of the problem's space, and how far that is proved.
+
+    A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
+    without each constraint, and longer for the best of each kind that was not chosen. Where nothing fits, `advise` looks
+    for what would. A caller who has more to ask
+    about the answer passes the `expander` of graph and cluster, which then knows it. With two `processes` the prices of a
+    large space are made, and rejected kinds searched, in both: the answer is the same. A caller whose process must not be
+    forked leaves it at one.
+    Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError`
+    where the constraints allow no legal strategy at all.
+    """
+    for key in SCORED_ONLY:
+        if getattr(problem.execution, key):
+            raise UserError(
+                f"execution.{key}: such runs are scored, not searched; set it to false, or give `autoparallel score` "
+                "a complete strategy"
+            )
+    started_s = time.monotonic()
+    watch = _Watch(started_s, time_limit_s, progress)
+    if tiers_matter(problem, alike=not has_parts(problem)):
+        from autoparallel.planner.embedding.answer import plan_tiers
+
+        def on_devices(bare: Problem, *, tell: bool) -> PlanResult:
+            return _plan(bare, watch, expander, processes, explain=explain, advise=advise and tell)
+
+        result = plan_tiers(problem, expander, on_devices, watch.check_time)
+    elif has_parts(problem):
+        result = plan_parts(without_tables(problem), watch.check, explain=explain, share=watch.share)
+    else:
+        result = _plan(without_tables(problem), watch, expander, processes, explain=explain, advise=advise)
+    return replace(result, seconds=time.monotonic() - started_s)
+
+
+def _plan(
+    problem: Problem, watch: _Watch, expander: Expander | None, processes: int, *, explain: bool, advise: bool
+) -> PlanResult:
+    """One search; where nothing fits, `advise` asks for the reason and what would."""
+    outer = outer_of(problem, expander, processes)
+    if outer is None:
+        raise explain_empty(problem)
+    search = Search(outer=outer, check=watch.check)
+    stopped = watch.ended_early(search.run)
+    if search.incumbent is not None or not stopped:
+        points = partial(search_points, search, watch.check, ended=not stopped, most_work=watch.most_work)
+        stopped |= watch.ended_early(points)
+    if search.incumbent is None:
+        if stopped:  # not looked at is not infeasible
+            raise SearchTimeout(
+                f"no strategy found within {time.monotonic() - watch.started_s:.1f} s; allow more time, or fix some keys"
+            )
+        if search.errors and not search.seen:
+            raise search.errors[0]
+        if not advise:
+            raise InfeasiblePlan("memory of the devices")
+        watch.say_advising(search)
+        raise explain_infeasible(outer, lambda: watch.check_time(None))
+    work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
+    return result_of(outer, search, work=work, explain=explain and not stopped, processes=processes)
+
+
+class _Watch:
+    """Stops a search at its limits, and reports how it goes."""
+
+    def __init__(
+        self, started_s: float, limit_s: float | None, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self.started_s, self.limit_s, self.progress = started_s, limit_s, progress
+        self.reported_s = started_s
+        self.most_work = MOST_WORK
+        self.interrupted = False
+
+    def ended_early(self, search: Callable[[], None]) -> bool:
+        """Run a search; whether a limit or an interrupt ended it. After an interrupt every search ends at once."""
+        try:
+            search()
+        except Stopped:
+            return True
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return True
+        return False
+
+    def share(self, parts: float, done: float = 0.0) -> None:
+        """Divide the work that is left evenly among so many searches."""
+        self.most_work = max(MOST_WORK - done, 0.0) / parts
+
+    def check(self, search: Search) -> None:
+        """Called before every step of the search."""
+        now_s = time.monotonic()
+        if self.interrupted or (self.limit_s is not None and now_s - self.started_s >= self.limit_s):
+            raise Stopped
+        if self.limit_s is None and self.worked_enough(search):
+            raise Stopped
+        if self.progress is not None and now_s - self.reported_s >= REPORT_EVERY_S:
+            self.reported_s = now_s
+            self.progress(_progress(search, now_s - self.started_s))
+
+    def say_advising(self, search: Search) -> None:
+        """Nothing fits: what comes now is the search for what would."""
+        if self.progress is not None:
+            told = _progress(search, time.monotonic() - self.started_s)
+            self.progress(replace(told, phase=ADVISING))
+
+    def check_time(self, _: object) -> None:
+        """Called before every step of a search that counts its work itself."""
+        if self.limit_s is not None and time.monotonic() - self.started_s >= self.limit_s:
+            raise Stopped
+
+    def worked_enough(self, search: Search) -> bool:
+        """Whether the search has done all the work that it does without a time limit."""
+        return self.limit_s is None and search.work >= self.most_work
+
+
+def _progress(search: Search, elapsed_s: float) -> Progress:
+    candidates, bound = search.candidates, search.bound()[0]
+    return Progress(
+        phase="solve",
+        candidates=candidates,
+        pruned=candidates - search.solved,
+        solved=search.solved,
+        incumbent=search.value[0] if search.incumbent is not None else None,
+        bound=bound if bound != float("inf") else None,
+        elapsed_s=elapsed_s,
+    )

@@ -1,0 +1,164 @@
+"""The search: its primal and its dual half take turns until the gap is closed or the work is done.
+
+First a few promising strategies are simulated (`improve/starts.py`). Then the dual half looks at what has the least bound,
+and the local search climbs from the best strategies found so far; either gets as much work as the other, but the dual half
+begins, as easy problems are proved at once. What either finds, both know (`simulations.py`). Work is counted, not timed, so that equal problems get equal answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
+from math import inf
+
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import NOTHING, Value
+from autoparallel.planner.search import spending
+from autoparallel.planner.search.bounds.outer import Outer
+from autoparallel.planner.search.dual import SHAPES_AT_ONCE, Dual
+from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.improve.climb import Climb
+from autoparallel.planner.search.improve.partitions import improve_partition
+from autoparallel.planner.search.improve.starts import starts
+from autoparallel.planner.search.partition.solve import EFFORT
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.meshes import Bools, Ints
+
+STARTS = 12  # strategies simulated before the search proper
+DUAL_SHARE = 2.0  # work of the dual half for each unit of the local search. Kind: measured
+FIRST_DUAL = 150.0  # work of the dual half before the local search begins: easy problems are proved by then
+
+
+class Stopped(Exception):
+    """A limit ended the search."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """The state of a search. `check` is called before every step and raises `Stopped` at a limit."""
+
+    outer: Outer
+    check: Callable[[Search], None]
+    effort: float = EFFORT  # of each stage problem
+    starts: int = STARTS  # strategies simulated before the search proper, to have something to measure by
+    climbs: bool = True  # whether the local search takes part
+    only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
+    most_actions: int | None = None  # variants with larger schedules are left open
+    at_once: int = SHAPES_AT_ONCE
+    most_groups: int | None = None  # sizes of pp, tp and cp that are looked at before the search proper
+    below: InitVar[Value] = NOTHING  # of a strategy that is known elsewhere: what is no better is not wanted
+    sims: Simulations = field(init=False)
+    dual: Dual = field(init=False)
+    taken: list[Search] = field(default_factory=list)  # searches of more of the space that belong to this one
+
+    def __post_init__(self, below: Value) -> None:
+        self.sims = Simulations(outer=self.outer, value=below)
+        self.dual = Dual(
+            sims=self.sims, effort=self.effort, only=self.only, most_actions=self.most_actions,
+            at_once=self.at_once,
+        )  # fmt: skip
+
+    def open(self, rows: Ints | None = None) -> None:
+        """From now on the shapes `rows` (all of them if None) count in the bound."""
+        self.dual.open(rows)
+
+    def run(self, rows: Ints | None = None) -> None:
+        """Search the shapes `rows` (all of them if None) to the end."""
+        self.open(rows)
+        if self.starts:
+            self._start()
+        climb = Climb(sims=self.sims, only=self.only, most_actions=self.most_actions)
+        proving, climbing = 0.0, FIRST_DUAL if self.climbs else inf  # work of either half
+        polished: Evaluation | None = None
+        while True:
+            self.check(self)
+            before = self.work
+            if proving <= climbing * DUAL_SHARE:
+                if not self.dual.step():
+                    return
+                proving += self.work - before
+            elif climb.step():
+                climbing += self.work - before
+            elif self.incumbent is not polished and self.sims.chosen is not None:
+                polished = self.incumbent
+                improve_partition(self.sims, self.sims.chosen, polished)
+                climbing += self.work - before
+            else:
+                climbing = proving + FIRST_DUAL  # until something better is found to climb from
+
+    def _start(self) -> None:
+        """Simulate easily found partitions of promising variants, so that the rest has something to be measured by."""
+        promises, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.most_groups)
+        self.sims.work += spending.PER_VARIANT * looked_at
+        left = self.starts
+        for chosen, bound_s in promises:
+            self.check(self)
+            if left and bound_s < self.sims.below_s(chosen.mesh.devices):
+                left -= self.sims.try_quickly(chosen) is not None
+
+    def ended(self, rows: Ints | None = None) -> bool:
+        """Search as `run` does; whether to the end."""
+        with suppress(Stopped):
+            self.run(rows)
+            return True
+        return False
+
+    def bound(self) -> Value:
+        """What nothing that is still open, or was given up, goes below."""
+        taken = min((other.bound() for other in self.taken), default=NOTHING)
+        return min(self.dual.bound(), taken)
+
+    def may_win(self, bound: Value) -> bool:
+        """Whether something with this bound could be better than the incumbent."""
+        return self.sims.may_win(bound)
+
+    @property
+    def incumbent(self) -> Evaluation | None:
+        """The best strategy that was simulated and fits."""
+        return self.sims.incumbent
+
+    @property
+    def value(self) -> Value:
+        """The objective of the incumbent."""
+        return self.sims.value
+
+    @property
+    def work(self) -> float:
+        """Done so far, about milliseconds; the same on every machine."""
+        return self.sims.work
+
+    @property
+    def seen(self) -> list[Evaluation]:
+        """Everything that was simulated."""
+        return self.sims.seen
+
+    @property
+    def errors(self) -> list[UserError]:
+        """Why candidates are no strategies at all."""
+        return self.sims.errors
+
+    @property
+    def solved(self) -> int:
+        """Candidates that were looked at one by one; bounds ruled out the others."""
+        return len(self.dual.solved | set(self.sims.candidates)) + sum(other.solved for other in self.taken)
+
+    @property
+    def candidates(self) -> int:
+        """Variants of the space."""
+        return int(self.outer.counts.sum()) + sum(other.candidates for other in self.taken)
+
+    def consider(self, *simulated: Evaluation) -> None:
+        """Take a simulated strategy as the incumbent if it fits and is better."""
+        self.sims.consider(*simulated)
+
+
+def after(most_work: float) -> Callable[[Search], None]:
+    """A check that stops a search after so much work."""
+
+    def check(search: Search) -> None:
+        if search.work >= most_work:
+            raise Stopped
+
+    return check

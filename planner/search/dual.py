@@ -1,0 +1,293 @@
+"""The dual half of the search: what no strategy goes below, the most promising parts of the space first.
+
+What is open is ordered by its bound: shapes, then variants of some (bounded as a whole, then rank by rank, then where
+they are placed), then single candidates, whose stage problem CP-SAT bounds. A candidate that still leads is simulated;
+its critical path becomes a cut of the stage problems of its schedule, and it goes back with the bound that it then has.
+The bound of the whole search is that of the first item. Nothing open is below the incumbent: the incumbent is proved.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+import numpy as np
+
+from autoparallel.errors import UserError
+from autoparallel.planner.problem import NOTHING, Objective, Value
+from autoparallel.planner.search import spending
+from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, rows_of
+from autoparallel.planner.search.bounds.paths import PathWeights, weigh
+from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
+from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, scheduled_alike, values_of
+from autoparallel.planner.search.partition.deals import quick_deal
+from autoparallel.planner.search.partition.forms import PS
+from autoparallel.planner.search.partition.problem import has_choice
+from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
+from autoparallel.planner.search.partition.solve import EFFORT, solve_for_memory, solve_stages
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate
+from autoparallel.planner.search.space.meshes import Bools, Ints
+
+SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
+VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
+SHORT = 0.1  # of the effort, for a first look at a stage problem
+PLANES = 10  # paths that a schedule mostly asks for until it is bounded well. Kind: measured
+MOST_CUTS = 12  # partitions of one candidate that are simulated for the paths that they show
+
+
+@dataclass(slots=True, kw_only=True)
+class Dual:
+    """What is open of a space, best bound first."""
+
+    sims: Simulations
+    effort: float = EFFORT  # of each stage problem
+    only: Callable[[Variants, Shapes], Bools] | None = None  # variants to look at; all if None
+    most_actions: int | None = None  # variants with larger schedules are left open
+    at_once: int = SHAPES_AT_ONCE
+    solved: set[Candidate] = field(default_factory=set)
+    upcoming: Upcoming = field(init=False)
+    _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
+    _undecided: list[tuple[Value, int, Node | Run]] = field(default_factory=list)  # solved again when no other is open
+    _pushed: int = 0
+    _weights: dict[object, PathWeights | None] = field(default_factory=dict)  # by schedule
+    _current: Value = NOTHING
+    _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
+
+    def __post_init__(self) -> None:
+        self.upcoming = Upcoming(outer=self.sims.outer)
+
+    @property
+    def outer(self) -> Outer:
+        return self.sims.outer
+
+    def open(self, rows: Ints | None = None) -> None:
+        """From now on the shapes `rows` (all of them if None) count in the bound."""
+        self.upcoming.begin(rows)
+
+    def step(self) -> bool:
+        """Look more closely at what has the least bound; False where nothing that is open may win."""
+        self._current = NOTHING
+        if len(self.upcoming.rows) and (not self._heap or self.upcoming.value < self._heap[0][0]):
+            self._expand()
+            return True
+        heap = self._heap if self._heap and self.sims.may_win(self._heap[0][0]) else self._undecided
+        if not heap or not self.sims.may_win(heap[0][0]):
+            return False
+        self._current, _, item = heapq.heappop(heap)
+        if isinstance(item, Run):
+            self._look_into(item)
+        else:
+            self._simulate(item)
+        self._current = NOTHING
+        return True
+
+    def may_step(self) -> bool:
+        """Whether something that is open may win."""
+        return self.sims.may_win(self.bound())
+
+    def bound(self) -> Value:
+        """What nothing that is still open, or was given up, goes below."""
+        head = min((heap[0][0] for heap in (self._heap, self._undecided) if heap), default=NOTHING)
+        return min(head, self.upcoming.value, self._current, self._given_up)
+
+    def _push(
+        self, bound: Value, item: Node | Run, heap: list[tuple[Value, int, Node | Run]] | None = None
+    ) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap if heap is None else heap, (bound, self._pushed, item))
+
+    def _expand(self) -> None:
+        """Bound the variants of the next shapes; keep those that could win."""
+        if not self.sims.may_win(self.upcoming.value):
+            self.upcoming.clear()
+            return
+        self._current = self.upcoming.value
+        rows = self.upcoming.take(self.at_once)
+        found, bounds = expand_quickly(self.outer, rows)
+        self.sims.work += spending.PER_VARIANT * len(found)
+        open_ = np.isfinite(bounds.time_s)
+        if self.only is not None:
+            open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
+        self._queue(found.take(open_), bounds.take(open_), Known.WHOLE)
+
+    def _queue(self, found: Variants, bounds: Bounds, known: Known) -> None:
+        """Put variants among the open ones, best first; those that cannot win are dropped."""
+        space = self.outer.space
+        values = values_of(self.outer.problem, bounds, space.shapes.devices[found.shape])
+        rows = values.order()
+        rows = rows[self._open_rows(values.take(rows))]
+        placed = self.outer.wires.inner_placements(found.take(rows))
+        run = Run(variants=found.take(rows), values=values.take(rows), placed=placed, known=known)
+        for part in (run.take(placed == 0), run.take(placed > 0)):
+            self._push_run(part)
+
+    def _push_run(self, run: Run) -> None:
+        if len(run):
+            self._push(run.bound, run)
+
+    def _open_rows(self, values: Values) -> Bools:
+        """Which rows could win."""
+        best, then = self.sims.value
+        if self._by_memory:
+            sooner = values.second < then * (1 - 1e-6)
+            return np.asarray((values.first < best) | ((values.first == best) & sooner))
+        return np.asarray(values.first < best * (1 - 1e-6))
+
+    @property
+    def _by_memory(self) -> bool:
+        return self.outer.problem.objective == Objective.MEMORY
+
+    def _below_all_s(self, found: Variants) -> float:
+        """Seconds that one of these variants must stay below to be better than the incumbent."""
+        devices = self.outer.space.shapes.devices[found.shape]
+        return max(self.sims.below_s(int(d)) for d in np.unique(devices))
+
+    def _look_into(self, run: Run) -> None:
+        """Bound variants more closely, or give the first one of a run its stage problem; the rest of the run goes back."""
+        if run.known == Known.WHOLE and run.placed[0] > 0:
+            self._price_far(run)
+        elif run.known < Known.RANKS:
+            self._bound_ranks(run)
+        elif not self._bound_paths(run):
+            self._push_run(run.take(slice(1, None)))
+            self._open(run.bound, candidate(self.outer.space, run.variants, 0))
+
+    def _bound_paths(self, run: Run) -> bool:
+        """Bound the variants of the first one's schedule by the paths of it; False where that was done or says nothing."""
+        chosen = candidate(self.outer.space, run.variants, 0)
+        if self._by_memory or run.known == Known.PATHS or chosen.mesh.pp == 1:
+            return False
+        if self.most_actions is not None and chosen.actions > self.most_actions:
+            return False
+        key = chosen.schedule_key
+        if key not in self._weights:
+            problem = self.sims.problem(chosen)
+            if problem is None:
+                return False
+            walked = spending.PER_ACTION_WALKED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
+            self.sims.work += spending.PER_PLANE + PLANES * walked
+            below_s = self.sims.below_s(chosen.mesh.devices)
+            self._weights[key] = weigh(problem, self.sims.paths(chosen), below_s)
+        weights = self._weights[key]
+        if weights is None:
+            return False
+        same = scheduled_alike(self.outer.space.shapes, run)
+        self._push_run(run.take(~same))
+        run = run.take(same)
+        bounds_s = weights.bounds_s(rows_of(self.outer, run.variants))
+        self.sims.work += spending.PER_RANK * len(run) * chosen.chunks
+        devices = self.outer.space.shapes.devices[run.variants.shape]
+        rates = np.array([self.outer.problem.value_of(1.0, 0.0, int(d))[0] for d in devices])
+        values = Values(first=np.maximum(run.values.first, bounds_s * rates), second=run.values.second)
+        order = values.order()
+        order = order[self._open_rows(values.take(order))]
+        run = replace(run, values=values, known=Known.PATHS)
+        self._push_run(run.take(order))
+        return True
+
+    def _bound_ranks(self, run: Run) -> None:
+        """Bound the first variants of a run rank by rank; the rest of it goes back."""
+        self._push_run(run.take(slice(VARIANTS_AT_ONCE, None)))
+        found = run.variants.take(slice(VARIANTS_AT_ONCE))
+        self.sims.work += spending.PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
+        bounds = bound_variants(self.outer, found, self._below_all_s(found), memory=self._by_memory)
+        open_ = np.isfinite(bounds.time_s)
+        self._queue(found.take(open_), bounds.take(open_), Known.RANKS)
+
+    def _price_far(self, run: Run) -> None:
+        """Price blocks where the run's first variant has them communicate, and bound again all that this tells of."""
+        outer, shapes, at = self.outer, self.outer.space.shapes, int(run.placed[0])
+        owner = int(run.variants.shape[0])
+        if not outer.far.knows(shapes, owner, at):
+            row = outer.far.widest(shapes, np.unique(run.variants.shape[run.placed == at]), owner)
+            self.sims.work += spending.PER_TENSOR_PLACEMENT
+            try:
+                outer.far.price(candidate(outer.space, run.variants, 0).mesh, shapes, row, at)
+            except UserError as error:
+                self.sims.errors.append(error)
+                self._push_run(run.take(~outer.far.alike(shapes, run.variants.shape, run.placed, row, at)))
+                return
+        told = outer.far.told(shapes, run.variants.shape, run.placed)
+        self._push_run(run.take(~told))
+        run = run.take(told)
+        self.sims.work += spending.PER_VARIANT * len(run)
+        bounds = quick_bounds(outer.problem, rows_of(outer, run.variants), outer.capacity_bytes)
+        devices = shapes.devices[run.variants.shape]
+        if self._by_memory:
+            values = Values(first=run.values.first, second=np.maximum(run.values.second, bounds.time_s))
+        else:
+            found = values_of(outer.problem, bounds, devices)
+            values = Values(first=np.maximum(run.values.first, found.first), second=run.values.second)
+        order = values.order()
+        order = order[self._open_rows(values.take(order))]
+        self._push_run(replace(run, values=values, known=Known.FAR).take(order))
+
+    def _open(self, bound: Value, chosen: Candidate) -> None:
+        """Give a candidate its stage problem: the first one of a schedule is simulated to learn a path, too."""
+        if self.most_actions is not None and chosen.actions > self.most_actions:
+            self._given_up = min(self._given_up, bound)
+            return
+        self.solved.add(chosen)
+        problem = self.sims.problem(chosen)
+        if problem is None:
+            return
+        if not self._by_memory and chosen not in self.sims.candidates:
+            self.sims.try_quickly(chosen, bound)
+            problem = self.sims.with_paths(chosen, problem)
+        self._resolve(Node(chosen=chosen, bound=bound, problem=problem), SHORT)
+
+    def _resolve(self, node: Node, share: float = 1.0) -> None:
+        """Solve a node's stage problem with a share of the effort; it goes back with the bound that it has now."""
+        chosen, bound, problem, excluded = node.chosen, node.bound, node.problem, node.excluded
+        effort = self.effort * share
+        if not self._by_memory and not excluded:
+            self.sims.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks
+            least_s = relaxed_bound_s(problem, problem.paths)
+            if least_s is None:
+                return
+            bound = max(bound, self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices))
+            if not self.sims.may_win(bound):
+                return
+        if self._by_memory:
+            least = int(min(self.sims.value[0], float(problem.capacity_bytes))) + 1
+            answer = solve_for_memory(problem, excluded, least, effort, self._spend)
+            value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
+        else:
+            below_s = self.sims.below_s(chosen.mesh.devices)
+            below = ceil(below_s * PS) if below_s < inf else None
+            to_solve = node.to_solve
+            answer = solve_stages(
+                to_solve, excluded=excluded, below=below, effort=effort, spend=self._spend,
+                hint=quick_deal(to_solve) if not excluded else None,
+            )  # fmt: skip
+            value = NOTHING
+            if answer is not None:
+                value = max(bound, self.outer.problem.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
+        if answer is None or not self.sims.may_win(value):
+            return
+        node = replace(node, bound=value, deal=answer.deal)
+        if answer.deal is None and share < 1.0:
+            self._push(value, node, self._undecided)
+        elif answer.deal is None or len(excluded) >= MOST_CUTS:
+            self._given_up = min(self._given_up, value)
+        else:
+            self._push(value, node)
+
+    def _spend(self, work: float) -> None:
+        self.sims.work += work
+
+    def _simulate(self, node: Node) -> None:
+        """Simulate a node's partition, learn from it, and solve again for what is left."""
+        if node.deal is None:
+            self._resolve(node)
+            return
+        found = self.sims.simulate(node.chosen, node.problem, node.deal, node.bound)
+        if not has_choice(node.problem):
+            return
+        excluded = (*node.excluded, node.deal)
+        problem, fits = self.sims.with_paths(node.chosen, node.problem), node.fits and self.outer.fits(found)
+        self._resolve(replace(node, problem=problem, excluded=excluded, fits=fits), SHORT)

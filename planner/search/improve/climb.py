@@ -1,0 +1,108 @@
+"""Local search: the neighbours of the best strategies simulated so far, until none is better.
+
+Each step takes the best strategy whose neighbourhood has not been looked at, out of the `BEAM` best, and simulates of its
+neighbours those that promise most. Bounds order them and drop those that cannot win; where bounds are weak, simulation
+decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoparallel.planner.problem import Value, objective_value
+from autoparallel.planner.search import spending
+from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly
+from autoparallel.planner.search.improve.neighbours import neighbours
+from autoparallel.planner.search.improve.starts import first_of_each
+from autoparallel.planner.search.open import values_of
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.build import Shapes, Variants, shape_row
+from autoparallel.planner.search.space.candidates import Candidate, candidate
+from autoparallel.planner.search.space.meshes import Bools
+from autoparallel.planner.strategy.types import Offload
+
+BEAM = 3  # strategies of different shapes whose neighbours are looked at
+VARIANTS_EACH = 3  # of a neighbouring shape, that are simulated
+MOST_TRIED = 32  # simulations in one step
+MOST_BOUNDED = 4096  # variants of a step that are bounded rank by rank
+MOST_ACTIONS = 40_000  # of a schedule that is simulated here: a third of a second. Kind: measured
+
+
+@dataclass(slots=True, kw_only=True)
+class Climb:
+    """A local search over the candidates of a space."""
+
+    sims: Simulations
+    only: Callable[[Variants, Shapes], Bools] | None = None
+    most_actions: int | None = None
+    _looked_at: set[int] = field(default_factory=set)  # shapes
+
+    def step(self) -> bool:
+        """Look at one more neighbourhood; False where those of the best strategies have all been seen."""
+        row = self._next()
+        if row is None:
+            return False
+        self._looked_at.add(row)
+        for chosen, bound in self._promising(row)[:MOST_TRIED]:
+            if self.sims.may_win(bound) and not self._offloads_needlessly(chosen):
+                self.sims.try_quickly(chosen, bound)
+        return True
+
+    def _offloads_needlessly(self, chosen: Candidate) -> bool:
+        """Whether the same with less on the host was simulated and fits: copies only take time."""
+        less = (
+            replace(chosen, offload=Offload(optimizer=o, activations=a))
+            for o in {0.0, chosen.offload.optimizer}
+            for a in {0.0, chosen.offload.activations}
+        )
+        return any(one != chosen and one in self.sims.candidates for one in less)
+
+    def _next(self) -> int | None:
+        """The shape of the best strategy that has not been looked at, of the `BEAM` best shapes."""
+        problem, shapes = self.sims.outer.problem, self.sims.outer.space.shapes
+        ranked = sorted(self.sims.candidates.items(), key=lambda one: objective_value(problem, one[1]))
+        rows: list[int] = []
+        for chosen, _ in ranked:
+            row = shape_row(shapes, chosen.mesh, chosen.micro, chosen.sequence_parallel, chosen.mode, chosen.offload)
+            if row is None or row in rows:
+                continue
+            rows.append(row)
+            if row not in self._looked_at:
+                return row
+            if len(rows) == BEAM:
+                break
+        return None
+
+    def _promising(self, row: int) -> list[tuple[Candidate, Value]]:
+        """Neighbours that could win, the least bound first: of each shape the best few, and of its schedules."""
+        outer = self.sims.outer
+        shapes = outer.space.shapes
+        near = np.append(neighbours(shapes, row), row)
+        near = near[outer.bounds.memory_bytes[near] <= outer.capacity_bytes]
+        found, bounds = expand_quickly(outer, near)
+        self.sims.work += spending.PER_VARIANT * len(found)
+        actions = 2 * shapes.pp[found.shape] * found.virtual_stages * shapes.micro_batches[found.shape]
+        open_ = np.isfinite(bounds.time_s) & (actions <= (self.most_actions or MOST_ACTIONS))
+        if self.only is not None:
+            open_ &= self.only(found, shapes.take(found.shape))
+        values = values_of(outer.problem, bounds, shapes.devices[found.shape])
+        kept = np.flatnonzero(open_ & (values.first < self.sims.value[0]))
+        kept = kept[np.argsort(values.first[kept], kind="stable")][:MOST_BOUNDED]
+        if not len(kept):
+            return []
+        found = found.take(kept)
+        self.sims.work += spending.PER_RANK * float(shapes.pp[found.shape].sum())
+        below_s = max(self.sims.below_s(int(d)) for d in np.unique(shapes.devices[found.shape]))
+        by_memory = outer.problem.objective == "memory"
+        bounds = bound_variants(outer, found, below_s, memory=by_memory)
+        values = values_of(outer.problem, bounds, shapes.devices[found.shape])
+        order = values.order()
+        order = order[np.isfinite(values.first[order]) & (values.first[order] < self.sims.value[0])]
+        kinds = found.shape[order] * len(outer.space.schedules) + found.schedule[order]
+        order = first_of_each(kinds, order, 1)
+        order = first_of_each(found.shape[order], order, VARIANTS_EACH)
+        tried = [(candidate(outer.space, found, int(i)), values.at(int(i))) for i in order[: 2 * MOST_TRIED]]
+        return [(one, bound) for one, bound in tried if one not in self.sims.candidates]

@@ -1,0 +1,90 @@
+"""Partitions near one that was simulated: blocks go from chunks that weigh much in the critical path to ones that weigh
+less, and fewer of them are recomputed, as long as the simulation gets shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
+from autoparallel.planner.search.partition.problem import Deal, Row, StageProblem, deal_fits
+from autoparallel.planner.search.partition.unlike import on_devices
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.candidates import Candidate
+
+MOVES_TRIED = 8  # moves of a partition that are simulated. Kind: formula
+
+
+def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:
+    """Move single blocks of a candidate's best partition as long as that makes the step shorter."""
+    problem = sims.problem(chosen)
+    if problem is None or (problem.chunks == 1 and not problem.recompute):
+        return
+    strategy = found.strategy
+    deal = Deal(
+        blocks=strategy.pipeline.stage_blocks,
+        recomputed=strategy.recompute.per_stage or (0,) * problem.chunks,
+    )
+    better = True
+    while better:
+        better = False
+        if found.path is None:
+            return
+        (path,) = on_devices(problem, [found.path])
+        for moved in islice(_moves(problem, deal, path), MOVES_TRIED):
+            tried = sims.simulate(chosen, problem, moved)
+            if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
+                found, deal, better = tried, moved, True
+                break
+
+
+def _moves(problem: StageProblem, deal: Deal, path: Row) -> Iterator[Deal]:
+    """Partitions that fit and differ by one block, in the order of what that takes off a critical path."""
+    if problem.recompute and problem.recomputed is None:
+        for chunk, full in enumerate(deal.recomputed):
+            if full:
+                kept = replace(deal, recomputed=_with(deal.recomputed, chunk, full - 1))
+                if deal_fits(problem, kept):
+                    yield kept
+    if problem.blocks is not None or problem.recomputed is not None:
+        return
+    each = _weights(problem, path)
+    pairs = [
+        (each[to] - each[off], off, to)
+        for off in range(problem.chunks)
+        for to in range(problem.chunks)
+        if each[to] < each[off]
+        and deal.blocks[off] > problem.least[off]
+        and deal.blocks[to] < problem.most[to]
+    ]
+    for _, off, to in sorted(pairs):
+        moved = _moved(problem, deal, off, to)
+        if moved is not None:
+            yield moved
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+def _weights(problem: StageProblem, path: Row) -> list[int]:
+    """By chunk, what one more block of it adds to a path; the mean over the kinds of block, times their number."""
+    weights = [0] * problem.chunks
+    for quantity, chunk, factor in path.terms:
+        form = problem.quantities[quantity].forms[0]
+        weights[chunk] += factor * sum(form.kept[kind] for kind in dict.fromkeys(problem.kinds))
+    return weights
+
+
+def _moved(problem: StageProblem, deal: Deal, off: int, to: int) -> Deal | None:
+    """One block of a chunk in another: recomputed there only if it does not fit else."""
+    blocks = _with(_with(deal.blocks, off, deal.blocks[off] - 1), to, deal.blocks[to] + 1)
+    recomputed = _with(deal.recomputed, off, min(deal.recomputed[off], blocks[off]))
+    moved = Deal(blocks=blocks, recomputed=recomputed)
+    if deal_fits(problem, moved):
+        return moved
+    if not problem.recompute:
+        return None
+    moved = replace(moved, recomputed=_with(recomputed, to, recomputed[to] + 1))
+    return moved if deal_fits(problem, moved) else None

@@ -1,0 +1,186 @@
+"""Deals found without a solver: blocks as even as can be, or balanced, and recomputed until they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+from autoparallel.planner.search.partition.problem import (
+    Deal,
+    Q,
+    Row,
+    StageProblem,
+    chunk_amount,
+    deal_fits,
+    deal_value,
+    piece_amount,
+)
+
+
+def even_deal(blocks: int, chunks: int) -> Deal:
+    """Blocks as even as can be, none recomputed one by one; the middle chunks take one more, as the first and
+    the last one carry the ends of the model."""
+    if blocks < chunks:  # the ends of the model fill a first and a last chunk
+        ends = (0, chunks - 1)[: chunks - blocks]
+        return Deal(blocks=tuple(int(c not in ends) for c in range(chunks)), recomputed=(0,) * chunks)
+    each, more = divmod(blocks, chunks)
+    middle = sorted(range(chunks), key=lambda c: (c in (0, chunks - 1), c))[:more]
+    return Deal(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)
+
+
+def even_blocks(problem: StageProblem) -> tuple[int, ...]:
+    """Blocks as even as a stage problem allows."""
+    even = even_deal(len(problem.kinds), problem.chunks).blocks
+    if all(a <= n <= b for a, n, b in zip(problem.least, even, problem.most, strict=True)):
+        return even
+    blocks, ends = list(problem.least), (0, problem.chunks - 1)
+    for _ in range(len(problem.kinds) - sum(blocks)):
+        open_ = [c for c, n in enumerate(blocks) if n < problem.most[c]]
+        if not open_:
+            break
+        blocks[min(open_, key=lambda c: (blocks[c], c in ends, c))] += 1
+    return tuple(blocks)
+
+
+def proportional(shares: Sequence[float], least: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers of blocks in proportion to `shares`, which sum to all blocks, within what each chunk may have."""
+    found = [min(max(round(share), a), b) for share, a, b in zip(shares, least, most, strict=True)]
+    while (spare := round(sum(shares)) - sum(found)) != 0:
+        step = 1 if spare > 0 else -1
+        room = [c for c, n in enumerate(found) if least[c] <= n + step <= most[c]]
+        if not room:
+            break
+        nearest = max(room, key=lambda c: step * (shares[c] - found[c]))
+        found[nearest] += step
+    return tuple(found)
+
+
+def quick_deal(problem: StageProblem) -> Deal | None:
+    """An even deal, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in proportion to what
+    a rank lacks; None if that does not fit (another deal may)."""
+    tried = [problem.blocks or problem.likely or even_blocks(problem)]
+    if tried[0] not in (problem.blocks, problem.likely) and len(set(problem.kinds)) > 1:
+        tried.append(balanced_blocks(problem) or tried[0])
+    found = []
+    for blocks in dict.fromkeys(tried):
+        deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
+        if problem.recompute and problem.recomputed is None:
+            deal = _recomputed(problem, deal)
+        if deal_fits(problem, deal):
+            found.append(deal)
+    return min(found, key=lambda deal: deal_value(problem, deal), default=None)
+
+
+def balanced_blocks(problem: StageProblem) -> tuple[int, ...] | None:
+    """Blocks such that the longest chunk takes least time forward and backward and nothing is recomputed, as far as single
+    chunks fill a rank; of equal ones the last chunks have most, as the first ones hold most micro-batches. None where
+    there is no such deal."""
+    passes = [problem.quantities[q].forms[0] for q in (Q.FORWARD, Q.BACKWARD)]
+    each = [sum(form.kept[kind] for form in passes) for kind in problem.kinds]
+    fixed = [sum(form.fixed[c] for form in passes) for c in range(problem.chunks)]
+    most = _most_kept(problem)
+    low, high = 0, sum(each) + sum(map(abs, fixed)) + 1
+    best = _filled_from_behind(problem, each, fixed, most, high)
+    while best is not None and high - low > max(high // 1000, 1):
+        middle = (low + high) // 2
+        found = _filled_from_behind(problem, each, fixed, most, middle)
+        low, high, best = (low, middle, found) if found is not None else (middle, high, best)
+    return best
+
+
+def _most_kept(problem: StageProblem) -> Callable[[int, int], int]:
+    """The most blocks that a chunk keeps without recomputing, by chunk and where they end."""
+    rows: dict[int, list[Row]] = {}
+    for row in problem.memory:
+        chunks = {chunk for _, chunk, _ in row.terms}
+        if len(chunks) == 1:
+            rows.setdefault(chunks.pop(), []).append(row)
+
+    @cache
+    def most(chunk: int, end: int) -> int:
+        def fits(count: int) -> bool:
+            here = range(end - count, end)
+            return all(
+                row.constant
+                + sum(n * piece_amount(problem, problem.quantities[q], c, here, 0) for q, c, n in row.terms)
+                <= problem.room(row)
+                for row in rows.get(chunk, ())
+            )
+
+        return next(
+            (n - 1 for n in range(1, min(problem.most[chunk], end) + 1) if not fits(n)), problem.most[chunk]
+        )
+
+    return most
+
+
+def _filled_from_behind(
+    problem: StageProblem,
+    each: Sequence[int],
+    fixed: Sequence[int],
+    most: Callable[[int, int], int],
+    longest: int,
+) -> tuple[int, ...] | None:
+    """Every chunk, from the last one on, with as many blocks as it keeps and as take no longer; None where some are left."""
+    blocks, left, needed = [0] * problem.chunks, len(each), sum(problem.least)
+    for chunk in range(problem.chunks - 1, -1, -1):
+        needed -= problem.least[chunk]
+        taken, spent, room = 0, fixed[chunk], min(problem.most[chunk], most(chunk, left), left - needed)
+        while taken < room and spent + each[left - taken - 1] <= longest:
+            spent += each[left - taken - 1]
+            taken += 1
+        if taken < problem.least[chunk]:
+            return None
+        blocks[chunk], left = taken, left - taken
+    return tuple(blocks) if not left else None
+
+
+def _recomputed(problem: StageProblem, deal: Deal) -> Deal:
+    """Raise each chunk's number of recomputed blocks until every row over it fits, or nothing is left."""
+    chunks_of = [sorted({chunk for _, chunk, _ in row.terms}) for row in problem.memory]
+    most, known = list(deal.blocks), dict[tuple[int, int, int], int]()
+
+    def fits(row: Row, deal: Deal) -> bool:
+        return _weight(problem, row.terms, deal, known) + row.constant <= problem.room(row)
+
+    for row, chunks in zip(problem.memory, chunks_of, strict=True):
+        if fits(row, deal):
+            continue
+        low, high = 1, sum(most[c] - deal.recomputed[c] for c in chunks)
+        while low < high:  # the fewest further blocks, dealt round the row's chunks, with which the row fits
+            middle = (low + high) // 2
+            if fits(row, _with_more(deal, chunks, middle)):
+                high = middle
+            else:
+                low = middle + 1
+        deal = _with_more(deal, chunks, low)
+    return deal
+
+
+def _with_more(deal: Deal, chunks: list[int], more: int) -> Deal:
+    recomputed = list(deal.recomputed)
+    while more:
+        for chunk in chunks:
+            if more and recomputed[chunk] < deal.blocks[chunk]:
+                recomputed[chunk] += 1
+                more -= 1
+        if all(recomputed[c] == deal.blocks[c] for c in chunks):
+            break
+    return replace(deal, recomputed=tuple(recomputed))
+
+
+def _weight(
+    problem: StageProblem,
+    terms: tuple[tuple[int, int, int], ...],
+    deal: Deal,
+    known: dict[tuple[int, int, int], int],
+) -> int:
+    """A row's sum; `known` has what was added up before, by quantity, chunk and its recomputed blocks."""
+    total = 0
+    for q, c, factor in terms:
+        key = (q, c, deal.recomputed[c])
+        if key not in known:
+            known[key] = chunk_amount(problem, problem.quantities[q], deal, c)
+        total += factor * known[key]
+    return total

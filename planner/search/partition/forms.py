@@ -1,0 +1,187 @@
+"""The stage problem of a candidate: link prices turned into integer forms per chunk, each a true lower bound.
+
+A repeated block and the glue between it and the next one are one *unit*: cuts fall between units. Glue before
+the first unit (`head`) stands in the first chunk, glue after the last repeated block (`tail`) in the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import floor
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.planner.search.bounds.prices import LinkPrice
+from autoparallel.planner.search.partition.problem import Form
+
+PS = 1e12  # picoseconds per second
+Links = tuple[LinkPrice, ...]
+Value = Callable[[LinkPrice], float]
+Work = Callable[[LinkPrice], tuple[float, float]]  # seconds, and how much longer that takes on shared links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The model as units: `kinds[j]` is the kind of unit j; a kind is its chain of blocks."""
+
+    head: tuple[int, ...]  # blocks before the first repeated one
+    kinds: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]  # per kind, its blocks: the repeated one, then glue
+    tail: tuple[int, ...]  # blocks after the last repeated one
+
+
+def units_of(graph: ModelGraph) -> Chain:
+    """Cut the chain into units; a model without repeated blocks is all head."""
+    blocks = tuple(link.block for link in graph.chain)
+    starts = graph.repeated_positions
+    if not starts:
+        return Chain(head=blocks, kinds=(), units=(), tail=())
+    ends = (*starts[1:], starts[-1] + 1)
+    runs = [blocks[a:b] for a, b in zip(starts, ends, strict=True)]
+    units = tuple(dict.fromkeys(runs))
+    kinds = tuple(units.index(run) for run in runs)
+    return Chain(head=blocks[: starts[0]], kinds=kinds, units=units, tail=blocks[starts[-1] + 1 :])
+
+
+def tied_ends(graph: ModelGraph, chain: Chain) -> dict[str, int]:
+    """The tensors that both ends of the model hold, and how many numbers are in each."""
+    first, last = (
+        {p.tied: p.numel for block in side for p in graph.blocks[block].parameters if p.tied}
+        for side in (chain.head, chain.tail)
+    )
+    return {name: numel for name, numel in first.items() if name in last}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedChain:
+    """Prices of head and tail, and of each kind of unit kept and recomputed (the same where nothing is)."""
+
+    head: Links
+    tail: Links
+    kept: tuple[Links, ...]
+    recomputed: tuple[Links, ...]
+    chunks: int
+    count: int  # units
+    compute_slowdown: float
+    comm_slowdown: float
+
+    def sums(self, value: Value, scale: float = PS) -> Form:
+        """The sum of a value over a chunk's links."""
+        return Form(
+            kept=tuple(_down(sum(map(value, links)), scale) for links in self.kept),
+            recomputed=tuple(_down(sum(map(value, links)), scale) for links in self.recomputed),
+            fixed=self._ends(sum(map(value, self.head)), sum(map(value, self.tail)), scale),
+        )
+
+    def constant(self, value: float) -> Form:
+        """The same for every chunk."""
+        return Form(
+            kept=(0,) * len(self.kept), recomputed=(0,) * len(self.kept),
+            fixed=(_down(value, 1.0),) * self.chunks,
+        )  # fmt: skip
+
+    def streamed(self, work: Work, *, backward: bool) -> Form:
+        """Computation that waits for gathered parameters, one link fetched ahead: exact for equal units.
+
+        The first gather of a chunk is waited for; then each link takes `span(its computation, the next gather)`.
+        A unit is charged with the smallest gather that may follow it; the last of a chunk is followed by none.
+        """
+        order = -1 if backward else 1
+        units = [links[::order] for links in (*self.kept, *self.recomputed)]
+        first, final = (self.tail[::-1], self.head[::-1]) if backward else (self.head, self.tail)
+        if not units:
+            alone = (*first, *final)
+            whole = sum(link.gather_s for link in alone[:1]) + self._spans(alone, work, 0.0)
+            return Form(kept=(), recomputed=(), fixed=(_down(whole, PS),) * self.chunks)
+        least = min(links[0].gather_s for links in units)
+        charged = [self._spans(links, work, least) for links in units]
+
+        def too_much(gather_s: float, *more: LinkPrice) -> float:
+            """What a chunk's last unit (or one of `more`) is charged beyond a following gather of `gather_s`."""
+            ends = [work(link) for link in (*(links[-1] for links in units), *more)]
+            return max(0.0, *(self.span(*end, least) - self.span(*end, gather_s) for end in ends))
+
+        start, end = [least] * self.chunks, [-too_much(0.0)] * self.chunks
+        begins, ends = (self.chunks - 1, 0) if backward else (0, self.chunks - 1)
+        if final:
+            start[ends] = min(least, final[0].gather_s)
+            end[ends] = self._spans(final, work, 0.0) - too_much(final[0].gather_s)
+        if first:  # a chunk of nothing else ends with it
+            start[begins] = first[0].gather_s + self._spans(first, work, least)
+            gather_s = final[0].gather_s if final and begins == ends else 0.0
+            end[begins] += too_much(gather_s) - too_much(gather_s, first[-1])
+        half = len(self.kept)
+        return Form(
+            kept=tuple(_down(u, PS) for u in charged[:half]),
+            recomputed=tuple(_down(u, PS) for u in charged[half:]),
+            fixed=tuple(_down(a + b, PS) for a, b in zip(start, end, strict=True)),
+        )
+
+    def beside(self, work: Work, communicate: Value) -> tuple[Form, ...]:
+        """Computation w[i] of each link beside communication C on another stream, whatever overlaps: with both at once for
+        o[i] seconds, the one slowed s[i] times and the other m[i] times,
+
+            t = sum w[i] + C - sum k[i] o[i]    k = 1/s + 1/m - 1    o[i] <= w[i] s[i]    sum o[i] / m[i] <= C
+
+        which for every x >= 0 is no less than sum w (1 - max(k - x/m, 0) s) + (1 - x) C: the best x is 0 or a link's k m.
+        """
+
+        def rates(link: LinkPrice) -> tuple[float, float, float]:
+            slow, slow_comm = self._slow(*work(link))
+            return slow, slow_comm, max(1.0 / slow + 1.0 / slow_comm - 1.0, 0.0)
+
+        def worth(link: LinkPrice) -> float:
+            _, slow_comm, gain = rates(link)
+            return gain * slow_comm
+
+        def least(x: float) -> Form:
+            def value(link: LinkPrice) -> float:
+                slow, slow_comm, gain = rates(link)
+                hidden = max(gain - x / slow_comm, 0.0) * slow
+                return work(link)[0] * max(1.0 - hidden, 0.0) + max(1.0 - x, 0.0) * communicate(link)
+
+            return self.sums(value)
+
+        every = (
+            *self.head,
+            *self.tail,
+            *(link for links in (*self.kept, *self.recomputed) for link in links),
+        )
+        return tuple(least(x) for x in sorted({0.0, *map(worth, every)}, reverse=True))
+
+    def left(self, work: Work, communicate: Value) -> Form:
+        """Communication that is left after a computation w beside it: C - w s/m at least (`beside`), negative where that may
+        hide all of it."""
+
+        def value(link: LinkPrice) -> float:
+            slow, slow_comm = self._slow(*work(link))
+            return communicate(link) - work(link)[0] * slow / slow_comm
+
+        return self.sums(value)
+
+    def _slow(self, compute_s: float, contended_s: float) -> tuple[float, float]:
+        """How many times as long a computation takes beside communication, and that beside it."""
+        contention = contended_s / compute_s if compute_s else 0.0
+        return 1.0 + self.compute_slowdown + contention, 1.0 + self.comm_slowdown + contention
+
+    def span(self, compute_s: float, contended_s: float, gather_s: float) -> float:
+        """Seconds until both a computation and the gather beside it are done, each slowing the other."""
+        slow, slow_comm = self._slow(compute_s, contended_s)
+        if gather_s <= 0.0:
+            return compute_s
+        if compute_s * slow >= gather_s * slow_comm:
+            return compute_s + gather_s * slow_comm * (1.0 - 1.0 / slow)
+        return gather_s + compute_s * slow * (1.0 - 1.0 / slow_comm)
+
+    def _spans(self, links: Sequence[LinkPrice], work: Work, after: float) -> float:
+        following = [*(link.gather_s for link in links[1:]), after]
+        return sum(self.span(*work(link), gather) for link, gather in zip(links, following, strict=True))
+
+    def _ends(self, first: float, last: float, scale: float) -> tuple[int, ...]:
+        if self.chunks == 1:
+            return (_down(first + last, scale),)
+        return (_down(first, scale), *(0,) * (self.chunks - 2), _down(last, scale))
+
+
+def _down(value: float, scale: float) -> int:
+    return floor(value * scale)

@@ -1,0 +1,281 @@
+"""From a candidate to its stage problem: which quantities a chunk has, and the rows of memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import floor
+
+from autoparallel.costmodel.memory import LiveState
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.partition.deals import even_deal, proportional
+from autoparallel.planner.search.partition.forms import PS, Chain, PricedChain, Value, Work, tied_ends
+from autoparallel.planner.search.partition.moments import host_rows, host_state_rate, memory_rows, state_rate
+from autoparallel.planner.search.partition.peaks import (
+    Ends,
+    backward_peak,
+    forward_peak,
+    last_kinds,
+    weight_peak,
+)
+from autoparallel.planner.search.partition.problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.partition.sizes import chunk_sizes
+from autoparallel.planner.search.partition.unlike import over_devices, rank_devices
+from autoparallel.planner.search.space.candidates import Candidate, strategy_of
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.hardware import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A candidate's strategy (blocks dealt evenly) and the prices of its links."""
+
+    chosen: Candidate
+    strategy: Strategy
+    links: PricedChain
+
+
+def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Candidate) -> Priced:
+    """The prices of every link of a candidate, kept as its mode says and recomputed in full."""
+    strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), chosen.chunks))
+    graph = problem.graph
+    tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
+    in_head: set[str] = set().union(*(tied[b] for b in chain.head))
+    apart = chosen.mesh.pp > 1 and chosen.schedule not in V_SHAPED
+
+    def glue(block: int, *, held: bool) -> LinkPrice:
+        return book.link(strategy, block, "none", held=held or not tied[block])
+
+    def unit(blocks: tuple[int, ...], mode: str) -> tuple[LinkPrice, ...]:
+        first = book.link(strategy, blocks[0], mode, held=not tied[blocks[0]])
+        return (first, *(glue(b, held=False) for b in blocks[1:]))
+
+    kept = tuple(unit(blocks, chosen.mode) for blocks in chain.units)
+    constants = book.device.constants
+    return Priced(
+        chosen=chosen,
+        strategy=strategy,
+        links=PricedChain(
+            head=tuple(glue(b, held=chain.head.count(b) == 1) for b in chain.head),
+            tail=tuple(glue(b, held=apart and tied[b] <= in_head) for b in chain.tail),
+            kept=kept,
+            recomputed=tuple(unit(b, "full") for b in chain.units) if frees(problem, chosen) else kept,
+            chunks=chosen.chunks,
+            count=len(chain.kinds),
+            compute_slowdown=constants.get("overlap.compute_slowdown", 0.0),
+            comm_slowdown=constants.get("overlap.comm_slowdown", 0.0),
+        ),
+    )
+
+
+def frees(problem: Problem, chosen: Candidate) -> bool:
+    """Whether single blocks of this candidate may be recomputed in full."""
+    return chosen.mode != "full" and bool(problem.graph.repeated_positions)
+
+
+def stage_problem(
+    problem: Problem,
+    chain: Chain,
+    book: PriceBook,
+    priced: Priced,
+    states: Sequence[Sequence[LiveState]],
+    capacity_bytes: float,
+    paths: Sequence[Row] = (),
+) -> StageProblem:
+    """The stage problem with the paths that are known of its schedule; more are added as they are found."""
+    chosen, strategy = priced.chosen, priced.strategy
+    blocks = problem.fixed_ints("pipeline.stage_blocks")
+    shares = _shares(problem, chain, book, priced)
+    least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen.chunks)
+
+    ends = last_kinds(chain.kinds, least, most)
+
+    def quantities_on(device: Device) -> tuple[Quantity, ...]:
+        own = book.on(device)
+        there = price_candidate(problem, chain, own, chosen)
+        return (*_seconds(problem, chain, own, there), *_bytes(there, ends))
+
+    stages = StageProblem(
+        kinds=chain.kinds,
+        chunks=chosen.chunks,
+        quantities=(*_seconds(problem, chain, book, priced), *_bytes(priced, ends)),
+        paths=tuple(paths),
+        memory=(*book.memory_rows(states, memory_rows), *host_rows(problem, strategy, states)),
+        capacity_bytes=int(capacity_bytes),
+        recompute=frees(problem, chosen),
+        least=least,
+        most=most,
+        blocks=blocks,
+        recomputed=_fixed_recomputed(problem, chosen.chunks),
+        likely=None if shares is None else proportional(shares, least, most),
+    )
+    return over_devices(problem, strategy, stages, quantities_on)
+
+
+def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
+    """Blocks recomputed in full that the user fixes per chunk; an empty list says none at all."""
+    fixed = problem.fixed_ints("recompute.per_stage")
+    return (0,) * chunks if fixed == () else fixed
+
+
+def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[float, ...] | None:
+    """Blocks of each chunk in proportion to the pace of its device; None where all are alike."""
+    devices = rank_devices(problem)
+    if len({device.name for device in devices}) == 1:
+        return None
+    chosen = priced.chosen
+    chains = [price_candidate(problem, chain, book.on(device), chosen).links for device in devices]
+    seconds = [sum(p.forward_s + p.backward_s for unit in one.kept for p in unit) for one in chains]
+    home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
+    paces = [1.0 / max(seconds[rank], 1e-12) for rank in home]
+    return tuple(len(chain.kinds) * pace / sum(paces) for pace in paces)
+
+
+def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
+    """Quantities FORWARD to TIED, in picoseconds."""
+    strategy, links = priced.strategy, priced.links
+    every = state.zero_level(strategy) >= 2
+
+    def communicates(link: LinkPrice) -> float:
+        return link.gather_s + link.reduce_s
+
+    backward = links.streamed(_backward, backward=True)
+    weight = links.sums(lambda link: link.weight_s)
+    end: tuple[Form, ...]
+    end_weight: tuple[Form, ...]
+    if strategy.grad_sync.overlap:
+        end = (backward, *links.beside(_backward, communicates))
+        end_weight = (weight, *links.beside(_weight, lambda link: link.reduce_s))
+    else:
+        end = (backward, links.sums(lambda link: link.backward_s + link.reduce_s))
+        end_weight = (weight, links.sums(lambda link: link.weight_s + link.reduce_s))
+    backwards = Quantity(forms=end if every else (backward,))
+    weights = Quantity(forms=end_weight if every else (weight,))
+    return (
+        Quantity(forms=(links.streamed(_forward, backward=False),)),
+        backwards,
+        Quantity(forms=(links.streamed(_input, backward=True),)),
+        weights,
+        backwards,
+        weights,
+        Quantity(forms=end),
+        Quantity(forms=end_weight),
+        Quantity(forms=(links.sums(_step_rate(book, priced)),)),
+        Quantity(forms=(_sends(problem, book, strategy, links),)),
+        Quantity(forms=(_tied(book, chain, priced),)),
+        *(_left(links, work, none=every, beside=strategy.grad_sync.overlap) for work in (_backward, _weight)),
+        Quantity(forms=(links.constant(0),)),
+    )
+
+
+def _forward(link: LinkPrice) -> tuple[float, float]:
+    return link.forward_s, link.forward_contended_s
+
+
+def _backward(link: LinkPrice) -> tuple[float, float]:
+    return link.backward_s, link.backward_contended_s
+
+
+def _weight(link: LinkPrice) -> tuple[float, float]:
+    return link.weight_s, 0.0
+
+
+def _left(links: PricedChain, work: Work, *, none: bool, beside: bool) -> Quantity:
+    """What is left of a chunk's reduction after such a pass, beside which it may run; `none` where each pass ends with it."""
+    nothing = links.constant(0)
+    if none:
+        return Quantity(forms=(nothing,))
+    left = links.left(work, lambda link: link.reduce_s) if beside else links.sums(lambda link: link.reduce_s)
+    return Quantity(
+        forms=(nothing, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (nothing,)
+    )
+
+
+def _input(link: LinkPrice) -> tuple[float, float]:
+    return link.input_s, link.backward_contended_s
+
+
+def _step_rate(book: PriceBook, priced: Priced) -> Value:
+    """Seconds of optimizer and of the gather of updated parameters that a link answers for: its share at the
+    rate of the whole model, as neither is faster per byte when it is smaller."""
+    strategy, links = priced.strategy, priced.links
+    every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
+    copies = max(links.count, 1)  # more than any stage has
+    axes, mode = mesh_axes(strategy), strategy.execution.kernels
+    trainable, experts = (sum(values) * copies for values in (
+        [link.trainable for link in every], [link.expert_trainable for link in every],
+    ))  # fmt: skip
+    kernels = state.optimizer_kernel(trainable, strategy, experts)
+    dense, expert = state.updates_per_parameter(strategy)
+    updated = (trainable - experts) * dense + experts * expert
+    update = sum(book.pricer.kernel_s(k, book.device, mode) for k in kernels) / max(updated, 1)
+
+    def gather_rate(count: int, *, of_experts: bool) -> float:
+        gathers = state.updated_gather(count, strategy, count if of_experts else 0)
+        return sum(book.pricer.collective_s(c, axes) for c in gathers) / max(count, 1)
+
+    gather = gather_rate(sum(link.dense for link in every) * copies, of_experts=False)
+    gather_experts = gather_rate(sum(link.experts for link in every) * copies, of_experts=True)
+    return lambda link: (
+        (link.dense_trainable * dense + link.expert_trainable * expert) * update
+        + link.dense * gather
+        + link.experts * gather_experts
+    )
+
+
+def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
+    """The exchange of gradients of tied tensors, which the first and the last stage wait for where they are on two ranks."""
+    form, chosen = priced.links.constant(0), priced.chosen
+    ties = tuple(tied_ends(book.expander.graph, chain))
+    if not ties or chosen.mesh.pp == 1 or chosen.schedule in V_SHAPED:
+        return form
+    exchanges = book.expander.tied(priced.strategy, range(len(chain.head)), ties)
+    seconds = sum(book.pricer.collective_s(c, mesh_axes(priced.strategy)) for c in exchanges)
+    return replace(form, fixed=(floor(seconds * PS), *form.fixed[1:-1], floor(seconds * PS)))
+
+
+def _sends(problem: Problem, book: PriceBook, strategy: Strategy, links: PricedChain) -> Form:
+    """The shortest message after each chunk; on an irregular network the way back to the first rank is another."""
+    form = links.constant(_send_s(problem, book, strategy) * PS)
+    if problem.cluster.network is None or strategy.pipeline.virtual_stages == 1:
+        return form
+    home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
+    back = links.constant(_send_s(problem, book, strategy, wraps=True) * PS)
+    fixed = tuple(
+        back.fixed[c] if c + 1 < len(home) and home[c + 1] < home[c] else form.fixed[c]
+        for c in range(len(form.fixed))
+    )
+    return replace(form, fixed=fixed)
+
+
+def _send_s(problem: Problem, book: PriceBook, strategy: Strategy, *, wraps: bool = False) -> float:
+    """The shortest message between neighbouring stages."""
+    if strategy.mesh.pp == 1:
+        return 0.0
+    shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
+    shards = strategy.mesh.tp if shared else 1
+    dtype, micro = problem.execution.dtype, strategy.batch.micro
+    size = book.least_message_bytes(dtype, micro, shards * strategy.mesh.cp)
+    return book.send_s(mesh_axes(strategy), size, wraps=wraps)
+
+
+def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
+    """Quantities STATE to HOST_SAVED."""
+    links = priced.links
+    split = priced.chosen.schedule in SPLIT_BACKWARD
+    return (
+        Quantity(forms=(links.sums(state_rate(priced.strategy), 1.0),)),
+        Quantity(forms=(links.sums(lambda link: link.saved, 1.0),)),
+        Quantity(forms=(links.sums(lambda link: link.weight_saved, 1.0),)),
+        forward_peak(links, ends),
+        backward_peak(links, ends),
+        weight_peak(links) if split else Quantity(forms=(links.constant(0),)),
+        Quantity(forms=(links.sums(host_state_rate(priced.strategy), 1.0),)),
+        Quantity(forms=(links.sums(lambda link: link.host_bytes, 1.0),)),
+    )
+
+

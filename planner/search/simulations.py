@@ -1,0 +1,148 @@
+"""What one search has simulated: the best of it, and what all of its parts learn from it.
+
+Both halves of the search simulate through here, so that each has the other's incumbent and critical paths. Every
+simulation is held against the bounds that are known of it: one that is below them is a bug of ours, and the answer is
+then not called proved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.problem import NOTHING, Objective, Value, objective_value
+from autoparallel.planner.search import spending
+from autoparallel.planner.search.bounds.outer import Outer
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
+from autoparallel.planner.search.partition.deals import quick_deal
+from autoparallel.planner.search.partition.forms import PS
+from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
+from autoparallel.planner.search.partition.paths import SchedulePaths
+from autoparallel.planner.search.partition.problem import Deal, StageProblem, deal_value, with_less_room
+from autoparallel.planner.search.partition.unlike import on_devices
+from autoparallel.planner.search.space.candidates import Candidate, strategy_of
+
+ROOMS_TRIED = 5  # partitions tried where memory binds, each with as much more room as the one before lacked
+
+
+@dataclass(slots=True, kw_only=True)
+class Simulations:
+    """The incumbent of a search, its value, and the work done so far (`spending`)."""
+
+    outer: Outer
+    incumbent: Evaluation | None = None
+    chosen: Candidate | None = None  # what the incumbent is of
+    value: Value = NOTHING
+    work: float = 0.0
+    seen: list[Evaluation] = field(default_factory=list)
+    candidates: dict[Candidate, Evaluation] = field(default_factory=dict)  # the best of each that was tried and fits
+    errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
+    broken: list[str] = field(default_factory=list)  # simulations below their bounds
+    _paths: dict[object, SchedulePaths] = field(default_factory=dict)
+    _simulated: dict[tuple[Candidate, Deal], Evaluation] = field(default_factory=dict)
+
+    def may_win(self, bound: Value) -> bool:
+        """Whether something with this bound could be better than the incumbent."""
+        if self.outer.problem.objective == Objective.MEMORY:
+            return bound < (self.value[0], self.value[1] * (1 - TOLERANCE))
+        return bound[0] < self.value[0] * (1 - TOLERANCE)
+
+    def below_s(self, devices: int) -> float:
+        """Seconds that a strategy on so many devices must stay below to be better than the incumbent."""
+        match self.outer.problem.objective:
+            case Objective.MEMORY:
+                return inf
+            case Objective.COST:
+                return self.value[0] * (1 - TOLERANCE) / self.outer.problem.rate_per_s(devices)
+            case _:
+                return self.value[0] * (1 - TOLERANCE)
+
+    def problem(self, chosen: Candidate) -> StageProblem | None:
+        """The stage problem of a candidate with all paths known; None where it is no strategy at all."""
+        outer = self.outer
+        try:
+            priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
+        except UserError as error:
+            self.errors.append(error)
+            return None
+        self.work += spending.PER_STAGE_PROBLEM + spending.PER_CHUNK * chosen.chunks
+        if chosen.schedule_key not in self._paths:
+            self.work += spending.PER_ACTION_LAID_OUT * chosen.actions
+            prepared = outer.book.expander.prepared(priced.strategy)
+            self._paths[chosen.schedule_key] = SchedulePaths(prepared.timetable)
+        states = outer.book.expander.prepared(priced.strategy).states
+        paths = self._paths[chosen.schedule_key]
+        return stage_problem(
+            outer.problem, outer.chain, outer.book, priced, states, outer.capacity_bytes, paths.rows
+        )
+
+    def paths(self, chosen: Candidate) -> SchedulePaths:
+        """The paths of a candidate's schedule, once it has had a stage problem."""
+        return self._paths[chosen.schedule_key]
+
+    def with_paths(self, chosen: Candidate, problem: StageProblem) -> StageProblem:
+        """The stage problem with the paths that have been learnt since."""
+        placed = on_devices(problem, self._paths[chosen.schedule_key].rows)
+        return problem.with_paths(placed)
+
+    def simulate(
+        self, chosen: Candidate, problem: StageProblem, deal: Deal, bound: Value = (0.0, 0.0)
+    ) -> Evaluation:
+        """Simulate one partition of a candidate of which a bound is known; it is the incumbent if it fits and is better."""
+        if (chosen, deal) in self._simulated:
+            return self._simulated[chosen, deal]
+        self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions
+        self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
+        self.work += spending.PER_STAGE_SIMULATED * chosen.chunks
+        strategy = strategy_of(self.outer.problem, chosen, deal)
+        found = evaluate(self.outer.book.expander, strategy, self._paths[chosen.schedule_key])
+        self._simulated[chosen, deal] = found
+        self._hold_against(found, problem, deal, bound)
+        self.seen.append(found)
+        self.consider(found, chosen=chosen)
+        return found
+
+    def _hold_against(self, found: Evaluation, problem: StageProblem, deal: Deal, bound: Value) -> None:
+        """`simulated >= bound`, for the bound of all partitions and that of this one."""
+        least_s = deal_value(problem, deal) / PS
+        if found.step_time_s < least_s * (1 - TOLERANCE):
+            self.broken.append(f"{found.step_time_s} s is below the paths' {least_s} s: {found.strategy}")
+        if self.outer.fits(found):
+            value = objective_value(self.outer.problem, found)
+            if value[0] < bound[0] * (1 - TOLERANCE):
+                self.broken.append(f"{value[0]} is below the bound {bound[0]}: {found.strategy}")
+
+    def try_quickly(self, chosen: Candidate, bound: Value = (0.0, 0.0)) -> Evaluation | None:
+        """Simulate an easily found partition of a candidate; where it does not fit, as rows bound memory from below, one
+        that leaves as much more room. None where none is found that fits."""
+        problem = self.problem(chosen)
+        if problem is None:
+            return None
+        home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
+        whole = problem
+        for _ in range(ROOMS_TRIED):
+            deal = quick_deal(problem)
+            if deal is None:
+                return None
+            found = self.simulate(chosen, whole, deal, bound)
+            if self.outer.fits(found):
+                return found
+            if self.outer.excess_bytes(found) <= 0:
+                return None
+            problem = with_less_room(problem, home, self.outer.lacking_bytes(found))
+        return None
+
+    def consider(self, *simulated: Evaluation, chosen: Candidate | None = None) -> None:
+        """Take a simulated strategy as the incumbent if it fits and is better."""
+        for found in simulated:
+            if not self.outer.fits(found):
+                continue
+            value = objective_value(self.outer.problem, found)
+            if chosen is not None:
+                best = self.candidates.get(chosen)
+                if best is None or value < objective_value(self.outer.problem, best):
+                    self.candidates[chosen] = found
+            if value < self.value:
+                self.incumbent, self.value, self.chosen = found, value, chosen
