@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.plan import InfeasiblePlan, SearchTimeout, plan
+from autoparallel.planner.search.plan import InfeasiblePlan, SearchTimeout, plan
 from autoparallel.planner.strategy.types import Strategy
 from benchmarks.random_problems.graphs import ROOT
 
@@ -94,8 +94,12 @@ def answer(problem: Problem, *, processes: int = 1) -> Answer:
 
 def left_out_of(result: object) -> tuple[str, ...]:
     """Keys that the answer's `space` says were left out: entries with `key` and `how`, "left-out: REASON"."""
-    space = getattr(result, "space", ())
-    return tuple(str(entry.key) for entry in space if str(entry.how).startswith("left-out"))
+    found = []
+    for entry in getattr(result, "space", ()):
+        said = entry if isinstance(entry, dict) else {"key": entry.key, "how": entry.how}
+        if str(said["how"]).startswith("left-out"):
+            found.append(str(said["key"]))
+    return tuple(found)
 
 
 def ended(pid: int, deadline: float) -> tuple[int, float, bool]:

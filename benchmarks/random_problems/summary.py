@@ -89,7 +89,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"{len(rows)} cases: " + ", ".join(f"{n} {name}" for name, n in status.most_common()),
         f"tried: {tried['keys']} constrained plans, {tried['strategies']} strategies ({tried['fit']} fit, "
-        f"{tried['skipped']} too long to simulate)",
+        f"{tried['skipped']} too long to simulate, {tried['ended early']} cases ended early)",
         "cases with                                                          found   asked",
         f"  a broken law, called optimal                                      {cases_with(Grade.BROKEN, status=('optimal',)):5}       0",
         f"  a broken law, other answers (nothing fits, price, own key)        {cases_with(Grade.BROKEN, status=('feasible', 'infeasible', 'nothing found')):5}       0",
