@@ -59,8 +59,8 @@ def grade_of(answer: Answer, step_time_s: float, devices: int) -> Grade:
 
 
 def better_by(answer: Answer, step_time_s: float) -> float:
-    """Share of the answer's time that the other one saves."""
-    return 1 - step_time_s / answer.step_time_s if answer.step_time_s else 1.0
+    """Share of the answer's time that the other one saves; 0 where there is no answer."""
+    return 1 - step_time_s / answer.step_time_s if answer.step_time_s else 0.0
 
 
 def differences(strategy: Strategy, base: Strategy | None) -> str:
