@@ -23,7 +23,7 @@ from benchmarks.random_problems.graphs import ROOT
 try:
     from autoparallel.planner.plan import InfeasiblePlan, SearchTimeout, plan
 except ModuleNotFoundError:  # a planner from before it stood there, to be measured against
-    from autoparallel.planner.search.plan import InfeasiblePlan, SearchTimeout, plan
+    from autoparallel.planner.plan import InfeasiblePlan, SearchTimeout, plan
 
 T = TypeVar("T")
 NEAR = 0.02  # "within 2 % of the final plan"

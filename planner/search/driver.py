@@ -20,12 +20,15 @@ from autoparallel.planner.search.dual import SHAPES_AT_ONCE, Dual
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.improve.climb import Climb
 from autoparallel.planner.search.improve.partitions import improve_partition
-from autoparallel.planner.search.improve.starts import starts
+from autoparallel.planner.search.improve.starts import smallest_first, starts
 from autoparallel.planner.search.partition.solve import EFFORT
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
+TRIES = 4  # variants of one size tried until one fits
+ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 STARTS = 12  # strategies simulated before the search proper
 DUAL_SHARE = 2.0  # work of the dual half for each unit of the local search. Kind: measured
 FIRST_DUAL = 150.0  # work of the dual half before the local search begins: easy problems are proved by then
@@ -79,11 +82,11 @@ class Search:
                 if not self.dual.step():
                     return
                 proving += self.work - before
-            elif climb.step():
-                climbing += self.work - before
             elif self.incumbent is not polished and self.sims.chosen is not None:
                 polished = self.incumbent
                 improve_partition(self.sims, self.sims.chosen, polished)
+                climbing += self.work - before
+            elif climb.step():
                 climbing += self.work - before
             else:
                 climbing = proving + FIRST_DUAL  # until something better is found to climb from
@@ -92,11 +95,24 @@ class Search:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by."""
         promises, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.most_groups)
         self.sims.work += spending.PER_VARIANT * looked_at
-        left = self.starts
-        for chosen, bound_s in promises:
+        left, found = self.starts, set[object]()
+        for promised in promises:
+            for chosen, bound_s in promised[:TRIES] if left else ():
+                self.check(self)
+                if not bound_s < self.sims.below_s(chosen.mesh.devices):
+                    continue
+                if self.sims.try_quickly(chosen) is not None:
+                    left -= 1
+                    found.add(_sizes(chosen))
+                    break
+        if left <= self.starts - ENOUGH:
+            return
+        for chosen, bound_s in smallest_first(self.dual.upcoming, self.only, self.most_actions):
             self.check(self)
-            if left and bound_s < self.sims.below_s(chosen.mesh.devices):
-                left -= self.sims.try_quickly(chosen) is not None
+            if left and _sizes(chosen) not in found and bound_s < self.sims.below_s(chosen.mesh.devices):
+                left -= 1
+                if self.sims.try_quickly(chosen) is not None:
+                    found.add(_sizes(chosen))
 
     def ended(self, rows: Ints | None = None) -> bool:
         """Search as `run` does; whether to the end."""
@@ -152,6 +168,10 @@ class Search:
     def consider(self, *simulated: Evaluation) -> None:
         """Take a simulated strategy as the incumbent if it fits and is better."""
         self.sims.consider(*simulated)
+
+
+def _sizes(chosen: Candidate) -> object:
+    return chosen.mesh.pp, chosen.mesh.tp, chosen.mesh.cp
 
 
 def after(most_work: float) -> Callable[[Search], None]:

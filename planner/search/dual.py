@@ -175,6 +175,7 @@ class Dual:
         weights = self._weights[key]
         if weights is None:
             return False
+        self.sims.layers[key] = weights.layers
         same = scheduled_alike(self.outer.space.shapes, run)
         self._push_run(run.take(~same))
         run = run.take(same)
@@ -234,6 +235,9 @@ class Dual:
         self.solved.add(chosen)
         problem = self.sims.problem(chosen)
         if problem is None:
+            return
+        if not has_choice(problem):  # one partition, which decides
+            self.sims.try_quickly(chosen, bound)
             return
         if not self._by_memory and chosen not in self.sims.candidates:
             self.sims.try_quickly(chosen, bound)

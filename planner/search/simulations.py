@@ -7,7 +7,7 @@ then not called proved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from autoparallel.errors import UserError
@@ -16,7 +16,7 @@ from autoparallel.planner.problem import NOTHING, Objective, Value, objective_va
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
-from autoparallel.planner.search.partition.deals import quick_deal
+from autoparallel.planner.search.partition.deals import proportional, quick_deal
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
 from autoparallel.planner.search.partition.paths import SchedulePaths
@@ -39,6 +39,7 @@ class Simulations:
     seen: list[Evaluation] = field(default_factory=list)
     candidates: dict[Candidate, Evaluation] = field(default_factory=dict)  # the best of each that was tried and fits
     errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
+    layers: dict[object, tuple[float, ...]] = field(default_factory=dict)  # of each chunk, by schedule: what suits it best
     broken: list[str] = field(default_factory=list)  # simulations below their bounds
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
     _simulated: dict[tuple[Candidate, Deal], Evaluation] = field(default_factory=dict)
@@ -115,11 +116,24 @@ class Simulations:
                 self.broken.append(f"{value[0]} is below the bound {bound[0]}: {found.strategy}")
 
     def try_quickly(self, chosen: Candidate, bound: Value = (0.0, 0.0)) -> Evaluation | None:
-        """Simulate an easily found partition of a candidate; where it does not fit, as rows bound memory from below, one
-        that leaves as much more room. None where none is found that fits."""
+        """Simulate easily found partitions of a candidate: layers as even as can be, or as its schedule likes them best; the
+        better one. None where none is found that fits."""
         problem = self.problem(chosen)
         if problem is None:
             return None
+        found = self._with_room(chosen, problem, bound)
+        layers = self.layers.get(chosen.schedule_key)
+        if layers is not None and problem.likely is None and problem.blocks is None:
+            whole = len(problem.kinds) / sum(layers)
+            likely = proportional([n * whole for n in layers], problem.least, problem.most)
+            other = self._with_room(chosen, replace(problem, likely=likely), bound)
+            if found is None or (other is not None and other.step_time_s < found.step_time_s):
+                found = other
+        return found
+
+    def _with_room(self, chosen: Candidate, problem: StageProblem, bound: Value) -> Evaluation | None:
+        """Simulate a quick partition; where it does not fit, as rows bound memory from below, one that leaves as much more
+        room."""
         home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
         whole = problem
         for _ in range(ROOMS_TRIED):

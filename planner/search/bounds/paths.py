@@ -34,6 +34,7 @@ class PathWeights:
     """How often a weighted mean of a schedule's paths has each quantity of each chunk."""
 
     counts: Floats  # [quantity of `TIMES`, chunk]
+    layers: tuple[float, ...]  # of each chunk, with which a walk took least
 
     def bounds_s(self, rows: Rows) -> Floats:
         """Seconds that no partition of any of these variants, all of this schedule, goes below."""
@@ -108,7 +109,7 @@ def weigh(problem: StageProblem, paths: SchedulePaths, below_s: float) -> PathWe
                 best, best_s = blocks, length_s
             if not program.add(row):
                 break
-    return _weights(program, paths) if program.solve() is not None else None
+    return _weights(program, paths, best) if program.solve() is not None else None
 
 
 def _walk(problem: StageProblem, paths: SchedulePaths, blocks: Floats) -> tuple[float, Row]:
@@ -134,7 +135,7 @@ def _walk(problem: StageProblem, paths: SchedulePaths, blocks: Floats) -> tuple[
     return times.step_time_s, paths.critical(costs, times)
 
 
-def _weights(program: Relaxation, paths: SchedulePaths) -> PathWeights | None:
+def _weights(program: Relaxation, paths: SchedulePaths, best: Floats) -> PathWeights | None:
     """The dual values of the paths, which sum to one."""
     dual = {row: max(plane.dual_value(), 0.0) for row, plane in program.planes.items()}
     total = sum(dual.values())
@@ -147,4 +148,4 @@ def _weights(program: Relaxation, paths: SchedulePaths) -> PathWeights | None:
                 paths.rows.append(row)
             for q, c, n in row.terms:
                 counts[q, c] += weight / total * n
-    return PathWeights(counts=counts)
+    return PathWeights(counts=counts, layers=tuple(best.tolist()))

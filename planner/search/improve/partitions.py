@@ -32,14 +32,14 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
         if found.path is None:
             return
         (path,) = on_devices(problem, [found.path])
-        for moved in islice(_moves(problem, deal, path), MOVES_TRIED):
+        for moved in islice(moves(problem, deal, path), MOVES_TRIED):
             tried = sims.simulate(chosen, problem, moved)
             if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
                 found, deal, better = tried, moved, True
                 break
 
 
-def _moves(problem: StageProblem, deal: Deal, path: Row) -> Iterator[Deal]:
+def moves(problem: StageProblem, deal: Deal, path: Row) -> Iterator[Deal]:
     """Partitions that fit and differ by one block, in the order of what that takes off a critical path."""
     if problem.recompute and problem.recomputed is None:
         for chunk, full in enumerate(deal.recomputed):

@@ -13,8 +13,9 @@ from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints, joined
 
-SHAPES_EACH = 3  # shapes of each size of pp, tp and cp looked at
-VARIANTS_EACH = 24  # of these shapes' variants, that are bounded rank by rank
+SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
+VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
+SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
 MOST_ACTIONS = 20_000  # of a schedule: larger ones take over a sixth of a second to lay out. Kind: measured
 
 
@@ -23,10 +24,10 @@ def starts(
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
     most_groups: int | None,
-) -> tuple[list[tuple[Candidate, float]], int]:
-    """For each size of pp, tp and cp, of the variants of its most promising shapes the one with the least bound and that
-    bound, best first; and how many variants were looked at. Not more than `most_groups` sizes, those with the most promising
-    shapes."""
+) -> tuple[list[list[tuple[Candidate, float]]], int]:
+    """For each size of pp, tp and cp, of the variants of its most promising shapes those with the least bounds, and these
+    bounds: the best of each micro-batch, as what fits depends on that; the most promising size first. And how many variants
+    were looked at. Not more than `most_groups` sizes."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
@@ -38,17 +39,45 @@ def starts(
     kept = np.flatnonzero(open_)
     kept = kept[outer.wires.inner_placements(found.take(kept)) == 0]
     kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
-    kept = first_of_each(sizes[found.shape[kept]], kept, VARIANTS_EACH)
+    both = joined(sizes[found.shape[kept]], space.shapes.micro[found.shape[kept]])
+    kept = first_of_each(both, kept, VARIANTS_EACH)
     time_s = bound_variants(outer, found.take(kept), inf).time_s
     best = np.argsort(time_s, kind="stable")
     best = best[np.isfinite(time_s[best])]
-    best = best[np.sort(np.unique(sizes[found.shape[kept[best]]], return_index=True)[1])]
-    promises = [(candidate(space, found, int(kept[i])), float(time_s[i])) for i in best]
-    return promises, len(found)
+    owners = found.shape[kept[best]]
+    best = best[np.sort(np.unique(joined(sizes[owners], space.shapes.micro[owners]), return_index=True)[1])]
+    promises: dict[int, list[tuple[Candidate, float]]] = {}
+    for at in best.tolist():
+        row = int(kept[at])
+        promises.setdefault(int(sizes[found.shape[row]]), []).append((candidate(space, found, row), float(time_s[at])))
+    return list(promises.values()), len(found)
+
+
+def smallest_first(
+    upcoming: Upcoming, only: Callable[[Variants, Shapes], Bools] | None, most_actions: int | None
+) -> list[tuple[Candidate, float]]:
+    """Where memory is short: of the sizes of pp, tp and cp the variants that need least of it, with their bounds on time;
+    the least bound of a size first."""
+    outer, space = upcoming.outer, upcoming.outer.space
+    rows = outer.best_first(upcoming.rows, len(upcoming.rows), by_memory=True)
+    sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
+    found, bounds = expand_quickly(outer, first_of_each(sizes[rows], rows, SMALLEST_EACH))
+    chunks = space.shapes.pp[found.shape] * found.virtual_stages
+    actions = 2 * chunks * space.shapes.micro_batches[found.shape]
+    open_ = np.isfinite(bounds.time_s) & (actions <= (most_actions or MOST_ACTIONS))
+    if only is not None:
+        open_ &= only(found, space.shapes.take(found.shape))
+    found = found.take(np.flatnonzero(open_))
+    least = bound_variants(outer, found, inf, memory=True)
+    order = np.argsort(least.memory_bytes, kind="stable")
+    order = first_of_each(sizes[found.shape[order]], order, SMALLEST_EACH)
+    order = order[np.argsort(least.time_s[order], kind="stable")]
+    return [(candidate(space, found, int(row)), float(least.time_s[row])) for row in order]
 
 
 def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
-    rows = first_of_each(sizes[upcoming.rows], upcoming.rows, SHAPES_EACH)
+    both = joined(sizes[upcoming.rows], upcoming.outer.space.shapes.micro[upcoming.rows])
+    rows = first_of_each(both, upcoming.rows, SHAPES_EACH)
     if most_groups is None:
         return rows
     groups, first = np.unique(sizes[rows], return_index=True)

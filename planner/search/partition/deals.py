@@ -62,6 +62,8 @@ def quick_deal(problem: StageProblem) -> Deal | None:
     tried = [problem.blocks or problem.likely or even_blocks(problem)]
     if tried[0] not in (problem.blocks, problem.likely) and len(set(problem.kinds)) > 1:
         tried.append(balanced_blocks(problem) or tried[0])
+    if problem.blocks is None and problem.recompute and problem.recomputed is None:
+        tried.append(balanced_blocks(problem, again=True) or tried[0])
     found = []
     for blocks in dict.fromkeys(tried):
         deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
@@ -72,14 +74,14 @@ def quick_deal(problem: StageProblem) -> Deal | None:
     return min(found, key=lambda deal: deal_value(problem, deal), default=None)
 
 
-def balanced_blocks(problem: StageProblem) -> tuple[int, ...] | None:
-    """Blocks such that the longest chunk takes least time forward and backward and nothing is recomputed, as far as single
+def balanced_blocks(problem: StageProblem, *, again: bool = False) -> tuple[int, ...] | None:
+    """Blocks such that the longest chunk takes least time forward and backward and nothing (with `again` everything) is recomputed, as far as single
     chunks fill a rank; of equal ones the last chunks have most, as the first ones hold most micro-batches. None where
     there is no such deal."""
     passes = [problem.quantities[q].forms[0] for q in (Q.FORWARD, Q.BACKWARD)]
     each = [sum(form.kept[kind] for form in passes) for kind in problem.kinds]
     fixed = [sum(form.fixed[c] for form in passes) for c in range(problem.chunks)]
-    most = _most_kept(problem)
+    most = _most_kept(problem, again=again)
     low, high = 0, sum(each) + sum(map(abs, fixed)) + 1
     best = _filled_from_behind(problem, each, fixed, most, high)
     while best is not None and high - low > max(high // 1000, 1):
@@ -89,8 +91,8 @@ def balanced_blocks(problem: StageProblem) -> tuple[int, ...] | None:
     return best
 
 
-def _most_kept(problem: StageProblem) -> Callable[[int, int], int]:
-    """The most blocks that a chunk keeps without recomputing, by chunk and where they end."""
+def _most_kept(problem: StageProblem, *, again: bool) -> Callable[[int, int], int]:
+    """The most blocks that a chunk holds without recomputing, or recomputing all (`again`), by chunk and where they end."""
     rows: dict[int, list[Row]] = {}
     for row in problem.memory:
         chunks = {chunk for _, chunk, _ in row.terms}
@@ -103,7 +105,7 @@ def _most_kept(problem: StageProblem) -> Callable[[int, int], int]:
             here = range(end - count, end)
             return all(
                 row.constant
-                + sum(n * piece_amount(problem, problem.quantities[q], c, here, 0) for q, c, n in row.terms)
+                + sum(n * piece_amount(problem, problem.quantities[q], c, here, count * again) for q, c, n in row.terms)
                 <= problem.room(row)
                 for row in rows.get(chunk, ())
             )

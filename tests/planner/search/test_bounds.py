@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds import tables
 from autoparallel.planner.search.bounds.outer import (
     Outer,
     bound_variants,
-    exchange_bounds,
-    expand_quickly,
     expand_shapes,
     outer_of,
-    refined_bounds,
+    rows_of,
 )
-from autoparallel.planner.search.bounds.variants import Bounds
-from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.plan import plan
-from autoparallel.planner.search.space.build import MODES, Variants
+from autoparallel.planner.search.bounds.paths import weigh
+from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.partition.deals import even_deal
-from autoparallel.planner.search.partition.inner import price_candidate, stage_problem, with_paths
-from autoparallel.planner.search.partition.problem import Deal, deal_value, row_values
-from autoparallel.planner.search.partition.rows import path_row
+from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
+from autoparallel.planner.search.partition.problem import Deal, Q, deal_value, row_values
+from autoparallel.planner.search.partition.paths import SchedulePaths
+from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -57,7 +55,6 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         )
     )
     assert outer is not None
-    outer.settle(np.arange(len(outer.space.shapes)))
     return outer
 
 
@@ -96,72 +93,27 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
         time_s = bound_variants(tight, one, FOREVER).time_s[0]
         assert time_s <= found.step_time_s * (1 + 1e-9), shown
         if placed[row]:
-            refined = refined_bounds(tight, one, chosen.mesh, FOREVER, memory=False)
-            assert refined.time_s[0] <= found.step_time_s * (1 + 1e-9), shown
+            outer.far.price(chosen.mesh, outer.space.shapes, shape, int(placed[row]))
+            assert bound_variants(tight, one, FOREVER).time_s[0] <= found.step_time_s * (1 + 1e-9), shown
+        _paths_are_below(tight, one, chosen, found, shown)
         _stage_problem_is_below(outer, chosen, deal, shown, random_deal(rng, outer, chosen))
 
 
-@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
-def test_a_core_bounds_its_settings(
-    cluster: str, scale: int, kernels: str, monkeypatch: pytest.MonkeyPatch
+def _paths_are_below(
+    outer: Outer, one: Variants, chosen: Candidate, found: Evaluation, shown: str
 ) -> None:
-    exact = outer_for(cluster, scale, kernels)
-    monkeypatch.setattr(tables, "MANY", 0)
-    loose = outer_of(exact.problem)
-    assert loose is not None
-    assert not loose.table.exact.all()
-    fits = np.isfinite(exact.units.unit_forward_s)
-    for name in (f.name for f in fields(exact.units)):
-        one, other = getattr(loose.units, name), getattr(exact.units, name)
-        assert (one[fits] <= other[fits] * (1 + 1e-12)).all(), name
-    assert (loose.bounds.time_s <= exact.bounds.time_s * (1 + 1e-12)).all()
-    assert (loose.bounds.memory_bytes <= exact.bounds.memory_bytes * (1 + 1e-12)).all()
-
-
-@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[::2])
-def test_a_block_holds_no_less_in_its_backward_than_its_core_does(
-    cluster: str, scale: int, kernels: str
-) -> None:
-    outer = outer_for(cluster, scale, kernels)
-
-    def held(key: list[float]) -> list[int]:
-        """Of each kind of block, kept and recomputed in full."""
-        strategy = tables.representative(outer.problem, outer.chain, key)
-        modes = dict.fromkeys((strategy.recompute.mode, "full"))
-        links = [outer.book.link(strategy, unit[0], mode) for unit in outer.chain.units for mode in modes]
-        return [link.saved + link.recomputed + link.backward_temp for link in links]
-
-    for key in outer.table.settings.tolist():
-        assert min(held(key)) >= min(held([0, *key[1:3], MODES.index("none"), *key[4:]])), key
-
-
-def test_shapes_settled_one_by_one_are_bounded_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = outer_for(*CASES[0])
-    monkeypatch.setattr(tables, "MANY", 0)
-    loose = outer_of(exact.problem)
-    assert loose is not None
-    untouched = loose.copy()
-    for shape in np.random.default_rng(0).permutation(len(loose.space.shapes)):
-        loose.settle(np.array([shape]))
-    assert loose.table.exact.all()
-    assert not untouched.table.exact.all()
-    assert (loose.bounds.time_s == exact.bounds.time_s).all()
-    assert (loose.bounds.memory_bytes == exact.bounds.memory_bytes).all()
-    assert (untouched.bounds.time_s <= exact.bounds.time_s).all()
-
-
-@pytest.mark.parametrize("case", CASES[::3])
-def test_a_search_that_prices_later_finds_the_same(
-    case: tuple[str, int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = outer_for(*case).problem
-    at_once = plan(problem, advise=False)
-    monkeypatch.setattr(tables, "MANY", 0)
-    later = plan(problem, advise=False)
-    for one, other in ((later, at_once), (at_once, later)):
-        assert one.lower_bound_s <= other.prediction.step_time_s * (1 + 2e-6)
-    if {later.status, at_once.status} == {"optimal"}:
-        assert later.prediction.step_time_s == pytest.approx(at_once.prediction.step_time_s, rel=2e-6)
+    """Neither the weighted paths of its schedule nor the linear relaxation of its stage problem is above a simulation."""
+    sims = Simulations(outer=outer)
+    problem = sims.problem(chosen)
+    assert problem is not None
+    paths = sims.paths(chosen)
+    weights = weigh(problem, paths, FOREVER)
+    assert (weights is not None) == (problem.chunks > 1)
+    if weights is not None:
+        assert weights.bounds_s(rows_of(outer, one))[0] <= found.step_time_s * (1 + 1e-6), shown
+    relaxed_s = relaxed_bound_s(problem, paths.rows)
+    assert relaxed_s is not None, shown
+    assert relaxed_s <= found.step_time_s * (1 + 1e-6), shown
 
 
 def test_recomputed_blocks_with_activations_on_the_host_are_bounded() -> None:
@@ -183,29 +135,27 @@ def test_a_path_through_tied_gradients_and_reductions_in_turn_says_nearly_all_of
         schedule="interleaved-1f1b", virtual_stages=2, mode="none", offload=Offload(), compression=(),
     )  # fmt: skip
     deal = Deal(blocks=(1, 1, 1, 1), recomputed=(0, 0, 0, 0))
-    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal))
-    parts = {part for part, _, _ in found.path().terms}
     priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
-    states = outer.book.expander.prepared(priced.strategy).states
-    problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, 1e18)
-    (row,) = with_paths(replace(problem, paths=()), [path_row(found.path())]).paths
-    assert {"tied", "reduce_s"} <= parts, found.path()
-    assert next(row_values(problem, (row,), deal)) / 1e12 > 0.9 * found.step_time_s, found.path()
+    prepared = outer.book.expander.prepared(priced.strategy)
+    paths = SchedulePaths(prepared.timetable)
+    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal), paths)
+    problem = stage_problem(outer.problem, outer.chain, outer.book, priced, prepared.states, 1e18)
+    assert found.path is not None
+    assert {Q.TIED, Q.END} <= {Q(quantity) for quantity, _, _ in found.path.terms}, found.path
+    assert next(row_values(problem, (found.path,), deal)) / 1e12 > 0.9 * found.step_time_s, found.path
 
 
 def _stage_problem_is_below(
     outer: Outer, chosen: Candidate, deal: Deal, shown: str, other: Deal | None = None
 ) -> None:
     """No row of a deal's stage problem is above its simulation, its own path and that of another deal among them."""
-    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal))
     priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
-    states = outer.book.expander.prepared(priced.strategy).states
-    problem = stage_problem(outer.problem, outer.chain, outer.book, priced, states, 1e18)
-    learnt = [
-        found,
-        *(evaluate(outer.book.expander, strategy_of(outer.problem, chosen, d)) for d in [other] if d),
-    ]
-    problem = with_paths(problem, [path_row(one.path()) for one in learnt])
+    prepared = outer.book.expander.prepared(priced.strategy)
+    paths = SchedulePaths(prepared.timetable)
+    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal), paths)
+    if other is not None:
+        evaluate(outer.book.expander, strategy_of(outer.problem, chosen, other), paths)
+    problem = stage_problem(outer.problem, outer.chain, outer.book, priced, prepared.states, 1e18, paths.rows)
     assert deal_value(problem, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
     for row in problem.memory:
         own = row.capacity_bytes is None
@@ -244,18 +194,3 @@ def test_what_cannot_fit_has_no_time() -> None:
     assert np.all(np.isinf(bounds.time_s))
 
 
-@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[:2])
-def test_what_a_shape_exchanges_at_least_is_no_more_than_what_any_of_its_variants_does(
-    cluster: str, scale: int, kernels: str
-) -> None:
-    outer = outer_for(cluster, scale, kernels)
-    rows = np.arange(len(outer.space.shapes))
-    least_s = exchange_bounds(outer, rows)
-    nothing = np.zeros(len(rows))
-    bare = replace(outer, bounds=Bounds(time_s=nothing, memory_bytes=nothing))
-    every, bounds = expand_quickly(bare, rows)
-    fastest_s = np.full(len(rows), np.inf)
-    np.minimum.at(fastest_s, every.shape, bounds.time_s)
-    assert np.all(least_s <= fastest_s * (1 + 1e-9))
-    closest = (least_s / fastest_s)[np.isfinite(fastest_s)]
-    assert np.median(closest) > 0.9

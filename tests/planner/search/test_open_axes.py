@@ -118,7 +118,7 @@ def test_no_bound_of_a_model_of_nearly_equal_blocks_exceeds_the_simulation(ep: i
     every, quick = expand_quickly(outer, np.arange(len(outer.space.shapes)))
     for row in rng.sample(range(len(every)), 15):
         chosen = candidate(outer.space, every, row)
-        blocks, most = chunk_sizes(case.graph, chosen)
+        blocks, most = chunk_sizes(case.graph, chosen.chunks)
         while sum(blocks) < len(outer.chain.kinds):
             more = rng.choice([c for c, n in enumerate(blocks) if n < most[c]])
             blocks = tuple(n + (c == more) for c, n in enumerate(blocks))

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoparallel.planner.search.nearby import MOVES_TRIED, moves
+from autoparallel.planner.search.improve.partitions import moves
 from autoparallel.planner.search.partition.deals import balanced_blocks
-from autoparallel.planner.search.partition.layers import solve_in_layers, with_fitting_chunks
 from autoparallel.planner.search.partition.peaks import last_kinds
 from autoparallel.planner.search.partition.problem import (
     Deal,
@@ -26,7 +25,7 @@ from autoparallel.planner.search.partition.problem import (
     with_less_room,
     without_needless_recomputation,
 )
-from autoparallel.planner.search.partition.solve import solve_stages, solve_with_cp_sat
+from autoparallel.planner.search.partition.solve import solve_stages
 
 SECONDS, BYTES = 0, 1
 
@@ -85,14 +84,14 @@ def test_no_deal_is_better_than_the_solvers(
     kinds = (0,) * len(kinds) if one_kind else kinds
     problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, recompute=recompute, ends=ends)
     best = min((deal_value(problem, deal) for deal in deals(problem)), default=None)
-    for answer in (solve_stages(problem), solve_with_cp_sat(problem)):
-        if best is None:
-            assert answer is None, answer
-        else:
-            assert answer is not None
-            assert answer.deal is not None
-            assert (answer.value, answer.bound) == (best, best), problem
-            assert deal_fits(problem, answer.deal)
+    answer = solve_stages(problem)
+    if best is None:
+        assert answer is None, answer
+    else:
+        assert answer is not None
+        assert answer.deal is not None
+        assert (answer.value, answer.bound) == (best, best), problem
+        assert deal_fits(problem, answer.deal)
 
 
 def test_nothing_is_recomputed_where_every_deal_fits_and_it_takes_time() -> None:
@@ -162,22 +161,6 @@ UNLIKE = st.lists(st.integers(0, 1), min_size=2, max_size=6).map(tuple)
 
 
 @settings(max_examples=60)
-@given(kinds=UNLIKE, chunks=st.integers(2, 3), capacity=st.integers(8, 120), below=st.integers(20, 300),
-       ends=st.integers(0, 1))  # fmt: skip
-def test_chunks_too_large_for_the_limit_are_in_no_deal_below_it(
-    kinds: tuple[int, ...], chunks: int, capacity: int, below: int, ends: int
-) -> None:
-    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
-    smaller = with_fitting_chunks(problem, below)
-    found = [deal for deal in deals(problem) if deal_value(problem, deal) < below]
-    assert all(deal_fits(smaller, deal) for deal in found)
-    small_enough, answer = solve_in_layers(problem, (), below)
-    assert small_enough
-    best = min((deal_value(problem, deal) for deal in found), default=None)
-    assert (None if answer is None else answer.value) == best
-
-
-@settings(max_examples=60)
 @given(kinds=UNLIKE, sizes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4))
 def test_a_chunk_ends_with_one_of_the_kinds_that_it_can_end_with(
     kinds: tuple[int, ...], sizes: list[tuple[int, int]]
@@ -225,27 +208,6 @@ def test_a_rank_that_lacks_bytes_has_as_many_less(
     assert [b - a for a, b in zip(before, after, strict=True)] == [max(n, 0) for n in lacking]
 
 
-@settings(max_examples=40, deadline=None)
-@given(kinds=UNLIKE, chunks=st.integers(1, 4), capacity=st.integers(10, 90), ends=st.integers(0, 1))
-def test_layers_find_deal_after_deal_best_first_though_they_drop_dominated_ones(
-    kinds: tuple[int, ...], chunks: int, capacity: int, ends: int
-) -> None:
-    problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
-    expected = sorted(deal_value(problem, deal) for deal in deals(problem))
-    found: list[Deal] = []
-    values: list[int] = []
-    for _ in expected[:6]:
-        small_enough, answer = solve_in_layers(problem, found, None)
-        assert small_enough
-        assert answer is not None
-        assert answer.deal is not None
-        assert deal_fits(problem, answer.deal)
-        found.append(answer.deal)
-        values.append(answer.value)
-    assert values == expected[:6]
-    assert len(set(found)) == len(found)
-
-
 @settings(max_examples=40)
 @given(
     kinds=st.lists(st.integers(0, 1), min_size=3, max_size=6).map(tuple),
@@ -258,8 +220,7 @@ def test_moves_take_one_block_off_what_decides(
     row = problem.paths[path % chunks]
     weight = {chunk: factor for _, chunk, factor in row.terms}
     for deal in deals(problem):
-        found = list(moves(problem, deal, row))
-        assert len(found) <= MOVES_TRIED
+        found = [one for one in moves(problem, deal, row) if one.blocks != deal.blocks]
         gains = []
         for moved in found:
             assert deal_fits(problem, moved)
