@@ -38,6 +38,8 @@ DAY_S = 86400.0
 # Spans per pipeline rank that a strategy file keeps of a timeline: enough to see fill, steady state and drain,
 # few enough to tell them apart in a picture.
 TIMELINE_SPANS_PER_RANK = 64
+# Of `[search]`, what `--json` prints beside the seconds.
+PROOF = ("status", "lower_bound_s", "gap", "optimum_s", "optimum", "instead", "candidates", "pruned", "space")
 # Likewise of the strategies that the search priced: what the scatter shows.
 EXPLORED_POINTS = 300
 
@@ -225,8 +227,14 @@ def search_table(result: PlanResult) -> dict[str, Any]:
         "status": result.status,
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
+        "optimum_s": result.optimum_s or result.prediction.step_time_s,
+        **({"optimum": strategy_label(result.optimum), "instead": result.instead} if result.optimum else {}),
         "candidates": result.candidates,
         "pruned": result.pruned,
+        "space": [
+            {"key": one.key, "how": one.how, **({"besides": one.besides} if one.besides else {})}
+            for one in result.space
+        ],
         "alternatives": [
             {**alternative_table(other, result.strategy), "label": strategy_label(other.strategy)}
             for other in result.alternatives
@@ -303,7 +311,7 @@ def plan_answer(
     return {
         **score_answer(result.strategy, predicted),
         "search": {
-            **{key: search[key] for key in ("status", "lower_bound_s", "gap", "candidates", "pruned")},
+            **{key: search[key] for key in PROOF if key in search},
             "seconds": dict(seconds),
         },
         "alternatives": [

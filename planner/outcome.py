@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.problem import Value
+from autoparallel.planner.search.space.certificate import SpaceKey
 from autoparallel.planner.strategy.types import Strategy
 
 GIB = 1024**3
@@ -104,7 +105,12 @@ class PlanResult:
     alternatives: tuple[Alternative, ...] = ()
     explored: tuple[Explored, ...] = ()
     constraints: tuple[ConstraintCost, ...] = ()  # where an explanation was asked for
-    tradeoffs: tuple[TradeOff, ...] = ()  # likewise: the search of time, memory and price
+    tradeoffs: tuple[TradeOff, ...] = ()  # likewise: the frontier of time, memory and price
+    optimum: Strategy | None = None  # what the proof is about, where something simpler was chosen
+    optimum_s: float = 0.0  # its seconds per step; the plan's own where it is the optimum
+    instead: str = ""  # why the plan was chosen instead, in words
+    space: tuple[SpaceKey, ...] = ()  # what the search covered, key by key
+    broken: tuple[str, ...] = ()  # simulations below their bounds: bugs of ours, with which nothing is called proved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

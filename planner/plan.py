@@ -39,6 +39,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.points import search_points
+from autoparallel.planner.search.space.certificate import space_of
 
 __all__ = [
     "Alternative",
@@ -77,8 +78,9 @@ def plan(
     advise: bool = True,
     expander: Expander | None = None,
     processes: int = 1,
+    within: float = 0.0,
 ) -> PlanResult:
-    """The best strategy of the problem's space, and how far that is proved.
+    """The best strategy of the problem's space, and how far that is proved; of what is `within` that share of it, the simplest.
 
     A time limit or an interrupt returns the best so far with its gap. `explain` also looks for the best plan
     without each constraint, and longer for the best of each kind that was not chosen. Where nothing fits, `advise` looks
@@ -97,22 +99,35 @@ def plan(
             )
     started_s = time.monotonic()
     watch = _Watch(started_s, time_limit_s, progress)
-    if tiers_matter(problem, alike=not has_parts(problem)):
+    tables = tiers_matter(problem, alike=not has_parts(problem))
+    if tables:
         from autoparallel.planner.embedding.answer import plan_tiers
 
         def on_devices(bare: Problem, *, tell: bool) -> PlanResult:
-            return _plan(bare, watch, expander, processes, explain=explain, advise=advise and tell)
+            told = advise and tell
+            return _plan(bare, watch, expander, processes, within, explain=explain, advise=told)
 
         result = plan_tiers(problem, expander, on_devices, watch.check_time)
     elif has_parts(problem):
-        result = plan_parts(without_tables(problem), watch.check, explain=explain, share=watch.share)
+        result = plan_parts(
+            without_tables(problem), watch.check, explain=explain, share=watch.share, within=within
+        )
     else:
-        result = _plan(without_tables(problem), watch, expander, processes, explain=explain, advise=advise)
-    return replace(result, seconds=time.monotonic() - started_s)
+        bare = without_tables(problem)
+        result = _plan(bare, watch, expander, processes, within, explain=explain, advise=advise)
+    space = space_of(problem, tables=tables)
+    return replace(result, seconds=time.monotonic() - started_s, space=space)
 
 
 def _plan(
-    problem: Problem, watch: _Watch, expander: Expander | None, processes: int, *, explain: bool, advise: bool
+    problem: Problem,
+    watch: _Watch,
+    expander: Expander | None,
+    processes: int,
+    within: float,
+    *,
+    explain: bool,
+    advise: bool,
 ) -> PlanResult:
     """One search; where nothing fits, `advise` asks for the reason and what would."""
     outer = outer_of(problem, expander, processes)
@@ -135,7 +150,9 @@ def _plan(
         watch.say_advising(search)
         raise explain_infeasible(outer, lambda: watch.check_time(None))
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
-    return result_of(outer, search, work=work, explain=explain and not stopped, processes=processes)
+    return result_of(
+        outer, search, work=work, explain=explain and not stopped, processes=processes, within=within
+    )
 
 
 class _Watch:

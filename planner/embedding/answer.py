@@ -124,7 +124,7 @@ def _answer(
     if devices is not None:
         least = min(least, objective_value(problem, devices.prediction)[0] * (1 - devices.gap))
     optimal = least >= value[0] * (1 - TOLERANCE)
-    proof = proof_of(problem, prediction, value[0], least, optimal=optimal)
+    proof = proof_of(problem, prediction.step_time_s, value[0], least, optimal=optimal)
     seen = devices.explored if devices is not None else ()
     solved = devices.candidates - devices.pruned if devices is not None else 0
     candidates = search.candidates + (devices.candidates if devices is not None else 0)

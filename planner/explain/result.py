@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.check import check_plan
 from autoparallel.planner.explain.alternatives import alternatives
+from autoparallel.planner.explain.choice import complexity, is_tight, simpler_because
 from autoparallel.planner.explain.constraints import constraint_costs
 from autoparallel.planner.explain.simplest import simplest
 from autoparallel.planner.explain.tradeoffs import tradeoffs
 from autoparallel.planner.outcome import GIB, Alternative, ConstraintCost, Explored, PlanResult
-from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import completed, score
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.driver import Search
+from autoparallel.planner.search.space.certificate import space_of
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
 from autoparallel.planner.strategy.types import Strategy
 
@@ -22,22 +24,26 @@ IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's
 
 
 def result_of(
-    outer: Outer, search: Search, *, work: float, explain: bool, processes: int = 1
+    outer: Outer, search: Search, *, work: float, explain: bool, processes: int = 1, within: float = 0.0
 ) -> PlanResult:
     """The answer of one search that found something; `work` goes into each kind of rejected strategy, and all of them are
-    looked for in so many `processes`. Its seconds are still to come."""
+    looked for in so many `processes`. Of what is `within` that share of the optimum the simplest is chosen. Its seconds are
+    still to come."""
     assert search.incumbent is not None
     problem, expander = outer.problem, outer.book.expander
     search.sims.incumbent = simplest(outer, search.incumbent)
     rivals = _rivals(outer, search, work, processes)
-    search.sims.incumbent = simplest(outer, search.incumbent)  # a rival may have taken its place
-    rivals = tuple(one for one in rivals if one.strategy != search.incumbent.strategy)
-    strategy = completed(expander, search.incumbent.strategy)
+    best = search.sims.incumbent = simplest(outer, search.incumbent)  # a rival may have taken its place
+    chosen = _chosen(outer, search, rivals, within)
+    rivals = tuple(one for one in rivals if one.strategy != chosen.strategy)
+    strategy = completed(expander, chosen.strategy)
     prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction, expander)
-    bound = search.bound()
-    proof = proof_of(problem, prediction, search.value[0], bound[0], optimal=not search.may_win(bound))
-    candidates = search.candidates
+    bound, broken = search.bound(), tuple(search.sims.broken)
+    proof = proof_of(
+        problem, best.step_time_s, search.value[0], bound[0], optimal=not broken and not search.may_win(bound)
+    )
+    candidates, other = search.candidates, chosen is not best
     return PlanResult(
         strategy=strategy,
         prediction=prediction,
@@ -48,10 +54,32 @@ def result_of(
         pruned=max(candidates - search.solved, 0),
         seconds=0.0,
         alternatives=rivals,
-        constraints=_constraints(outer, search.incumbent) if explain else (),
+        constraints=_constraints(outer, best) if explain else (),
         explored=explored(outer, search),
-        tradeoffs=tradeoffs(outer, search.incumbent) if explain else (),
+        tradeoffs=tradeoffs(outer, chosen) if explain else (),
+        optimum=completed(expander, best.strategy) if other else None,
+        optimum_s=best.step_time_s,
+        instead=simpler_because(chosen.strategy, best.strategy, (is_tight(chosen), is_tight(best))) if other else "",
+        space=space_of(problem),
+        broken=broken,
     )
+
+
+def _chosen(outer: Outer, search: Search, rivals: Sequence[Alternative], within: float) -> Evaluation:
+    """The simplest of what was simulated within a share of the optimum."""
+    best = search.incumbent
+    assert best is not None
+    problem = outer.problem
+    if not within or problem.objective is Objective.MEMORY:
+        return best
+    limit = search.value[0] * (1.0 + within)
+    near = [one for one in search.seen if outer.fits(one) and objective_value(problem, one)[0] <= limit]
+    kinds = [evaluate(outer.book.expander, a.strategy) for a in rivals if a.feasible and a.value[0] <= limit]
+    found = min((best, *near, *kinds), key=lambda one: (complexity(one.strategy, one), one.step_time_s))
+    if complexity(found.strategy, found) == complexity(best.strategy, best):
+        return best
+    found = simplest(outer, found, limit=limit)
+    return best if found.strategy == best.strategy else found
 
 
 def _rivals(outer: Outer, search: Search, work: float, processes: int) -> tuple[Alternative, ...]:
@@ -101,7 +129,7 @@ class Proof:
     lower_bound_s: float
 
 
-def proof_of(problem: Problem, prediction: Prediction, value: float, bound: float, *, optimal: bool) -> Proof:
+def proof_of(problem: Problem, step_time_s: float, value: float, bound: float, *, optimal: bool) -> Proof:
     """The proof for a strategy worth `value` where nothing is below `bound`. `lower_bound_s` is the bound on the objective
     as seconds on as many devices; the step itself where seconds come second."""
     gap = 0.0 if optimal else max(0.0, 1.0 - bound / value)
@@ -109,7 +137,7 @@ def proof_of(problem: Problem, prediction: Prediction, value: float, bound: floa
     return Proof(
         status="optimal" if optimal else "feasible",
         gap=gap,
-        lower_bound_s=prediction.step_time_s * (1 - below),
+        lower_bound_s=step_time_s * (1 - below),
     )
 
 

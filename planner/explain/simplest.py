@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from autoparallel.errors import UserError
 from autoparallel.planner.check import constraint_problems
@@ -19,9 +20,12 @@ from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Offload, Recompute, Strategy
 
 
-def simplest(outer: Outer, best: Evaluation) -> Evaluation:
-    """`best` without what makes it no better, as far as the user's constraints go."""
+def simplest(outer: Outer, best: Evaluation, limit: float | None = None) -> Evaluation:
+    """`best` without what makes it no better (or no worse than `limit` in the objective), as far as the user's constraints
+    go."""
     value, found = objective_value(outer.problem, best), best
+    if limit is not None:
+        value = (limit, inf)
     while (simpler := next(_as_good(outer, found.strategy, value), None)) is not None:
         found = simpler
     return found

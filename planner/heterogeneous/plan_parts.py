@@ -57,6 +57,7 @@ def plan_parts(
     *,
     explain: bool,
     share: Callable[[float, float], None],
+    within: float = 0.0,
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
     waiting = deque(_promising_first(every_part(problem), check))
@@ -91,7 +92,8 @@ def plan_parts(
         raise _nothing(problem, done, errors, stopped=stopped)
     bound = (0.0, 0.0) if stopped and waiting else _bound(done)
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
-    return _whole(problem, winners[-1], done, bound, work=work, explain=explain and not stopped)
+    told = explain and not stopped
+    return _whole(problem, winners[-1], done, bound, work=work, explain=told, within=within)
 
 
 def _promising_first(
@@ -183,16 +185,23 @@ def _nothing(problem: Problem, done: list[Searched], errors: list[UserError], *,
 
 
 def _whole(
-    problem: Problem, winner: Searched, done: list[Searched], bound: Value, *, work: float, explain: bool
+    problem: Problem,
+    winner: Searched,
+    done: list[Searched],
+    bound: Value,
+    *,
+    work: float,
+    explain: bool,
+    within: float,
 ) -> PlanResult:
     """The winner's answer as one of the whole cluster, with the other parts among what was rejected."""
-    found = result_of(winner.outer, winner.search, work=work, explain=explain)
+    found = result_of(winner.outer, winner.search, work=work, explain=explain, within=within)
     strategy = winner.part.whole(found.strategy)
     prediction = score(problem.graph, problem.cluster, strategy)
     check_plan(problem, strategy, prediction)
     value = winner.search.value
     optimal = not bound[0] < value[0] * (1 - TOLERANCE)
-    proof = proof_of(problem, prediction, value[0], bound[0], optimal=optimal)
+    proof = proof_of(problem, found.optimum_s, value[0], bound[0], optimal=optimal)
     others = [
         one for one in (_other(one, found) for one in done if one is not winner and not one.part.loose) if one
     ]
@@ -204,6 +213,7 @@ def _whole(
     return replace(
         found, strategy=strategy, prediction=prediction, status=proof.status, gap=proof.gap,
         lower_bound_s=proof.lower_bound_s,
+        optimum=winner.part.whole(found.optimum) if found.optimum is not None else None,
         candidates=sum(one.search.candidates for one in done),
         pruned=sum(max(one.search.candidates - one.search.solved, 0) for one in done),
         alternatives=tuple(kept.values()), explored=tuple(points),

@@ -19,6 +19,7 @@ from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.dual import SHAPES_AT_ONCE, Dual
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.improve.climb import Climb
+from autoparallel.planner.search.improve.details import improve_details
 from autoparallel.planner.search.improve.partitions import improve_partition
 from autoparallel.planner.search.improve.starts import smallest_first, starts
 from autoparallel.planner.search.partition.solve import EFFORT
@@ -80,16 +81,24 @@ class Search:
             before = self.work
             if proving <= climbing * DUAL_SHARE:
                 if not self.dual.step():
+                    if self.climbs and self.incumbent is not polished:
+                        self._polish()
                     return
                 proving += self.work - before
-            elif self.incumbent is not polished and self.sims.chosen is not None:
+            elif self.incumbent is not polished:
+                self._polish()
                 polished = self.incumbent
-                improve_partition(self.sims, self.sims.chosen, polished)
                 climbing += self.work - before
             elif climb.step():
                 climbing += self.work - before
             else:
                 climbing = proving + FIRST_DUAL  # until something better is found to climb from
+
+    def _polish(self) -> None:
+        """Improve what of the incumbent no candidate tells apart: its partition, and details."""
+        if self.incumbent is not None and self.sims.chosen is not None:
+            improve_partition(self.sims, self.sims.chosen, self.incumbent)
+        improve_details(self.sims)
 
     def _start(self) -> None:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by."""

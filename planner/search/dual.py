@@ -51,7 +51,9 @@ class Dual:
     solved: set[Candidate] = field(default_factory=set)
     upcoming: Upcoming = field(init=False)
     _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
-    _undecided: list[tuple[Value, int, Node | Run]] = field(default_factory=list)  # solved again when no other is open
+    _undecided: list[tuple[Value, int, Node | Run]] = field(
+        default_factory=list
+    )  # solved again when no other is open
     _pushed: int = 0
     _weights: dict[object, PathWeights | None] = field(default_factory=dict)  # by schedule
     _current: Value = NOTHING

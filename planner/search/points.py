@@ -176,9 +176,7 @@ def _of_setting(search: Search, rows: Ints) -> Iterator[Asked]:
         return
     strategy = _example(outer, int(found.shape[np.argmin(free_s)]))
     binds = bool((bound_variants(outer, found, inf).time_s > free_s * BINDS).any())
-    yield Asked(
-        strategy=strategy, rows=rows, prices=(FASTEST, *(_prices(search, strategy) if binds else ()))
-    )
+    yield Asked(strategy=strategy, rows=rows, prices=(FASTEST, *(_prices(search, strategy) if binds else ())))
 
 
 def _prices(search: Search, strategy: Strategy) -> tuple[float, ...]:

@@ -37,9 +37,13 @@ class Simulations:
     value: Value = NOTHING
     work: float = 0.0
     seen: list[Evaluation] = field(default_factory=list)
-    candidates: dict[Candidate, Evaluation] = field(default_factory=dict)  # the best of each that was tried and fits
+    candidates: dict[Candidate, Evaluation] = field(
+        default_factory=dict
+    )  # the best of each that was tried and fits
     errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
-    layers: dict[object, tuple[float, ...]] = field(default_factory=dict)  # of each chunk, by schedule: what suits it best
+    layers: dict[object, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # of each chunk, by schedule: what suits it best
     broken: list[str] = field(default_factory=list)  # simulations below their bounds
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
     _simulated: dict[tuple[Candidate, Deal], Evaluation] = field(default_factory=dict)

@@ -44,5 +44,8 @@ def in_flight(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp:
     down, up = np.minimum(2 * pp - 1 - rank, m), np.minimum(rank + 1, m)
     v_shaped = InFlight(least=up, part=up, most=down, whole=np.ones_like(down), all=down + up)
     return InFlight(
-        **{f.name: np.where(shaped, getattr(v_shaped, f.name), getattr(found, f.name)) for f in fields(InFlight)}
+        **{
+            f.name: np.where(shaped, getattr(v_shaped, f.name), getattr(found, f.name))
+            for f in fields(InFlight)
+        }
     )

@@ -31,6 +31,7 @@ from autoparallel.planner.search.space.build import (
     variants,
 )
 from autoparallel.planner.search.space.meshes import Floats, Ints
+from autoparallel.planner.search.space.syncs import open_algorithms, widest_bucket_mib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,10 @@ def outer_of(problem: Problem, expander: Expander | None = None, processes: int 
     if not len(space.shapes) or not space.counts().any():
         return None
     expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
-    book = PriceBook(expander=expander, pricer=expander.pricer, device=fastest(rank_devices(problem)))
+    book = PriceBook(
+        expander=expander, pricer=expander.pricer, device=fastest(rank_devices(problem)),
+        algorithms=open_algorithms(problem), bucket_mib=widest_bucket_mib(problem),
+    )  # fmt: skip
     return build_outer(problem, space, units_of(problem.graph), book, max(capacities(problem)), processes)
 
 
@@ -134,9 +138,7 @@ def expand_quickly(outer: Outer, rows: Ints) -> tuple[Variants, Bounds]:
     )
 
 
-def bound_variants(
-    outer: Outer, found: Variants, below_s: float, *, memory: bool = False
-) -> Bounds:
+def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: bool = False) -> Bounds:
     """Bounds of variants: their communication is priced once per distinct setting."""
     rows = rows_of(outer, found)
     bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)

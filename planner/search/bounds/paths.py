@@ -54,7 +54,9 @@ class PathWeights:
             Q.FORWARD: f, Q.BACKWARD_INPUT: input_s, **backward_s, **weights_s, Q.STEP: rows.unit_step_s,
             Q.REDUCE: left_s(u.unit_backward_s), Q.REDUCE_AFTER_WEIGHT: left_s(weight_s),
         }  # fmt: skip
-        each = sum(np.outer(value, self.counts[TIMES.index(q)]) for q, value in seconds.items())
+        each = np.zeros((len(nothing), self.counts.shape[1]))
+        for q, value in seconds.items():
+            each += np.outer(value, self.counts[TIMES.index(q)])
 
         def end(forward_s: Floats, all_s: Floats, input_s: Floats, trainable: Floats) -> dict[Q, Floats]:
             back_s, reduce_s = all_s - forward_s, rows.reduce_s * trainable
@@ -91,7 +93,8 @@ def weigh(problem: StageProblem, paths: SchedulePaths, below_s: float) -> PathWe
     for row in paths.rows:
         program.add(row)
     best = np.full(problem.chunks, len(problem.kinds) / problem.chunks)
-    best_s, step_s = _walk(problem, paths, best)
+    best_s, row = _walk(problem, paths, best)
+    program.add(row)
     for _ in range(MOST_PLANES):
         solved = program.solve()
         if solved is None:
@@ -117,7 +120,11 @@ def _walk(problem: StageProblem, paths: SchedulePaths, blocks: Floats) -> tuple[
     kinds, costs = tuple(dict.fromkeys(problem.kinds)), []
     for chunk, n in enumerate(blocks.tolist()):
         s = [
-            max(0.0, *(form.fixed[chunk] + n * min(form.kept[kind] for kind in kinds) for form in quantity.forms)) / PS
+            max(
+                0.0,
+                *(form.fixed[chunk] + n * min(form.kept[kind] for kind in kinds) for form in quantity.forms),
+            )
+            / PS
             for quantity in problem.quantities[: len(TIMES)]
         ]
         costs.append(

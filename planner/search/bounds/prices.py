@@ -78,6 +78,8 @@ class PriceBook:
     expander: Expander
     pricer: Pricer
     device: Device  # what bounds are priced on: the fastest that a stage may stand on
+    algorithms: tuple[str, ...] = ("auto",)  # of reductions, of which bounds take the fastest
+    bucket_mib: float = 400.0  # the widest that is tried
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
@@ -103,7 +105,17 @@ class PriceBook:
         if device.name == self.device.name:
             return self
         if device.name not in self._others:
-            self._others[device.name] = PriceBook(expander=self.expander, pricer=self.pricer, device=device)
+            self._others[device.name] = replace(
+                self,
+                device=device,
+                _blocks={},
+                _weights={},
+                _rates={},
+                _links={},
+                _moments={},
+                _messages={},
+                _others={},
+            )
         return self._others[device.name]
 
     def memory_rows(
@@ -236,11 +248,9 @@ class PriceBook:
         return self._blocks[key]
 
     def _reduce_s(self, trainable: int, experts: int, strategy: Strategy, axes: tuple[Axis, ...]) -> float:
-        bucket = round(strategy.grad_sync.bucket_mib * MIB)
-        if state.zero_level(strategy) == 3 or not bucket:
-            reduction = state.reduction_of(trainable, strategy, experts)
-            together = (c for b in fill_buckets([reduction], 0) for c in b.collectives)
-            return sum(self.pricer.collective_s(c, axes) for c in together)
+        bucket = round(self.bucket_mib * MIB)
+        if state.zero_level(strategy) == 3 or not strategy.grad_sync.bucket_mib:
+            return self.reduction_s(trainable, strategy, axes, experts, together=True)
         item, found = state.dtype_bytes(strategy.execution.grad_dtype), 0.0
         if trainable > experts:
             found += (trainable - experts) * item * self.reduce_rate(strategy, axes, bucket)
@@ -260,8 +270,28 @@ class PriceBook:
             count = max(bucket // item, 1)
             full = state.reduction_of(count, strategy, count if experts else 0)
             size = max((c.size_bytes for c in full), default=1)
-            self._rates[key] = sum(self.pricer.collective_s(c, axes) for c in full) / size
+            self._rates[key] = self.reduction_s(count, strategy, axes, count if experts else 0) / size
         return self._rates[key]
+
+    def reduction_s(
+        self,
+        count: int,
+        strategy: Strategy,
+        axes: tuple[Axis, ...],
+        experts: int = 0,
+        *,
+        together: bool = False,
+    ) -> float:
+        """Seconds to reduce the gradients of `count` parameters at once, by the fastest of the algorithms; `together`: those
+        of experts and of the rest by one collective where they go the same way."""
+        found = []
+        for algorithm in self.algorithms:
+            own = replace(strategy, grad_sync=replace(strategy.grad_sync, algorithm=algorithm))
+            reduction = state.reduction_of(count, own, experts)
+            if together:
+                reduction = tuple(c for b in fill_buckets([reduction], 0) for c in b.collectives)
+            found.append(sum(self.pricer.collective_s(c, axes) for c in reduction))
+        return min(found)
 
 
 def _least_message_bytes(graph: ModelGraph, dtype: str, micro: int, parts: int) -> int:

@@ -244,7 +244,7 @@ def _links(
     head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [link(b, "none") for b in chain.tail]
     units = [[link(b, mode if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    if (mode == "full" and "recompute.per_stage" not in problem.constraints):
+    if mode == "full" and "recompute.per_stage" not in problem.constraints:
         return head, tail, units, units
     full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
     return head, tail, units, full

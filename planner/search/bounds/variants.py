@@ -125,12 +125,16 @@ def _shared_s(rows: Rows) -> Floats:
     fill_s, drain_s = fill * u.unit_forward_s + sent_s, fill * u.unit_backward_s + sent_s
     stepped_s = m * forward_s + (m - 1) * backward_s + last_s + rows.all_step_s + fill_s
     drained_s = m * (forward_s + backward_s) + np.where(plain, fill_s + drain_s, 0.0)
-    beside_s = np.where(plain, u.all_backward_s, u.all_backward_s - u.all_input_s) * (rows.slow / rows.slow_comm)
+    beside_s = np.where(plain, u.all_backward_s, u.all_backward_s - u.all_input_s) * (
+        rows.slow / rows.slow_comm
+    )
     left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.all_reduce_s - beside_s, 0.0))
     reduced_s = fill_s + left_s + rows.all_step_s
     # Every micro-batch's messages from the first rank to the second follow each other on one link, before the way back.
     sent_each_s = m * np.where(rows.v_shaped, 1, rows.chunks) * rows.send_s
-    through_s = np.maximum(through_s, np.where(pp > 1, sent_each_s + np.maximum(pp - 2, 0) * rows.send_s, 0.0))
+    through_s = np.maximum(
+        through_s, np.where(pp > 1, sent_each_s + np.maximum(pp - 2, 0) * rows.send_s, 0.0)
+    )
     return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp)
 
 

@@ -316,8 +316,7 @@ def _dense_s(
 
 def _at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:
     """To reduce the gradient of one of so many parameters, all of them at once."""
-    reduction = state.reduction_of(parameters, strategy, experts)
-    return sum(book.pricer.collective_s(c, axes) for c in reduction) / parameters
+    return book.reduction_s(parameters, strategy, axes, experts) / parameters
 
 
 def _bucket_s(

@@ -66,7 +66,9 @@ class Climb:
         ranked = sorted(self.sims.candidates.items(), key=lambda one: objective_value(problem, one[1]))
         rows: list[int] = []
         for chosen, _ in ranked:
-            row = shape_row(shapes, chosen.mesh, chosen.micro, chosen.sequence_parallel, chosen.mode, chosen.offload)
+            row = shape_row(
+                shapes, chosen.mesh, chosen.micro, chosen.sequence_parallel, chosen.mode, chosen.offload
+            )
             if row is None or row in rows:
                 continue
             rows.append(row)

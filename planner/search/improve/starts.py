@@ -49,7 +49,9 @@ def starts(
     promises: dict[int, list[tuple[Candidate, float]]] = {}
     for at in best.tolist():
         row = int(kept[at])
-        promises.setdefault(int(sizes[found.shape[row]]), []).append((candidate(space, found, row), float(time_s[at])))
+        promises.setdefault(int(sizes[found.shape[row]]), []).append(
+            (candidate(space, found, row), float(time_s[at]))
+        )
     return list(promises.values()), len(found)
 
 

@@ -105,7 +105,10 @@ def _most_kept(problem: StageProblem, *, again: bool) -> Callable[[int, int], in
             here = range(end - count, end)
             return all(
                 row.constant
-                + sum(n * piece_amount(problem, problem.quantities[q], c, here, count * again) for q, c, n in row.terms)
+                + sum(
+                    n * piece_amount(problem, problem.quantities[q], c, here, count * again)
+                    for q, c, n in row.terms
+                )
                 <= problem.room(row)
                 for row in rows.get(chunk, ())
             )

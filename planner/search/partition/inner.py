@@ -277,5 +277,3 @@ def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
         Quantity(forms=(links.sums(host_state_rate(priced.strategy), 1.0),)),
         Quantity(forms=(links.sums(lambda link: link.host_bytes, 1.0),)),
     )
-
-

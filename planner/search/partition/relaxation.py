@@ -36,7 +36,8 @@ class Relaxation:
         """The relaxation without any path."""
         solver = pywraplp.Solver.CreateSolver("GLOP")
         whole = solver.Constraint(float(len(problem.kinds)), float(len(problem.kinds)))
-        blocks, recomputed = [], []
+        blocks: list[pywraplp.Variable] = []
+        recomputed: list[pywraplp.Variable | None] = []
         for least, most in zip(problem.least, problem.most, strict=True):
             blocks.append(solver.NumVar(float(least), float(most), ""))
             whole.SetCoefficient(blocks[-1], 1.0)
@@ -95,8 +96,8 @@ class Relaxation:
             target.SetCoefficient(self.blocks[chunk], sign * kept)
             if self.recomputed[chunk] is not None:
                 target.SetCoefficient(self.recomputed[chunk], sign * extra)
-        for variable, n in more:
-            target.SetCoefficient(variable, sign * n)
+        for variable, count in more:
+            target.SetCoefficient(variable, sign * count)
         if sign < 0:
             target.SetLb(target.lb() + constant)
         else:
@@ -106,7 +107,9 @@ class Relaxation:
         """A variable that is no less than any form of a quantity."""
         key = (quantity, chunk, unit)
         if key not in self._amounts:
-            amount = self._amounts[key] = self.solver.NumVar(-self.solver.infinity(), self.solver.infinity(), "")
+            amount = self._amounts[key] = self.solver.NumVar(
+                -self.solver.infinity(), self.solver.infinity(), ""
+            )
             for form in self.problem.quantities[quantity].forms:
                 kept, extra, fixed = _linear(self.problem, form, chunk)
                 least = self.solver.Constraint(fixed / unit, self.solver.infinity())
@@ -122,7 +125,7 @@ def _linear(problem: StageProblem, form: Form, chunk: int) -> tuple[float, float
     kinds = dict.fromkeys(problem.kinds)
     kept = min((form.kept[kind] for kind in kinds), default=0)
     again = min((form.recomputed[kind] for kind in kinds), default=0)
-    fixed = form.fixed[chunk] + min(form.when_all, 0) + min(form.when_few, 0)
+    fixed: float = form.fixed[chunk] + min(form.when_all, 0) + min(form.when_few, 0)
     fixed += min(form.when_none[chunk], 0) if form.when_none else 0
     return float(kept), float(min(again - kept, 0) if len(kinds) > 1 else again - kept), float(fixed)
 

@@ -303,18 +303,18 @@ def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
 
 
 def _offloads(problem: Problem) -> tuple[Offload, ...]:
-    """Shares of optimizer state and of activations on the host: all or nothing, where the user fixes none and every
-    host's memory is known."""
+    """Shares of optimizer state (or half of it) and of activations on the host, where the user fixes none and every host's
+    memory is known."""
     known = host_capacity_bytes(problem.cluster) > 0
 
-    def shares(key: str, tried: bool) -> tuple[float, ...]:
+    def shares(key: str, tried: tuple[float, ...]) -> tuple[float, ...]:
         if key in problem.constraints:
             return (problem.fixed_share(key),)
-        return (0.0, 1.0) if tried else (0.0,)
+        return (0.0, *tried)
 
     repeated = bool(problem.graph.repeated_positions)
-    of_optimizer = shares("offload.optimizer", known)
-    of_activations = shares("offload.activations", known and repeated)
+    of_optimizer = shares("offload.optimizer", (0.5, 1.0) if known else ())
+    of_activations = shares("offload.activations", (1.0,) if known and repeated else ())
     return tuple(Offload(optimizer=o, activations=a) for o, a in product(of_optimizer, of_activations))
 
 

@@ -33,10 +33,21 @@ def open_compressions(problem: Problem) -> tuple[tuple[str, ...], ...]:
     return ((), *outer)
 
 
+def open_algorithms(problem: Problem) -> tuple[str, ...]:
+    """Algorithms that are tried: the library's own choice, and the one that no library has where there are levels to it."""
+    fixed = problem.fixed_word("grad_sync.algorithm")
+    if fixed is not None:
+        return (fixed,)
+    return ("auto", "hierarchical") if len(problem.cluster.levels) > 1 else ("auto",)
+
+
 def widest_bucket_mib(problem: Problem) -> float:
-    """A size that no strategy's buckets exceed: a full one takes its network least per byte."""
+    """A size that no strategy's buckets exceed, all gradients at once: a larger one takes its network less per byte."""
     fixed = problem.constraints.get("grad_sync.bucket_mib")
-    return float(fixed) if isinstance(fixed, int | float) else max(BUCKETS_MIB)
+    if isinstance(fixed, int | float):
+        return float(fixed)
+    item = state.dtype_bytes(problem.execution.grad_dtype)
+    return max(problem.graph.parameter_count * item / MIB, *BUCKETS_MIB)
 
 
 def with_bucket(strategy: Strategy, parameters: int, cluster: Cluster) -> Strategy:

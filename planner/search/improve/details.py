@@ -1,0 +1,72 @@
+"""Keys that no bound tells apart: how gradients are synchronised, and shares of what is offloaded.
+
+Bounds hold whatever these are (a reduction takes the best rate of any bucket and algorithm). Each is varied alone on the
+incumbent, as long as one of them makes it better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoparallel.errors import UserError
+from autoparallel.planner.check import constraint_problems
+from autoparallel.planner.problem import Problem, objective_value
+from autoparallel.planner.search import spending
+from autoparallel.planner.search.evaluate import TOLERANCE, evaluate, held_by
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.syncs import open_algorithms
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Strategy
+
+BUCKETS_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
+SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+
+
+def improve_details(sims: Simulations) -> None:
+    """Vary the incumbent key by key as long as it gets better."""
+    better = sims.incumbent is not None
+    while better:
+        better = any(_better(sims, other) for other in _varied(sims.outer.problem, sims.incumbent.strategy))  # type: ignore[union-attr]
+
+
+def _better(sims: Simulations, strategy: Strategy) -> bool:
+    problem, outer = sims.outer.problem, sims.outer
+    if strategy_problems(problem.graph, problem.cluster, strategy) or constraint_problems(problem, strategy):
+        return False
+    chunks = strategy.mesh.pp * strategy.pipeline.virtual_stages
+    sims.work += spending.PER_SIMULATION + spending.PER_STAGE_SIMULATED * chunks
+    sims.work += spending.PER_ACTION_WALKED * 2 * chunks * strategy.micro_batches
+    try:
+        if not outer.fits(held_by(outer.book.expander, strategy)):
+            return False
+        found = evaluate(outer.book.expander, strategy)
+    except UserError:  # tensor entries that mean nothing there
+        return False
+    sims.seen.append(found)
+    value = objective_value(problem, found)
+    if not value < tuple(part * (1 - TOLERANCE) for part in sims.value):
+        return False
+    chosen = sims.chosen
+    sims.consider(found)
+    sims.chosen = chosen
+    return True
+
+
+def _varied(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
+    sync, away = strategy.grad_sync, strategy.offload
+    for share in SHARES if away.optimizer else ():
+        if share != away.optimizer:
+            yield replace(strategy, offload=replace(away, optimizer=share))
+    for share in SHARES if away.activations else ():
+        if share != away.activations:
+            yield replace(strategy, offload=replace(away, activations=share))
+    if strategy.mesh.data_parallel * strategy.mesh.cp == 1:
+        return
+    for algorithm in open_algorithms(problem):
+        if algorithm != sync.algorithm:
+            yield replace(strategy, grad_sync=replace(sync, algorithm=algorithm))
+    for mib in BUCKETS_MIB if strategy.shard.zero < 3 else ():
+        if mib != sync.bucket_mib:
+            yield replace(strategy, grad_sync=replace(sync, bucket_mib=mib))
+    yield replace(strategy, grad_sync=replace(sync, overlap=not sync.overlap))

@@ -1,0 +1,89 @@
+"""What the search covers: for each key of the strategy file whether it is searched, fixed, stated, or left out and why.
+
+"optimal" speaks of exactly this space. `besides` says what of a searched key is left out all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.space.build import MAX_VIRTUAL_STAGES
+from autoparallel.planner.search.space.meshes import LEAST_TOKENS, MOST_TENSOR_RANKS
+from autoparallel.planner.strategy.schema import SECTIONS, keys_of
+
+ENTRIES = ("tensor", "embedding")  # lists of tables in the file, a key each here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceKey:
+    """One key: `how` is "searched", "fixed", "stated" or "left-out: REASON"."""
+
+    key: str
+    how: str
+    besides: str = ""
+
+
+def space_of(problem: Problem, *, tables: bool = False) -> tuple[SpaceKey, ...]:
+    """Every key of the strategy file, in the file's order; `tables` says that embedding placement is searched."""
+    left_out = _left_out(problem, tables=tables)
+    besides = _besides(problem)
+    found = []
+    for key in every_key():
+        if key in problem.constraints and key != "batch.global" and not key.startswith("execution."):
+            found.append(SpaceKey(key=key, how="fixed"))
+        elif key == "batch.global" or key.startswith(("execution.", "embedding_access.")):
+            found.append(SpaceKey(key=key, how="stated"))
+        elif key in left_out:
+            found.append(SpaceKey(key=key, how=f"left-out: {left_out[key]}"))
+        else:
+            found.append(SpaceKey(key=key, how="searched", besides=besides.get(key, "")))
+    return tuple(found)
+
+
+def every_key() -> tuple[str, ...]:
+    """The keys of a strategy, dotted; what a file says of its own origin is none."""
+    tables = [f"{section}.{key}" for section, model in SECTIONS.items() for key in keys_of(model)]
+    return (*tables, *ENTRIES)
+
+
+def _left_out(problem: Problem, *, tables: bool) -> Mapping[str, str]:
+    cluster = problem.cluster
+    unlike = len({group.device.name for group in cluster.groups}) > 1
+    found = {}
+    if not unlike:
+        found["mesh.groups"] = "all devices are alike"
+    if cluster.network is None:
+        found["mesh.placement"] = "nodes are joined alike: their order changes nothing"
+        found["mesh.per_node"] = "nodes are joined alike: all of their devices are taken"
+    if not problem.allow_lossy and any_lossless_alone(problem):
+        found["grad_sync.compression"] = "compression loses digits: allow_lossy permits it"
+    if not tables:
+        found["embedding"] = "tables are less than half of the model: they stay on the devices"
+    return found
+
+
+def any_lossless_alone(problem: Problem) -> bool:
+    """Whether nothing is said of compression."""
+    return "grad_sync.compression" not in problem.constraints
+
+
+def _besides(problem: Problem) -> Mapping[str, str]:
+    near = max([MOST_TENSOR_RANKS, *(level.size for level in problem.cluster.levels[:1])])
+    found = {
+        "mesh.tp": f"more than {near} ranks, which would leave the innermost network level",
+        "mesh.cp": f"shares of the sequence below {LEAST_TOKENS} tokens",
+        "mesh.ep": "of more than six sizes every other",
+        "mesh.order": "cp anywhere but right outside tp",
+        "pipeline.schedule": "program",
+        "pipeline.virtual_stages": f"more than {MAX_VIRTUAL_STAGES}",
+        "offload.optimizer": "other shares than 0, 0.5 and 1 but for the plan itself",
+        "offload.activations": "other shares than 0 and 1 but for the plan itself",
+        "grad_sync.algorithm": "parameter-server, and ring and tree alone, which auto takes where they are faster",
+        "grad_sync.compression": "methods other than bf16",
+        "tensor": "plans that are neither the fastest nor the leanest at a price of memory",
+    }
+    if problem.cluster.network is not None:
+        found["mesh.order"] = "tp anywhere but innermost"
+    return found
