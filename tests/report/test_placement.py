@@ -41,6 +41,6 @@ def test_the_placement_is_told_with_the_link_that_holds_each_axis() -> None:
 
 
 def test_each_host_is_told_its_number_where_the_plan_names_nodes() -> None:
-    text = torchrun(Plan(path="plan.toml", strategy=ROUND, cluster=RING, seq_len=1))
+    text = torchrun(Plan(path="plan.toml", strategy=ROUND, cluster=RING, seq_len=1)).text
     assert '--nnodes 4 --nproc-per-node 8 --node-rank "$NODE_RANK"' in text
     assert "--node-rank is 0 to 3 on nodes 1, 0, 3, 2" in text
