@@ -28,7 +28,10 @@ from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
+from autoparallel.profiles.record import cluster_record
 from autoparallel.runtime.limits import refused
+from autoparallel.stamp import KEY as STAMP
+from autoparallel.stamp import stamp
 
 if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
@@ -164,9 +167,9 @@ def read_timeline(table: Mapping[str, Any]) -> tuple[Span, ...]:
 
 
 def problem_table(
-    problem: Problem, *, model: str, model_args: Mapping[str, str], hash_: str, cluster: Mapping[str, Any]
+    problem: Problem, *, model: str, model_args: Mapping[str, str], hash_: str, embed_cluster: bool = False
 ) -> dict[str, Any]:
-    """`[problem]`: what a plan was made for, with the cluster whole."""
+    """`[problem]`: what a plan was made for. A cluster that ships is named, unless it is to be embedded."""
     table: dict[str, Any] = {"model": model}
     if model_args:
         table["model_args"] = dict(model_args)
@@ -177,7 +180,16 @@ def problem_table(
     }
     if problem.allow_lossy:
         table["allow_lossy"] = True
-    return table | {"cluster": dict(cluster)}
+    return table | {"cluster": cluster_record(problem.cluster, embed=embed_cluster)}
+
+
+def stamped(predicted: Mapping[str, Any], strategy: Strategy, problem: Mapping[str, Any]) -> dict[str, Any]:
+    """`[predicted]` with the stamp of what stands above it in the file."""
+    made = stamp(
+        strategy, graph_hash=problem["graph_hash"], seq_len=problem["seq_len"],
+        cluster_hash=problem["cluster"]["hash"],
+    )  # fmt: skip
+    return {STAMP: made, **predicted}
 
 
 def predicted_table(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:

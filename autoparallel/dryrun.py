@@ -19,7 +19,7 @@ from autoparallel.planner.score import completed, program_of
 from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
-from autoparallel.profiles import cluster_from_dict
+from autoparallel.profiles.record import recorded_cluster
 from autoparallel.runtime.expert_modules import expert_modules
 from autoparallel.runtime.messages import Message, program_messages, sent_bytes
 
@@ -74,7 +74,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
         raise UserError(
             f"{path}: [problem] has no cluster, so nothing was predicted; give a file that plan wrote"
         )
-    cluster = cluster_from_dict(record.cluster, f"{path}: problem.cluster")
+    cluster = recorded_cluster(record.cluster, f"{path}: [problem] cluster")
 
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model

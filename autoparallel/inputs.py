@@ -7,6 +7,7 @@ the model is not a saved graph.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -26,8 +27,9 @@ from autoparallel.planner.strategy.file import (
 )
 from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.types import Execution
-from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
+from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
+from autoparallel.profiles.record import cluster_hash, recorded_cluster, recorded_hash
 from autoparallel.runtime.limits import graph_limits, limits
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
@@ -143,14 +145,28 @@ def _check_record(file: StrategyFile, record: ProblemRecord, request: Request, c
             f"given; {remedy}"
         )
     if record.cluster is not None:
-        planned = cluster_from_dict(record.cluster, f"{file.path}: problem.cluster")
-        # Neither the name nor the sources of figures make other machines.
-        different = [k for k in ("groups", "levels") if getattr(planned, k) != getattr(cluster, k)]
-        if different:
+        where = f"{file.path}: [problem] cluster"
+        if recorded_hash(record.cluster, where) != cluster_hash(cluster):
             raise UserError(
-                f"{file.path}: [problem.cluster] ({planned.name}) is not the cluster "
-                f"{request.cluster}: {', '.join(different)} differ; {remedy}"
+                f"{where} ({record.cluster.get('name')}) is not the cluster {request.cluster}"
+                f"{_different(record.cluster, cluster, where)}; {remedy}"
             )
+
+
+def _different(record: Mapping[str, object], cluster: Cluster, where: str) -> str:
+    """What of two clusters is not the same, as far as the recorded one is known."""
+    try:
+        planned = recorded_cluster(record, where, checked=False)
+    except UserError:
+        return ""
+    parts = [k for k in ("groups", "levels", "network") if getattr(planned, k) != getattr(cluster, k)]
+    return f": {', '.join(parts) or 'figures'} differ"
+
+
+def check_finite(option: str, value: float | None) -> None:
+    """Raise UserError for `inf` and `nan`, which number parsers let through."""
+    if value is not None and not math.isfinite(value):
+        raise UserError(f"{option} {value}: must be a finite number")
 
 
 def parse_model_args(given: Sequence[str], record: ProblemRecord | None = None) -> Mapping[str, str]:

@@ -11,8 +11,9 @@ from autoparallel.planner.expand.state import MIB, dtype_bytes
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import nodes_in_use
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.profiles import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes
+from autoparallel.profiles.record import recorded_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,8 @@ def plan_of(file: StrategyFile) -> Plan:
         raise UserError(
             f"{file.path}: {what} missing; run plan with it as --strategy, and export what that writes"
         )
-    cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
+    # Shapes and names are all that exports read: other figures than the plan was made for do no harm.
+    cluster = recorded_cluster(file.problem.cluster, f"{file.path}: [problem] cluster", checked=False)
     per_node = {group.devices_per_node for group in cluster.groups}
     if len(per_node) > 1:
         raise UserError(

@@ -14,12 +14,14 @@ from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strat
 from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
-from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.profiles import Cluster
+from autoparallel.profiles.record import cluster_hash, recorded_cluster
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
 from autoparallel.report.placement import places
 from autoparallel.report.tables import rule_words
 from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
+from autoparallel.stamp import check_stamp
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
 NEARLY_FULL = 0.95
@@ -53,7 +55,8 @@ def render_report(file: StrategyFile) -> str:
     if missing:
         raise UserError(f"{file.path}: {', '.join(missing)} missing; run plan with it as --strategy first")
     strategy = strategy_from_constraints(file.constraints, name=file.path)
-    cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
+    cluster = recorded_cluster(file.problem.cluster, f"{file.path}: [problem] cluster")
+    check_stamp(file, strategy, cluster_hash(cluster))
     try:
         context = _context(file, strategy, cluster)
         return environment().get_template("page.html.j2").render(context)

@@ -87,7 +87,7 @@ def test_score_of_a_plan_gives_the_plans_numbers(graph: Path, planned: tuple[Pat
 def test_a_plan_is_refused_on_another_cluster_but_not_under_another_name(
     graph: Path, planned: tuple[Path, Answer], tmp_path: Path
 ) -> None:
-    words = ["[problem.cluster]", CLUSTER, "h100-sxm:1x8", "groups", "remove [problem]"]
+    words = ["[problem] cluster", CLUSTER, "h100-sxm:1x8", "groups", "remove [problem]"]
     refused("score", graph, "--cluster", "h100-sxm:1x8", "--strategy", planned[0], words=words)
     words = ["objective", "--objective memory"]
     refused(
