@@ -12,7 +12,7 @@ from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.timeline import Cut, timeline
 from autoparallel.costmodel.timetable import pipeline_times
-from autoparallel.labels import strategy_label
+from autoparallel.labels import sample_word, strategy_label
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.problem import Problem
@@ -49,6 +49,7 @@ def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any
     """What both `--json` and `[predicted]` say of a prediction; keys and units as the contract has them."""
     return {
         "model": model_table(graph, prediction),
+        "sample": sample_word(graph),
         "feasible": prediction.feasible,
         "step_time_s": prediction.step_time_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from autoparallel.labels import strategy_label
+from autoparallel.labels import counted, strategy_label
 from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
@@ -66,7 +66,8 @@ def _print_numbers(
         style="bold",
         markup=False,
     )
-    rate = f"{significant(predicted['tokens_per_s_per_device'])} tokens/s per device"
+    sample = predicted["sample"]
+    rate = f"{significant(predicted['tokens_per_s_per_device'])} {counted(sample)}/s per device"
     spent = sorted(predicted["breakdown_s"].items(), key=lambda item: -item[1])
     parts = [
         f"{name.replace('_', ' ')} {percent(value / step_s)}"
@@ -77,13 +78,13 @@ def _print_numbers(
     memory = f"{gib(fullest['peak'])} of {gib(fullest['capacity'])}"
     for name, text in (
         ("strategy", strategy_label(strategy)),
-        ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, 'sequence')}"),
+        ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, sample)}"),
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
         *([("on each host", host_words(predicted, strategy))] if "host_memory_gib" in predicted else []),
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
-        *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
+        *([("price", price_words(predicted["cost"], counted(sample)))] if "cost" in predicted else []),
         *([("placement", placed)] if (placed := placement_words(strategy, cluster)) else []),
         *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),
         *(
@@ -107,10 +108,10 @@ def host_words(predicted: Mapping[str, Any], strategy: Strategy) -> str:
     return f"{held}{room} for {' and '.join(what for what, there in kept.items() if there)}"
 
 
-def price_words(cost: Mapping[str, float]) -> str:
+def price_words(cost: Mapping[str, float], what: str) -> str:
     """What a plan costs to run, in the cluster file's currency."""
-    step, tokens = significant(cost["per_step"]), count(cost["per_trillion_tokens"])
-    return f"{significant(cost['per_hour'])} an hour, {step} a step, {tokens} for 10^12 tokens"
+    step, trillion = significant(cost["per_step"]), count(cost["per_trillion_tokens"])
+    return f"{significant(cost['per_hour'])} an hour, {step} a step, {trillion} for 10^12 {what}"
 
 
 def print_explanation(
@@ -171,7 +172,8 @@ def print_outcomes(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     for name in names:
         table.add_column(name, overflow="fold")
     more = [key for key in ("days", "price") if any(key in row for row in rows)]
-    for name in ("devices", "tokens/s", "step time", "MFU", "peak memory", *more):
+    what = next((counted(row["sample"]) for row in rows if "sample" in row), "tokens")
+    for name in ("devices", f"{what}/s", "step time", "MFU", "peak memory", *more):
         table.add_column(name, justify="right")
     table.add_column("strategy", overflow="fold")
     for row in rows:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
+from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.schedules import rank_of_stage
@@ -82,8 +83,9 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     from autoparallel.runtime.limits import check_tables, entered_blocks
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
-    loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
-    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    with in_the_models_words(spec):
+        loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
     if record.graph_hash is not None and record.graph_hash != graph_hash(graph):
         raise UserError(
             f"{path}: [problem] graph_hash does not match {spec}: the file was planned for another model, sequence "

@@ -15,6 +15,8 @@ from pathlib import Path
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
 from autoparallel.errors import UserError
+from autoparallel.labels import sample_word
+from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.money import unpriced
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.file import (
@@ -228,8 +230,14 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
 
-    loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len)
-    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    asked = checked.request.seq_len is not None
+    with in_the_models_words(spec):
+        loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len, seq_len_asked=asked)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    if asked and graph.tokens_per_sample == 1 != checked.seq_len:
+        raise UserError(
+            f"--seq-len {checked.seq_len}: a sample of {loaded.name} is one {sample_word(graph)}, not a sequence; leave it out"
+        )
     graph = replace(graph, warnings=(*loaded.warnings, *graph.warnings))
     gc.freeze()  # torch's million objects stay: the search need not look at them at every collection
     return graph

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-
+from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.strategy.types import Strategy
 
-SHORT_LIST = 8  # numbers that a sentence may list one by one
+IMAGE_FILTER_DIMS = 4  # channels out and in, height, width
+
 # What each recompute.mode runs a second time in the backward pass.
 RECOMPUTED = {
     "selective": "attention",  # its core alone
     "operators": "cheap operators",  # all but matrix products, attention and sums over ranks
     "full": "every block",
 }
+
+
+def sample_word(graph: ModelGraph) -> str:
+    """What a sample of a model is: "sequence", "image", or "sample" where it is neither."""
+    if graph.tokens_per_sample > 1:
+        return "sequence"
+    filters = any(
+        operator.kind is OpKind.CONV and any(len(p.shape) == IMAGE_FILTER_DIMS for p in block.parameters)
+        for block in graph.blocks
+        for operator in block.operators
+    )
+    return "image" if filters else "sample"
+
+
+def counted(sample: str) -> str:
+    """What speeds and prices count, where a sample is called so: "tokens" of sequences, else the samples."""
+    return "tokens" if sample == "sequence" else f"{sample}s"
 
 
 def strategy_label(strategy: Strategy) -> str:
@@ -41,29 +57,6 @@ def strategy_label(strategy: Strategy) -> str:
     if lossy:
         words.append("gradients " + "/".join(strategy.grad_sync.compression))
     return ", ".join(words)
-
-
-def runs(numbers: Sequence[int]) -> str:
-    """A list, long ones with their runs told once: `[8 × 12, 3 × 10]`, `[0 … 15]`; what has no runs is cut short."""
-    if len(numbers) <= SHORT_LIST:
-        return f"[{', '.join(map(str, numbers))}]"
-    parts = [list(same) for _, same in groupby(numbers)]
-    told = [f"{len(same)} × {same[0]}" if len(same) > 1 else str(same[0]) for same in parts]
-    if len(parts) == len(numbers):
-        told = list(_counted_up(numbers))
-    if len(told) > SHORT_LIST:
-        told = [*map(str, numbers[: SHORT_LIST - 1]), f"… {len(numbers)} in all"]
-    return f"[{', '.join(told)}]"
-
-
-def _counted_up(numbers: Sequence[int]) -> Iterator[str]:
-    """`0 … 15` for neighbours that go up by one."""
-    first = 0
-    for i in range(1, len(numbers) + 1):
-        if i < len(numbers) and numbers[i] == numbers[i - 1] + 1:
-            continue
-        yield str(numbers[first]) if i == first + 1 else f"{numbers[first]} … {numbers[i - 1]}"
-        first = i
 
 
 def whole_matrices(strategy: Strategy) -> tuple[str, ...]:

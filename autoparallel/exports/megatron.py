@@ -18,7 +18,7 @@ from autoparallel.exports.plan import (
     unsaid_offload,
     unsaid_order,
 )
-from autoparallel.labels import runs
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
 
 # Rank orders of megatron/core/parallel_state.py, "tp-cp-ep-dp-pp" and "tp-cp-ep-pp-dp", outermost first here.

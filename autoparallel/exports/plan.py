@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from autoparallel.errors import UserError
-from autoparallel.labels import runs, whole_matrices
+from autoparallel.labels import whole_matrices
 from autoparallel.planner.expand.state import MIB, dtype_bytes
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import nodes_in_use
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes

@@ -171,7 +171,7 @@ def test_a_plan_can_be_reported_and_compared(
     assert shown.open == []
     assert "a100-sxm-80gb:1x4 · mesh.tp 2" in shown.text  # each case by what is particular to it
     assert "Days: for 1.00 trillion tokens" in shown.text
-    assert "16 samples" in shown.text  # of a step
+    assert "16 sequences" in shown.text  # of a step
 
 
 def test_a_what_if_says_why_a_case_has_no_plan(graph: Path, tmp_path: Path) -> None:
