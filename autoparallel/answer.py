@@ -15,7 +15,7 @@ from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.labels import sample_word, strategy_label
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import at_home
 from autoparallel.planner.search.answer.outcome import (
     Alternative,
@@ -43,6 +43,9 @@ DAY_S = 86400.0
 TIMELINE_SPANS_PER_RANK = 64
 # Likewise of the strategies that the search priced: what the scatter shows.
 EXPLORED_POINTS = 300
+
+# What `--json` prints of `[search]`.
+PROOF = ("status", "lower_bound_s", "lower_bound_gib", "lower_bound_cost", "gap", "candidates", "pruned")
 
 
 def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
@@ -232,11 +235,12 @@ def confidence_table(expander: Expander, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def search_table(result: PlanResult) -> dict[str, Any]:
+def search_table(result: PlanResult, problem: Problem) -> dict[str, Any]:
     """`[search]`: proof and rejected strategies. No seconds: the same inputs give the same file."""
     return {
         "status": result.status,
         "lower_bound_s": result.lower_bound_s,
+        **_bound_table(result, problem),
         "gap": result.gap,
         "candidates": result.candidates,
         "pruned": result.pruned,
@@ -251,6 +255,17 @@ def search_table(result: PlanResult) -> dict[str, Any]:
             for point in thin(result.explored)
         ],
     }
+
+
+def _bound_table(result: PlanResult, problem: Problem) -> dict[str, float]:
+    """The bound on the objective, where that is no time: memory of the fullest device, or the price of a step."""
+    under = 1.0 - result.gap
+    if problem.objective is Objective.MEMORY:
+        return {"lower_bound_gib": result.prediction.peak_bytes / GIB * under}
+    cost = cost_of(problem.cluster, result.strategy.mesh, result.prediction)
+    if problem.objective is Objective.COST and cost is not None:
+        return {"lower_bound_cost": cost.per_step * under}
+    return {}
 
 
 def alternative_table(other: Alternative, chosen: Strategy) -> dict[str, Any]:
@@ -316,7 +331,7 @@ def plan_answer(
     return {
         **score_answer(result.strategy, predicted),
         "search": {
-            **{key: search[key] for key in ("status", "lower_bound_s", "gap", "candidates", "pruned")},
+            **{key: search[key] for key in PROOF if key in search},
             "seconds": dict(seconds),
         },
         "alternatives": [

@@ -261,17 +261,17 @@ def run_plan(
     from autoparallel.planner.expand.expander import Expander
 
     capture_s = time.monotonic() - started
-    expander = Expander(graph=graph, cluster=checked.cluster)
+    expander, stated = Expander(graph=graph, cluster=checked.cluster), make_problem(checked, graph)
     result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander)
     problem = problem_table(
-        make_problem(checked, graph),
+        stated,
         model=request.model,
         model_args=checked.model_args,
         hash_=graph_hash(graph),
         embed_cluster=embed_cluster,
     )
     predicted = predicted_table(expander, result.strategy, result.prediction)
-    found = search_table(result)
+    found = search_table(result, stated)
     if output:
         write_strategy(output, result.strategy, problem, stamped(predicted, result.strategy, problem), found)
     print_plan(console, checked.cluster, result.strategy, predicted, found)

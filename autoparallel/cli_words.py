@@ -13,7 +13,16 @@ from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
 from autoparallel.report.placement import placement_words
-from autoparallel.report.words import choices, cluster_words, constraint_words, simpler_words, sureness, why
+from autoparallel.report.words import (
+    bound_words,
+    choices,
+    cluster_words,
+    constraint_words,
+    seen_with_less_memory,
+    simpler_words,
+    sureness,
+    why,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,11 +37,10 @@ def print_plan(
 ) -> None:
     """The plan in a few lines: what, how long, how full, how sure."""
     _print_numbers(console, cluster, strategy, predicted)
-    gap = search["gap"]
     sure = (
         "proved the best under the cost model"
         if search["status"] == "optimal"
-        else f"not proved: no strategy is faster than {seconds(search['lower_bound_s'])} (gap {percent(gap)})"
+        else f"not proved: {bound_words(search)}"
     )
     console.print(f"  search        {search['candidates']:,} candidates; {sure}", markup=False)
     if simpler := simpler_words(search, predicted["step_time_s"]):
@@ -143,6 +151,30 @@ def print_explanation(
     if len(search.get("tradeoffs", ())) > 1:
         console.print()
         console.print(_tradeoffs(search["tradeoffs"], priced="cost" in predicted))
+    elif search["status"] != "optimal":
+        _print_left_out(console, predicted, search)
+
+
+def _print_left_out(console: Console, predicted: Mapping[str, Any], search: Mapping[str, Any]) -> None:
+    """What an explanation lacks because the search stopped early, and what of it was seen on the way."""
+    console.print()
+    console.print(
+        "  What each fixed key costs, and what less memory or fewer devices would, was not looked for, because the search "
+        "stopped early: --time-limit SECONDS gives it longer.",
+        markup=False,
+    )
+    if lighter := seen_with_less_memory(search, predicted["peak_memory_gib"]):
+        table = Table(
+            title="less memory, as far as the search saw it on its way (nothing is proved of these)",
+            title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0),
+        )  # fmt: skip
+        for name in ("peak memory", "step time"):
+            table.add_column(name, justify="right")
+        table.add_column("strategy", overflow="fold")
+        for time_s, peak, label in lighter:
+            table.add_row(gib(peak), seconds(time_s), label)
+        console.print()
+        console.print(table)
 
 
 def _tradeoffs(points: Sequence[Mapping[str, Any]], *, priced: bool) -> Table:

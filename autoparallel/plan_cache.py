@@ -181,5 +181,5 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
         )
         predicted = predicted_table(expander, result.strategy, result.prediction)
         predicted = stamped(predicted, result.strategy, table)
-        write_strategy(path, result.strategy, table, predicted, search_table(result))
+        write_strategy(path, result.strategy, table, predicted, search_table(result, problem))
     return result.strategy

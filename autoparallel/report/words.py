@@ -13,13 +13,14 @@ from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles.hardware import Cluster
-from autoparallel.report.numbers import bandwidth, gib, percent, seconds, times
+from autoparallel.report.numbers import bandwidth, gib, percent, seconds, significant, times
 from autoparallel.report.placement import Place, placement_setting, placement_words, places
 from autoparallel.report.tables import tables_words
 
 # Share of the step by which a simpler strategy may be slower and is still worth a thought: predictions of single runs
 # are further off than that (docs/accuracy.md). Kind: formula.
 NEARLY = 0.01
+LIGHTER_SHOWN = 8
 
 _SCHEDULES = {
     "gpipe": "GPipe: all forward passes, then all backward passes",
@@ -220,13 +221,16 @@ def _batch(strategy: Strategy, sample: str) -> Choice:
 
 def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
     mode, per_stage = strategy.recompute.mode, strategy.recompute.per_stage
-    text = {
+    kept = {
         "none": "Every activation is kept until its backward pass.",
         "selective": "The attention core is computed again in the backward pass instead of being kept.",
         "operators": "Of each block the results of matrix products and of attention are kept; the rest is computed again "
         "in the backward pass.",
         "full": "Each block keeps only its input and is computed again before its backward pass.",
-    }[mode]
+    }
+    if mode != "full" and sum(per_stage) == sum(strategy.pipeline.stage_blocks) > 0:
+        mode, per_stage = "full", ()
+    text = kept[mode]
     if any(per_stage) and mode != "full":
         chunks = f" ({runs(per_stage)[1:-1]} by chunk)" if len(per_stage) > 1 else ""
         again = f"{times(sum(per_stage), 'block')}{chunks} recomputed in full: only the input is kept. In the others"
@@ -241,7 +245,7 @@ def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
 def why(search: Mapping[str, Any], step_time_s: float) -> tuple[str, ...]:
     """Why this strategy: what was searched, what is proved, and what the nearest others would cost."""
     found = []
-    status, bound = search.get("status"), search.get("lower_bound_s")
+    status = search.get("status")
     candidates, pruned = search.get("candidates"), search.get("pruned")
     if candidates:
         text = f"{candidates:,} strategies were considered"
@@ -249,18 +253,39 @@ def why(search: Mapping[str, Any], step_time_s: float) -> tuple[str, ...]:
         found.append(text)
     if status == "optimal":
         found.append("None of them is better under the cost model: the search ended with a proof.")
-    elif status and bound:
-        gap = search.get("gap") or 0.0
-        found.append(
-            f"The search stopped early: a better strategy could exist, but none faster than {seconds(bound)} "
-            f"(gap {percent(gap)})."
-        )
+    elif status and search.get("lower_bound_s"):
+        found.append(f"The search stopped early: a better strategy could exist, but {bound_words(search)}.")
     for other in list(search.get("alternatives", ()))[:1]:
         reason = other.get("reason", "").rstrip(".")
         found.append(f"The nearest rejected strategy is {other.get('label', 'another')}: {reason}.")
     if simpler := simpler_words(search, step_time_s):
         found.append(f"Simpler and nearly as good: {simpler}.")
     return tuple(found)
+
+
+def bound_words(search: Mapping[str, Any]) -> str:
+    """`no strategy is faster than 5.48 s (gap 10.1 %)`, in the quantity that was minimised."""
+    if "lower_bound_gib" in search:
+        least = f"needs less than {gib(search['lower_bound_gib'])}"
+    elif "lower_bound_cost" in search:
+        least = f"costs less than {significant(search['lower_bound_cost'])} a step"
+    else:
+        least = f"is faster than {seconds(search['lower_bound_s'])}"
+    return f"no strategy {least} (gap {percent(search.get('gap') or 0.0)})"
+
+
+def seen_with_less_memory(search: Mapping[str, Any], peak_gib: float) -> list[tuple[float, float, str]]:
+    """Step time, peak and label of the strategies that were priced and fit, of which none is better in both; those
+    that need less than `peak_gib`, fastest first."""
+    found: list[tuple[float, float, str]] = []
+    rejected = [
+        (one["step_time_s"], one["peak_memory_gib"], one["feasible"], one["label"])
+        for one in search.get("alternatives", ())
+    ]
+    for time_s, peak, fits, label in sorted([*rejected, *map(tuple, search.get("explored", ()))]):
+        if fits and peak < (found[-1][1] if found else peak_gib):
+            found.append((time_s, peak, label))
+    return found[:LIGHTER_SHOWN]
 
 
 def simpler_words(search: Mapping[str, Any], step_time_s: float) -> str:
