@@ -12,10 +12,10 @@ from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.timeline import Cut, timeline
 from autoparallel.costmodel.timetable import pipeline_times
-from autoparallel.labels import strategy_label
+from autoparallel.labels import sample_word, strategy_label
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import at_home
 from autoparallel.planner.outcome import (
     Alternative,
@@ -28,7 +28,10 @@ from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
+from autoparallel.profiles.record import cluster_record
 from autoparallel.runtime.limits import refused
+from autoparallel.stamp import KEY as STAMP
+from autoparallel.stamp import stamp
 
 if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
@@ -43,11 +46,15 @@ PROOF = ("status", "lower_bound_s", "gap", "optimum_s", "optimum", "instead", "c
 # Likewise of the strategies that the search priced: what the scatter shows.
 EXPLORED_POINTS = 300
 
+# What `--json` prints of `[search]`.
+PROOF = ("status", "lower_bound_s", "lower_bound_gib", "lower_bound_cost", "gap", "candidates", "pruned")
+
 
 def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:
     """What both `--json` and `[predicted]` say of a prediction; keys and units as the contract has them."""
     return {
         "model": model_table(graph, prediction),
+        "sample": sample_word(graph),
         "feasible": prediction.feasible,
         "step_time_s": prediction.step_time_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
@@ -166,9 +173,9 @@ def read_timeline(table: Mapping[str, Any]) -> tuple[Span, ...]:
 
 
 def problem_table(
-    problem: Problem, *, model: str, model_args: Mapping[str, str], hash_: str, cluster: Mapping[str, Any]
+    problem: Problem, *, model: str, model_args: Mapping[str, str], hash_: str, embed_cluster: bool = False
 ) -> dict[str, Any]:
-    """`[problem]`: what a plan was made for, with the cluster whole."""
+    """`[problem]`: what a plan was made for. A cluster that ships is named, unless it is to be embedded."""
     table: dict[str, Any] = {"model": model}
     if model_args:
         table["model_args"] = dict(model_args)
@@ -179,7 +186,16 @@ def problem_table(
     }
     if problem.allow_lossy:
         table["allow_lossy"] = True
-    return table | {"cluster": dict(cluster)}
+    return table | {"cluster": cluster_record(problem.cluster, embed=embed_cluster)}
+
+
+def stamped(predicted: Mapping[str, Any], strategy: Strategy, problem: Mapping[str, Any]) -> dict[str, Any]:
+    """`[predicted]` with the stamp of what stands above it in the file."""
+    made = stamp(
+        strategy, graph_hash=problem["graph_hash"], seq_len=problem["seq_len"],
+        cluster_hash=problem["cluster"]["hash"],
+    )  # fmt: skip
+    return {STAMP: made, **predicted}
 
 
 def predicted_table(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
@@ -221,11 +237,12 @@ def confidence_table(expander: Expander, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def search_table(result: PlanResult) -> dict[str, Any]:
+def search_table(result: PlanResult, problem: Problem) -> dict[str, Any]:
     """`[search]`: proof and rejected strategies. No seconds: the same inputs give the same file."""
     return {
         "status": result.status,
         "lower_bound_s": result.lower_bound_s,
+        **_bound_table(result, problem),
         "gap": result.gap,
         "optimum_s": result.optimum_s or result.prediction.step_time_s,
         **({"optimum": strategy_label(result.optimum), "instead": result.instead} if result.optimum else {}),
@@ -246,6 +263,17 @@ def search_table(result: PlanResult) -> dict[str, Any]:
             for point in thin(result.explored)
         ],
     }
+
+
+def _bound_table(result: PlanResult, problem: Problem) -> dict[str, float]:
+    """The bound on the objective, where that is no time: memory of the fullest device, or the price of a step."""
+    under = 1.0 - result.gap
+    if problem.objective is Objective.MEMORY:
+        return {"lower_bound_gib": result.prediction.peak_bytes / GIB * under}
+    cost = cost_of(problem.cluster, result.strategy.mesh, result.prediction)
+    if problem.objective is Objective.COST and cost is not None:
+        return {"lower_bound_cost": cost.per_step * under}
+    return {}
 
 
 def alternative_table(other: Alternative, chosen: Strategy) -> dict[str, Any]:

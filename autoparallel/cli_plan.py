@@ -87,6 +87,12 @@ Explain = Annotated[
     bool,
     typer.Option("--explain", help="Say why: what was rejected, and what each constraint costs."),
 ]
+EmbedCluster = Annotated[
+    bool,
+    typer.Option(
+        "--embed-cluster", help="Write every figure of the cluster into the strategy file, shipped ones too."
+    ),
+]
 
 
 SLOW_MODEL = (
@@ -114,11 +120,13 @@ def plan(
     json_: JsonFlag = False,
     save_graph: SaveGraph = None,
     explain: Explain = False,
+    embed_cluster: EmbedCluster = False,
 ) -> None:
     """Find the best strategy that fits, prove it, and write it."""
-    from autoparallel.inputs import Request
+    from autoparallel.inputs import Request, check_finite
 
     started = time.monotonic()
+    check_finite("--time-limit", time_limit)
     request = Request(
         model=model,
         cluster=cluster,
@@ -131,7 +139,10 @@ def plan(
         objective=objective,
         runnable=runnable,
     )
-    run_plan(request, output, save_graph, time_limit, json_=json_, explain=explain, started=started)
+    run_plan(
+        request, output, save_graph, time_limit, json_=json_, explain=explain, started=started,
+        embed_cluster=embed_cluster,
+    )  # fmt: skip
 
 
 @exits
@@ -155,8 +166,9 @@ def score(
     save_graph: SaveGraph = None,
 ) -> None:
     """Price a strategy, whether it fits or not."""
-    from autoparallel.inputs import Request
+    from autoparallel.inputs import Request, check_finite
 
+    check_finite("--time-limit", time_limit)
     request = Request(
         model=model,
         cluster=cluster,
@@ -231,6 +243,7 @@ def run_plan(
     json_: bool,
     explain: bool,
     started: float,
+    embed_cluster: bool = False,
 ) -> None:
     """Capture, search, write, tell."""
     from autoparallel.cli_progress import stderr_console
@@ -241,27 +254,26 @@ def run_plan(
     if output:
         check_writable(output, read=files_of(request))
     checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
-    from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table
+    from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table, stamped
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
     from autoparallel.planner.expand.expander import Expander
-    from autoparallel.profiles import cluster_to_dict
 
     capture_s = time.monotonic() - started
-    expander = Expander(graph=graph, cluster=checked.cluster)
+    expander, stated = Expander(graph=graph, cluster=checked.cluster), make_problem(checked, graph)
     result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander)
     problem = problem_table(
-        make_problem(checked, graph),
+        stated,
         model=request.model,
         model_args=checked.model_args,
         hash_=graph_hash(graph),
-        cluster=cluster_to_dict(checked.cluster),
+        embed_cluster=embed_cluster,
     )
     predicted = predicted_table(expander, result.strategy, result.prediction)
-    found = search_table(result)
+    found = search_table(result, stated)
     if output:
-        write_strategy(output, result.strategy, problem, predicted, found)
+        write_strategy(output, result.strategy, problem, stamped(predicted, result.strategy, problem), found)
     print_plan(console, checked.cluster, result.strategy, predicted, found)
     if explain:
         print_explanation(console, checked.cluster, result.strategy, predicted, found)

@@ -149,16 +149,19 @@ def export(
 ) -> None:
     """Write a plan as another framework's configuration, or as a file that launches it."""
     from autoparallel.cli_progress import stderr_console
-    from autoparallel.exports import export as export_text
+    from autoparallel.exports import export as exported
     from autoparallel.exports import plan_of
     from autoparallel.planner.strategy.file import read_strategy_file
     from autoparallel.planner.strategy.write import check_writable, write_text
 
     if output:
         check_writable(output, read=[strategy])
-    text = export_text(plan_of(read_strategy_file(strategy)), to)
+    made = exported(plan_of(read_strategy_file(strategy)), to)
+    console = stderr_console()
     if output:
-        write_text(output, text)
-        stderr_console().print(f"{to} written to {output}", markup=False)
+        write_text(output, made.text)
+        console.print(f"{to} written to {output}", markup=False)
     else:
-        print(text, end="")
+        print(made.text, end="", flush=True)
+    for item in made.unsaid:
+        console.print(f"not said there, {to} has no setting for it: {item}", markup=False, style="yellow")

@@ -60,8 +60,10 @@ def whatif(
     json_: JsonFlag = False,
 ) -> None:
     """Plan for several clusters or values of a key; compare."""
-    from autoparallel.inputs import Request
+    from autoparallel.inputs import Request, check_finite
 
+    check_finite("--tokens", tokens)
+    check_finite("--time-limit", time_limit)
     base = Request(
         model=model,
         cluster=clusters[0],

@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from autoparallel.labels import strategy_label
+from autoparallel.labels import counted, strategy_label
 from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
 from autoparallel.report.placement import placement_words
-from autoparallel.report.words import choices, cluster_words, constraint_words, simpler_words, sureness, why
+from autoparallel.report.words import (
+    bound_words,
+    choices,
+    cluster_words,
+    constraint_words,
+    seen_with_less_memory,
+    simpler_words,
+    sureness,
+    why,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,11 +37,10 @@ def print_plan(
 ) -> None:
     """The plan in a few lines: what, how long, how full, how sure."""
     _print_numbers(console, cluster, strategy, predicted)
-    gap = search["gap"]
     sure = (
         "proved the best under the cost model"
         if search["status"] == "optimal"
-        else f"not proved: no strategy is faster than {seconds(search['lower_bound_s'])} (gap {percent(gap)})"
+        else f"not proved: {bound_words(search)}"
     )
     console.print(f"  search        {search['candidates']:,} candidates; {sure}", markup=False)
     if simpler := simpler_words(search, predicted["step_time_s"]):
@@ -66,7 +74,8 @@ def _print_numbers(
         style="bold",
         markup=False,
     )
-    rate = f"{significant(predicted['tokens_per_s_per_device'])} tokens/s per device"
+    sample = predicted["sample"]
+    rate = f"{significant(predicted['tokens_per_s_per_device'])} {counted(sample)}/s per device"
     spent = sorted(predicted["breakdown_s"].items(), key=lambda item: -item[1])
     parts = [
         f"{name.replace('_', ' ')} {percent(value / step_s)}"
@@ -77,13 +86,13 @@ def _print_numbers(
     memory = f"{gib(fullest['peak'])} of {gib(fullest['capacity'])}"
     for name, text in (
         ("strategy", strategy_label(strategy)),
-        ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, 'sequence')}"),
+        ("step time", f"{seconds(step_s)} for {times(strategy.batch.global_, sample)}"),
         ("speed", f"{rate}, {percent(predicted['mfu'])} of the peak (MFU)"),
         ("peak memory", f"{memory} on the fullest device"),
         *([("on each host", host_words(predicted, strategy))] if "host_memory_gib" in predicted else []),
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
-        *([("price", price_words(predicted["cost"]))] if "cost" in predicted else []),
+        *([("price", price_words(predicted["cost"], counted(sample)))] if "cost" in predicted else []),
         *([("placement", placed)] if (placed := placement_words(strategy, cluster)) else []),
         *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),
         *(
@@ -107,10 +116,10 @@ def host_words(predicted: Mapping[str, Any], strategy: Strategy) -> str:
     return f"{held}{room} for {' and '.join(what for what, there in kept.items() if there)}"
 
 
-def price_words(cost: Mapping[str, float]) -> str:
+def price_words(cost: Mapping[str, float], what: str) -> str:
     """What a plan costs to run, in the cluster file's currency."""
-    step, tokens = significant(cost["per_step"]), count(cost["per_trillion_tokens"])
-    return f"{significant(cost['per_hour'])} an hour, {step} a step, {tokens} for 10^12 tokens"
+    step, trillion = significant(cost["per_step"]), count(cost["per_trillion_tokens"])
+    return f"{significant(cost['per_hour'])} an hour, {step} a step, {trillion} for 10^12 {what}"
 
 
 def print_explanation(
@@ -142,6 +151,30 @@ def print_explanation(
     if len(search.get("tradeoffs", ())) > 1:
         console.print()
         console.print(_tradeoffs(search["tradeoffs"], priced="cost" in predicted))
+    elif search["status"] != "optimal":
+        _print_left_out(console, predicted, search)
+
+
+def _print_left_out(console: Console, predicted: Mapping[str, Any], search: Mapping[str, Any]) -> None:
+    """What an explanation lacks because the search stopped early, and what of it was seen on the way."""
+    console.print()
+    console.print(
+        "  What each fixed key costs, and what less memory or fewer devices would, was not looked for, because the search "
+        "stopped early: --time-limit SECONDS gives it longer.",
+        markup=False,
+    )
+    if lighter := seen_with_less_memory(search, predicted["peak_memory_gib"]):
+        table = Table(
+            title="less memory, as far as the search saw it on its way (nothing is proved of these)",
+            title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0),
+        )  # fmt: skip
+        for name in ("peak memory", "step time"):
+            table.add_column(name, justify="right")
+        table.add_column("strategy", overflow="fold")
+        for time_s, peak, label in lighter:
+            table.add_row(gib(peak), seconds(time_s), label)
+        console.print()
+        console.print(table)
 
 
 def _tradeoffs(points: Sequence[Mapping[str, Any]], *, priced: bool) -> Table:
@@ -171,7 +204,8 @@ def print_outcomes(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     for name in names:
         table.add_column(name, overflow="fold")
     more = [key for key in ("days", "price") if any(key in row for row in rows)]
-    for name in ("devices", "tokens/s", "step time", "MFU", "peak memory", *more):
+    what = next((counted(row["sample"]) for row in rows if "sample" in row), "tokens")
+    for name in ("devices", f"{what}/s", "step time", "MFU", "peak memory", *more):
         table.add_column(name, justify="right")
     table.add_column("strategy", overflow="fold")
     for row in rows:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
+from autoparallel.dryrun_findings import Finding, findings
 from autoparallel.errors import UserError
+from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.schedules import rank_of_stage
@@ -19,7 +21,7 @@ from autoparallel.planner.score import completed, program_of
 from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
-from autoparallel.profiles import cluster_from_dict
+from autoparallel.profiles.record import recorded_cluster
 from autoparallel.runtime.expert_modules import expert_modules
 from autoparallel.runtime.messages import Message, program_messages, sent_bytes
 
@@ -62,6 +64,7 @@ class DryRun:
     model: str
     strategy: Strategy
     ranks: tuple[RankComparison, ...]
+    findings: tuple[Finding, ...] = ()  # where the two differ by more than they may
 
 
 def dry_run_file(path: Path, model: str | None = None) -> DryRun:
@@ -74,7 +77,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
         raise UserError(
             f"{path}: [problem] has no cluster, so nothing was predicted; give a file that plan wrote"
         )
-    cluster = cluster_from_dict(record.cluster, f"{path}: problem.cluster")
+    cluster = recorded_cluster(record.cluster, f"{path}: [problem] cluster")
 
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
@@ -82,8 +85,9 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     from autoparallel.runtime.limits import check_tables, entered_blocks
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
-    loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
-    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    with in_the_models_words(spec):
+        loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
     if record.graph_hash is not None and record.graph_hash != graph_hash(graph):
         raise UserError(
             f"{path}: [problem] graph_hash does not match {spec}: the file was planned for another model, sequence "
@@ -100,8 +104,11 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     lowered = dry_run(
         loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels,
         experts=expert_modules(graph), entered=entered_blocks(graph),
+        kinds={link.path: link.block for link in graph.chain if link.repeated},
     )  # fmt: skip
-    return DryRun(model=graph.name, strategy=strategy, ranks=compare(strategy, program, lowered))
+    ranks = compare(strategy, program, lowered)
+    different = findings(strategy, program, lowered, ranks, _sizes(strategy))
+    return DryRun(model=graph.name, strategy=strategy, ranks=ranks, findings=different)
 
 
 def _model(path: str, record: ProblemRecord, given: str | None) -> str:
@@ -120,11 +127,9 @@ def compare(
     strategy: Strategy, program: Program, lowered: Sequence[LoweredStage]
 ) -> tuple[RankComparison, ...]:
     """Each pipeline rank's stages added up, lowered and predicted."""
-    pipeline, mesh = strategy.pipeline, strategy.mesh
+    pipeline, mesh, sizes = strategy.pipeline, strategy.mesh, _sizes(strategy)
     homes = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
     predicted = program_messages(program)
-    sizes = {axis: getattr(mesh, axis) for axis in (*AXES, EXPERTS)}
-    sizes[EXPERT_SHARD] = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
     keeps_gathered = zero_level(strategy) in (1, 2)
     found = []
     for rank in range(mesh.pp):
@@ -157,6 +162,13 @@ def compare(
             )
         )
     return tuple(found)
+
+
+def _sizes(strategy: Strategy) -> dict[str, int]:
+    """Ranks along each mesh axis, those of experts among them."""
+    mesh = strategy.mesh
+    sizes = {axis: getattr(mesh, axis) for axis in (*AXES, EXPERTS)}
+    return {**sizes, EXPERT_SHARD: mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep}
 
 
 def _added(counters: Iterable[Counter[Message]]) -> Counter[Message]:
@@ -201,4 +213,7 @@ def dry_run_answer(found: DryRun) -> dict[str, Any]:
         }
         for rank in found.ranks
     ]
-    return {"model": found.model, "devices": found.strategy.mesh.devices, "ranks": ranks}
+    different = [{**asdict(one), "ranks": list(one.ranks)} for one in found.findings]
+    return {
+        "model": found.model, "devices": found.strategy.mesh.devices, "ranks": ranks, "differences": different,
+    }  # fmt: skip

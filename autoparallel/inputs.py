@@ -7,6 +7,7 @@ the model is not a saved graph.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
 from autoparallel.errors import UserError
+from autoparallel.labels import sample_word
+from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.money import unpriced
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.file import (
@@ -26,8 +29,9 @@ from autoparallel.planner.strategy.file import (
 )
 from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.types import Execution
-from autoparallel.profiles import Cluster, cluster_from_dict, load_cluster
+from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
+from autoparallel.profiles.record import cluster_hash, recorded_cluster, recorded_hash
 from autoparallel.runtime.limits import graph_limits, limits
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
@@ -143,14 +147,28 @@ def _check_record(file: StrategyFile, record: ProblemRecord, request: Request, c
             f"given; {remedy}"
         )
     if record.cluster is not None:
-        planned = cluster_from_dict(record.cluster, f"{file.path}: problem.cluster")
-        # Neither the name nor the sources of figures make other machines.
-        different = [k for k in ("groups", "levels") if getattr(planned, k) != getattr(cluster, k)]
-        if different:
+        where = f"{file.path}: [problem] cluster"
+        if recorded_hash(record.cluster, where) != cluster_hash(cluster):
             raise UserError(
-                f"{file.path}: [problem.cluster] ({planned.name}) is not the cluster "
-                f"{request.cluster}: {', '.join(different)} differ; {remedy}"
+                f"{where} ({record.cluster.get('name')}) is not the cluster {request.cluster}"
+                f"{_different(record.cluster, cluster, where)}; {remedy}"
             )
+
+
+def _different(record: Mapping[str, object], cluster: Cluster, where: str) -> str:
+    """What of two clusters is not the same, as far as the recorded one is known."""
+    try:
+        planned = recorded_cluster(record, where, checked=False)
+    except UserError:
+        return ""
+    parts = [k for k in ("groups", "levels", "network") if getattr(planned, k) != getattr(cluster, k)]
+    return f": {', '.join(parts) or 'figures'} differ"
+
+
+def check_finite(option: str, value: float | None) -> None:
+    """Raise UserError for `inf` and `nan`, which number parsers let through."""
+    if value is not None and not math.isfinite(value):
+        raise UserError(f"{option} {value}: must be a finite number")
 
 
 def parse_model_args(given: Sequence[str], record: ProblemRecord | None = None) -> Mapping[str, str]:
@@ -212,8 +230,14 @@ def _capture(spec: str, checked: Checked) -> ModelGraph:
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
 
-    loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len)
-    graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    asked = checked.request.seq_len is not None
+    with in_the_models_words(spec):
+        loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len, seq_len_asked=asked)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    if asked and graph.tokens_per_sample == 1 != checked.seq_len:
+        raise UserError(
+            f"--seq-len {checked.seq_len}: a sample of {loaded.name} is one {sample_word(graph)}, not a sequence; leave it out"
+        )
     graph = replace(graph, warnings=(*loaded.warnings, *graph.warnings))
     gc.freeze()  # torch's million objects stay: the search need not look at them at every collection
     return graph

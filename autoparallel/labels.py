@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.strategy.types import Strategy
+
+IMAGE_FILTER_DIMS = 4  # channels out and in, height, width
 
 # What each recompute.mode runs a second time in the backward pass.
 RECOMPUTED = {
@@ -10,6 +13,23 @@ RECOMPUTED = {
     "operators": "cheap operators",  # all but matrix products, attention and sums over ranks
     "full": "every block",
 }
+
+
+def sample_word(graph: ModelGraph) -> str:
+    """What a sample of a model is: "sequence", "image", or "sample" where it is neither."""
+    if graph.tokens_per_sample > 1:
+        return "sequence"
+    filters = any(
+        operator.kind is OpKind.CONV and any(len(p.shape) == IMAGE_FILTER_DIMS for p in block.parameters)
+        for block in graph.blocks
+        for operator in block.operators
+    )
+    return "image" if filters else "sample"
+
+
+def counted(sample: str) -> str:
+    """What speeds and prices count, where a sample is called so: "tokens" of sequences, else the samples."""
+    return "tokens" if sample == "sequence" else f"{sample}s"
 
 
 def strategy_label(strategy: Strategy) -> str:

@@ -15,9 +15,10 @@ from autoparallel.planner.problem import Objective
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.profiles import Cluster
 from autoparallel.profiles.build import cluster_of, shared_device
 from autoparallel.profiles.hardware import Device
+from autoparallel.profiles.record import recorded_cluster
 
 COLUMNS = ("strategy", "step_time_s", "model", "cluster", "seq_len")
 _SHAPE = re.compile(r"(\d+)x(\d+)")
@@ -140,7 +141,7 @@ def _cluster(shape: str, record: object, where: str, profile: Device) -> Callabl
         raise UserError(
             f"{where}: the strategy file has no [problem.cluster]; add a column `cluster`: 2x8, say"
         )
-    planned = cluster_from_dict(record, where)
+    planned = recorded_cluster(record, where, checked=False)  # the profile's own figures take their place
     if profile.name not in {group.device.name for group in planned.groups}:
         names = ", ".join(group.device.name for group in planned.groups)
         raise UserError(

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from autoparallel import __version__
-from autoparallel.answer import predicted_table, problem_table, search_table
+from autoparallel.answer import predicted_table, problem_table, search_table, stamped
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
@@ -22,7 +22,8 @@ from autoparallel.planner.strategy.file import missing_keys, read_strategy_file,
 from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_strategy
-from autoparallel.profiles import Cluster, cluster_from_dict, cluster_to_dict, device_names
+from autoparallel.profiles import Cluster, cluster_to_dict, device_names
+from autoparallel.profiles.record import recorded_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def read_source(strategy: Strategy | str | os.PathLike[str] | None) -> StrategyS
         name=file.path,
         constraints=file.constraints,
         graph_hash=record.graph_hash if record else None,
-        cluster=cluster_from_dict(cluster, f"{file.path}: problem.cluster") if cluster else None,
+        cluster=recorded_cluster(cluster, f"{file.path}: [problem] cluster") if cluster else None,
     )
 
 
@@ -177,8 +178,8 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
             model=problem.graph.name,
             model_args={},
             hash_=graph_hash(problem.graph),
-            cluster=cluster_to_dict(problem.cluster),
         )
         predicted = predicted_table(expander, result.strategy, result.prediction)
-        write_strategy(path, result.strategy, table, predicted, search_table(result))
+        predicted = stamped(predicted, result.strategy, table)
+        write_strategy(path, result.strategy, table, predicted, search_table(result, problem))
     return result.strategy

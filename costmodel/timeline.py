@@ -38,12 +38,12 @@ def timeline(
     start_s = end_s - np.where(
         sends, messages[np.array(timetable.message)], seconds[np.array(timetable.cost)]
     )
-    steps = [(rank, *span) for rank, spans in enumerate(times.steps) for span in spans if span[2] > span[1]]
+    steps = _steps(times, costs)
     kept = end_s > start_s
-    cut = cut_between([*start_s[kept].tolist(), *(start for _, _, start, _ in steps)], most)
+    cut = cut_between([*start_s[kept].tolist(), *(step.start_s for step in steps)], most)
     if cut is not None:
         kept &= (start_s < cut[0]) | (start_s >= cut[1])
-        steps = [step for step in steps if step[2] < cut[0] or step[2] >= cut[1]]
+        steps = [step for step in steps if step.start_s < cut[0] or step.start_s >= cut[1]]
     spans = [
         Span(
             rank=timetable.rank[row], action=show_action(timetable.actions[row]), start_s=float(start_s[row]),
@@ -51,14 +51,22 @@ def timeline(
         )
         for row in np.flatnonzero(kept).tolist()
     ]  # fmt: skip
-    spans += [
-        Span(
-            rank=rank, action=show_action(Action(stage, ActionKind.STEP)), start_s=start, end_s=end,
-            label="optimizer",
-        )
-        for rank, stage, start, end in steps
-    ]  # fmt: skip
+    spans += steps
     return tuple(sorted(spans, key=lambda span: (span.rank, span.start_s, span.end_s))), cut
+
+
+def _steps(times: PipelineTimes, costs: Sequence[StageCost]) -> list[Span]:
+    """The optimizer of each stage, then the gather of its updated parameters where the next step waits for it: one span
+    for each part of the breakdown that it counts for."""
+    found = []
+    for rank, stages in enumerate(times.steps):
+        for stage, start_s, _ in stages:
+            action = show_action(Action(stage, ActionKind.STEP))
+            for label, seconds in sorted(costs[stage].step.parts, key=lambda part: part[0].endswith("_comm")):
+                end_s = start_s + seconds
+                found.append(Span(rank=rank, action=action, start_s=start_s, end_s=end_s, label=label))
+                start_s = end_s
+    return [span for span in found if span.end_s > span.start_s]
 
 
 def cut_between(start_s: Sequence[float], most: int | None) -> Cut | None:

@@ -4,7 +4,7 @@
 - `load.py`: from a name, a file or DEVICE:NODESxPER_NODE to these: `schema.py` checks keys and types, `figures.py` ranges
   and provenance, `constants.py` lists the cost model's own; `build.py` and `network.py` make the data of them.
 - `parts.py`: nodes and groups of a cluster as clusters of their own.
-- `convert.py`, `write.py`: back to plain tables and to files; `likest.py`: the profile that suits a device's name.
+- `convert.py`, `write.py`: back to plain tables and to files; `record.py`: as strategy files keep them; `likest.py`: the profile that suits a device's name.
 """
 
 from __future__ import annotations

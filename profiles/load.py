@@ -53,7 +53,7 @@ def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
         device = load_device(match["device"], dirs=dirs)
         return cluster_of(device, int(match["nodes"]), int(match["per_node"]), spec)
     files = _files("clusters", dirs, "group")
-    if spec not in files and not _is_path(spec):
+    if spec not in files and not is_path(spec):
         _no_such_cluster(spec, tuple(files), device_names(dirs))
     path = _resolve(spec, files, "cluster")
     table = read_toml(path)
@@ -85,7 +85,7 @@ def parse_cluster(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Clu
     for index, group in enumerate(table.group):
         if isinstance(group.device, str):
             beside = Path(where).parent / group.device
-            name = str(beside) if _is_path(group.device) and beside.exists() else group.device
+            name = str(beside) if is_path(group.device) and beside.exists() else group.device
             devices.append(load_device(name, dirs=dirs))
         else:
             devices.append(parse_device(group.device, f"{where}: group.{index}.device", dirs=dirs))
@@ -123,6 +123,8 @@ def _in_words(detail: Mapping[str, Any]) -> str:
         return "is missing"
     if detail["type"] == "list_type" and isinstance(detail["input"], dict):
         return f"must be a list of tables: write [[{detail['loc'][-1]}]]"
+    if detail["type"] == "finite_number":
+        return f"= {detail['input']} must be a finite number"
     return str(detail["msg"])
 
 
@@ -131,7 +133,8 @@ def _message(loc: tuple[int | str, ...], message: str, where: str) -> str:
     return f"{where}: {f'`{key}`: ' if key else ''}{message}"
 
 
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
+    """Whether a word names a file rather than something that ships."""
     return text.endswith(".toml") or "/" in text
 
 
@@ -150,11 +153,20 @@ def _files(folder: str, dirs: Sequence[Path], marker: str) -> dict[str, Path]:
 def _resolve(name: str, files: Mapping[str, Path], what: str) -> Path:
     if name in files:
         return files[name]
-    if _is_path(name):
+    if is_path(name):
+        if Path(name).is_dir():
+            raise UserError(_is_folder(name, what))
         if not Path(name).is_file():
             raise UserError(f"{name}: no such {what} file")
         return Path(name)
     raise UserError(f"unknown {what} `{name}`{nearest(name, files)}; known: {', '.join(sorted(files))}")
+
+
+def _is_folder(name: str, what: str) -> str:
+    inside = sorted(path.name for path in Path(name).glob("*.toml"))
+    return f"{name}: is a folder; give the {what} file itself" + (
+        f", such as {Path(name) / inside[0]}" if inside else ""
+    )
 
 
 def _no_such_cluster(spec: str, clusters: Sequence[str], devices: Sequence[str]) -> None:
@@ -166,6 +178,8 @@ def _no_such_cluster(spec: str, clusters: Sequence[str], devices: Sequence[str])
         )
     if name in devices:
         raise UserError(f"cluster `{spec}` is a device; say how many: `{spec}:1x1`, or NODESxPER_NODE")
+    if Path(spec).is_dir():
+        raise UserError(_is_folder(spec, "cluster"))
     hint = nearest(spec, clusters)
     raise UserError(
         f"unknown cluster `{spec}`{hint}; give a cluster file, DEVICE:NODESxPER_NODE, "

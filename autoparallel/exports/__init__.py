@@ -1,7 +1,7 @@
 """Exports: a plan as the configuration of a framework, or as a file that launches it.
 
-An export is a function from a `Plan` to text. What the other framework cannot say stands in the text as a
-comment: nothing is dropped silently.
+An export is a function from a `Plan` to an `Exported`: text, and what of the plan the other framework cannot say.
+That stands in the text as a comment and is told to whoever asked: nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from autoparallel.exports.accelerate import accelerate
 from autoparallel.exports.deepspeed import deepspeed
 from autoparallel.exports.launch import kubernetes, slurm, torchrun
 from autoparallel.exports.megatron import megatron
-from autoparallel.exports.plan import Plan, plan_of
+from autoparallel.exports.plan import Exported, Plan, plan_of
 from autoparallel.exports.torchtitan import torchtitan
 
-EXPORTS: Mapping[str, Callable[[Plan], str]] = {
+EXPORTS: Mapping[str, Callable[[Plan], Exported]] = {
     "torchtitan": torchtitan,
     "megatron": megatron,
     "deepspeed": deepspeed,
@@ -26,11 +26,11 @@ EXPORTS: Mapping[str, Callable[[Plan], str]] = {
     "kubernetes": kubernetes,
 }
 
-__all__ = ["EXPORTS", "Plan", "export", "plan_of"]
+__all__ = ["EXPORTS", "Exported", "Plan", "export", "plan_of"]
 
 
-def export(plan: Plan, target: str) -> str:
-    """The plan as text for `target`. Raises UserError for a target that is not known, or that cannot run it."""
+def export(plan: Plan, target: str) -> Exported:
+    """The plan for `target`. Raises UserError for a target that is not known, or that cannot run it."""
     if target not in EXPORTS:
         raise UserError(f"--to {target}: not known; use one of {', '.join(EXPORTS)}")
     return EXPORTS[target](plan)

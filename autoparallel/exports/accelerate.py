@@ -8,19 +8,23 @@ from __future__ import annotations
 from autoparallel.errors import UserError
 from autoparallel.exports.launch import PORT
 from autoparallel.exports.plan import (
+    Exported,
     Plan,
     base_dtype,
     header,
+    recomputed_layers,
+    recomputes_all,
     unsaid_dtype,
     unsaid_everywhere,
     unsaid_experts,
     unsaid_offload,
     unsaid_order,
 )
+from autoparallel.labels import recompute_label
 from autoparallel.planner.strategy.types import AXES, Strategy
 
 
-def accelerate(plan: Plan) -> str:
+def accelerate(plan: Plan) -> Exported:
     """A YAML file. Raises UserError for what accelerate does not train with: pipelines, and tensor or context
     parallelism between replicas that shard nothing."""
     s = plan.strategy
@@ -35,7 +39,6 @@ def accelerate(plan: Plan) -> str:
             "again with --set mesh.dp_replicate=1, or export to torchtitan or megatron"
         )
     sharded = s.shard.zero > 0 and s.mesh.dp_shard * s.mesh.cp > 1
-    full = s.recompute.mode == "full"
     precision = "fp8" if s.execution.dtype == "fp8" else base_dtype(s)
     keys: list[tuple[str, object]] = [
         ("compute_environment", "LOCAL_MACHINE"),
@@ -53,7 +56,7 @@ def accelerate(plan: Plan) -> str:
         text += (
             "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
             f"  fsdp_reshard_after_forward: {_yaml(s.shard.zero == 3)}\n"
-            f"  fsdp_activation_checkpointing: {_yaml(full)}\n"
+            f"  fsdp_activation_checkpointing: {_yaml(bool(recomputed_layers(s)))}\n"
             f"  fsdp_offload_params: {_yaml(s.offload.optimizer > 0)}\n"
             "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
         )
@@ -66,7 +69,8 @@ def accelerate(plan: Plan) -> str:
         }
         text += "parallelism_config:\n"
         text += "".join(f"  parallelism_config_{axis}_size: {size}\n" for axis, size in sizes.items())
-    return header(plan, "accelerate", _unsaid(s, sharded=sharded)) + _launched(plan) + text
+    unsaid = _unsaid(plan, sharded=sharded)
+    return Exported(text=header(plan, "accelerate", unsaid) + _launched(plan) + text, unsaid=tuple(unsaid))
 
 
 def _distributed_type(plan: Plan, *, sharded: bool) -> str:
@@ -83,12 +87,14 @@ def _launched(plan: Plan) -> str:
     return f"# {on}accelerate launch --config_file THIS{where} train.py ARGUMENTS\n"
 
 
-def _unsaid(s: Strategy, *, sharded: bool) -> list[str]:
-    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES), *unsaid_experts(s)]
+def _unsaid(plan: Plan, *, sharded: bool) -> list[str]:
+    s = plan.strategy
+    unsaid = [*unsaid_everywhere(plan), *unsaid_order(s, AXES), *unsaid_experts(s)]
     unsaid += unsaid_offload(s, optimizer=sharded)
-    if sharded and 0 < s.offload.optimizer < 1:
+    if sharded and s.offload.optimizer:
         unsaid.append(
-            f"offload.optimizer = {s.offload.optimizer:g}: all of it is offloaded, with the parameters"
+            f"offload.optimizer = {s.offload.optimizer:g}: fsdp_offload_params moves all of it, and the parameters and "
+            "gradients, too"
         )
     if s.execution.dtype != "fp8":
         unsaid += unsaid_dtype(s)
@@ -98,10 +104,19 @@ def _unsaid(s: Strategy, *, sharded: bool) -> list[str]:
     )
     if sharded and s.shard.zero < 3:
         unsaid.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
-    mode = s.recompute.mode
-    if mode in ("selective", "operators") or any(s.recompute.per_stage) or (mode == "full" and not sharded):
-        unsaid.append(f'recompute.mode = "{s.recompute.mode}", per_stage = {list(s.recompute.per_stage)}')
-    return unsaid
+    return unsaid + _unsaid_recompute(s, sharded=sharded)
+
+
+def _unsaid_recompute(s: Strategy, *, sharded: bool) -> list[str]:
+    """Its FSDP recomputes every block or none; without FSDP nothing."""
+    label = recompute_label(s)
+    if not label or (sharded and recomputes_all(s)):
+        return []
+    if sharded and recomputed_layers(s):
+        return [f"recomputation of {label}: fsdp_activation_checkpointing recomputes every block"]
+    return [
+        f"recomputation of {label}: switch it on in the model (gradient_checkpointing_enable), which knows every block"
+    ]
 
 
 def _yaml(value: object) -> str:

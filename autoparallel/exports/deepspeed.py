@@ -11,6 +11,7 @@ from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.exports.plan import (
+    Exported,
     Plan,
     base_dtype,
     bucket_elements,
@@ -20,10 +21,11 @@ from autoparallel.exports.plan import (
     unsaid_offload,
     unsaid_order,
 )
+from autoparallel.labels import recompute_label
 from autoparallel.planner.strategy.types import AXES, Strategy
 
 
-def deepspeed(plan: Plan) -> str:
+def deepspeed(plan: Plan) -> Exported:
     """ds_config.json; what it cannot say stands under "_autoparallel". Raises UserError for a pipeline."""
     s = plan.strategy
     if s.mesh.pp > 1 or s.mesh.cp > 1:
@@ -41,7 +43,7 @@ def deepspeed(plan: Plan) -> str:
     if s.offload.optimizer and s.mesh.data_parallel == 1:
         zero["stage"] = max(s.shard.zero, 1)  # the same on one rank, and what offloading needs
     offloads = bool(s.offload.optimizer and zero["stage"])
-    unsaid = [*unsaid_everywhere(s), *unsaid_order(s, AXES), *unsaid_dtype(s), *unsaid_experts(s)]
+    unsaid = [*unsaid_everywhere(plan), *unsaid_order(s, AXES), *unsaid_dtype(s), *unsaid_experts(s)]
     unsaid += unsaid_offload(s, optimizer=offloads)
     if s.mesh.dp_replicate > 1 and s.shard.zero:
         if s.shard.zero == 3:
@@ -59,8 +61,8 @@ def deepspeed(plan: Plan) -> str:
         unsaid.append(
             f'execution.grad_dtype = "{s.execution.grad_dtype}": without ZeRO gradients are added up in {accumulated}'
         )
-    if s.recompute.mode != "none" or any(s.recompute.per_stage):
-        unsaid.append(f'recompute.mode = "{s.recompute.mode}": switch it on in the model')
+    if label := recompute_label(s):
+        unsaid.append(f"recomputation of {label}: switch it on in the model")
     config: dict[str, Any] = {
         "train_batch_size": s.batch.global_,
         "train_micro_batch_size_per_gpu": s.batch.micro,
@@ -73,7 +75,8 @@ def deepspeed(plan: Plan) -> str:
     if s.mesh.tp > 1:
         config["tensor_parallel"] = {"autotp_size": s.mesh.tp}
     note = {"from": plan.path, "not_said_here": unsaid}
-    return json.dumps({"_autoparallel": note, **config}, indent=2) + "\n"
+    text = json.dumps({"_autoparallel": note, **config}, indent=2) + "\n"
+    return Exported(text=text, unsaid=tuple(unsaid))
 
 
 def _model_dtype(s: Strategy) -> str:

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-from autoparallel.exports.plan import Plan, header, unsaid_hosts
+from autoparallel.exports.plan import Exported, Plan, header, unsaid_hosts
 
 PORT = 29500  # torchrun's own default
 
 
-def torchrun(plan: Plan) -> str:
+def torchrun(plan: Plan) -> Exported:
     """A shell script to be run on every node. Where the plan names nodes, each is told its number."""
     meet = (
         f'--node-rank "$NODE_RANK" \\\n  --master-addr "${{HEAD_NODE:-localhost}}" --master-port {PORT} "$@"\n'
-        if plan.strategy.mesh.placement
+        if plan.hosts
         else f"--rdzv-backend c10d \\\n"
         f'  --rdzv-endpoint "${{HEAD_NODE:-localhost}}:{PORT}" --rdzv-id autoparallel "$@"\n'
     )
-    return (
+    unsaid = unsaid_hosts(plan)
+    text = (
         "#!/usr/bin/env bash\n"
-        + header(plan, "torchrun", unsaid_hosts(plan.strategy))
+        + header(plan, "torchrun", unsaid)
         + "# On every node: HEAD_NODE=host-of-the-first ./launch.sh train.py ARGUMENTS\n"
         "set -euo pipefail\n"
         f"exec torchrun --nnodes {plan.nodes} --nproc-per-node {plan.devices_per_node} " + meet
     )
+    return Exported(text=text, unsaid=tuple(unsaid))
 
 
-def slurm(plan: Plan) -> str:
-    """A batch script: one torchrun per node."""
+def slurm(plan: Plan) -> Exported:
+    """A batch script: one torchrun per node. Where the plan names nodes, a file says which hosts they are, in order."""
     gpus = "" if plan.on_cpu else f"#SBATCH --gpus-per-node={plan.devices_per_node}\n"
-    return (
+    unsaid = unsaid_hosts(plan)
+    text = (
         "#!/usr/bin/env bash\n"
         "#SBATCH --job-name=autoparallel\n"
         f"#SBATCH --nodes={plan.nodes}\n"
         "#SBATCH --ntasks-per-node=1\n"
         f"{gpus}"
         "#SBATCH --exclusive\n"
-        + header(plan, "Slurm", unsaid_hosts(plan.strategy))
-        + "# sbatch job.sh train.py ARGUMENTS\n"
+        + header(plan, "Slurm", unsaid)
+        + (_slurm_in_order(plan) if plan.hosts else _slurm_in_any_order(plan))
+    )
+    return Exported(text=text, unsaid=tuple(unsaid))
+
+
+def _slurm_in_any_order(plan: Plan) -> str:
+    return (
+        "# sbatch job.sh train.py ARGUMENTS\n"
         "set -euo pipefail\n"
         'head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
@@ -44,14 +54,30 @@ def slurm(plan: Plan) -> str:
     )
 
 
-def kubernetes(plan: Plan) -> str:
+def _slurm_in_order(plan: Plan) -> str:
+    """Slurm sorts hosts by name unless a file of them stands for their order (`--distribution=arbitrary`)."""
+    return (
+        "# Write hosts.txt, one host a line: line K is --node-rank K above. Then:\n"
+        '# sbatch --nodelist="$(paste -sd, hosts.txt)" job.sh train.py ARGUMENTS\n'
+        "set -euo pipefail\n"
+        "export SLURM_HOSTFILE=${HOSTS:-$SLURM_SUBMIT_DIR/hosts.txt}\n"
+        'export HEAD_NODE=$(head -n 1 "$SLURM_HOSTFILE")\n'
+        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
+        f"srun --distribution=arbitrary bash -c 'exec torchrun --nnodes {plan.nodes} "
+        f"--nproc-per-node {plan.devices_per_node} \\\n"
+        f'  --node-rank "$SLURM_PROCID" --master-addr "$HEAD_NODE" --master-port {PORT} "$@"\' torchrun "$@"\n'
+    )
+
+
+def kubernetes(plan: Plan) -> Exported:
     """A headless Service and an indexed Job, one pod per node; no operator has to be installed."""
     per_node, nodes = plan.devices_per_node, plan.nodes
     resources = (
         f"              cpu: {per_node}\n" if plan.on_cpu else f"              nvidia.com/gpu: {per_node}\n"
     )
-    return (
-        header(plan, "Kubernetes", unsaid_hosts(plan.strategy))
+    unsaid = [f"{item}; pods start on any node: pin them" for item in unsaid_hosts(plan)]
+    text = (
+        header(plan, "Kubernetes", unsaid)
         + f"""# Set image and args; the strategy file must be in the image or on a volume.
 apiVersion: v1
 kind: Service
@@ -99,3 +125,4 @@ spec:
             medium: Memory
 """
     )
+    return Exported(text=text, unsaid=tuple(unsaid))

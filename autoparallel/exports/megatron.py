@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from autoparallel.errors import UserError
 from autoparallel.exports.plan import (
+    Exported,
     Plan,
     bucket_elements,
     header,
+    recomputes_all,
+    refuse_samples,
     unsaid_everywhere,
     unsaid_offload,
     unsaid_order,
 )
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
 
 # Rank orders of megatron/core/parallel_state.py, "tp-cp-ep-dp-pp" and "tp-cp-ep-pp-dp", outermost first here.
@@ -36,9 +40,11 @@ _OPTIMIZERS = {
 }
 
 
-def megatron(plan: Plan) -> str:
-    """A shell file that sets the array MEGATRON_ARGS. Raises UserError for schedules Megatron-LM lacks."""
+def megatron(plan: Plan) -> Exported:
+    """A shell file that sets the array MEGATRON_ARGS. Raises UserError for schedules Megatron-LM lacks, and for
+    models that read no sequences."""
     s = plan.strategy
+    refuse_samples(plan, "Megatron-LM")
     if s.mesh.pp > 1 and s.pipeline.schedule not in ("1f1b", "interleaved-1f1b"):
         raise UserError(
             f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": Megatron-LM has 1f1b and interleaved-1f1b; '
@@ -46,7 +52,9 @@ def megatron(plan: Plan) -> str:
         )
     groups = [_sizes(plan), _pipeline(s), _precision(s), _recompute(s), _data_parallel(s), _offload(s)]
     body = "".join(f"    {flag}\n" for group in groups for flag in group)
-    return f"{header(plan, 'Megatron-LM', _unsaid(s))}{_connections(s)}MEGATRON_ARGS=(\n{body})\n"
+    unsaid = _unsaid(plan)
+    text = f"{header(plan, 'Megatron-LM', unsaid)}{_connections(s)}MEGATRON_ARGS=(\n{body})\n"
+    return Exported(text=text, unsaid=tuple(unsaid))
 
 
 def _connections(s: Strategy) -> str:
@@ -103,7 +111,7 @@ def _precision(s: Strategy) -> list[str]:
 
 def _recompute(s: Strategy) -> list[str]:
     full = s.recompute.per_stage
-    if s.recompute.mode == "full":
+    if recomputes_all(s):
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     if any(full):
         return [
@@ -140,12 +148,13 @@ def _offload(s: Strategy) -> list[str]:
     return [*alone, "--use-precision-aware-optimizer", "--optimizer-cpu-offload", share]
 
 
-def _unsaid(s: Strategy) -> list[str]:
-    found = [*unsaid_everywhere(s), *unsaid_offload(s, optimizer=bool(_offload(s)))]
+def _unsaid(plan: Plan) -> list[str]:
+    s = plan.strategy
+    found = [*unsaid_everywhere(plan), *unsaid_offload(s, optimizer=bool(_offload(s)))]
     full = s.recompute.per_stage
-    if any(full) and s.recompute.mode != "full":
+    if any(full) and not recomputes_all(s):
         if len(set(full)) > 1:
-            found.append(f"recompute.per_stage = {list(full)}: every chunk recomputes the most of them")
+            found.append(f"recompute.per_stage = {runs(full)}: every chunk recomputes the most of them")
         if s.recompute.mode == "selective":
             found.append("selective recomputation of the blocks that are not recomputed in full")
     if s.recompute.mode == "operators":

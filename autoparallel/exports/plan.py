@@ -10,8 +10,11 @@ from autoparallel.labels import whole_matrices
 from autoparallel.planner.expand.state import MIB, dtype_bytes
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import nodes_in_use
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.profiles import Cluster
+from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes
+from autoparallel.profiles.record import recorded_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +37,29 @@ class Plan:
         return math.ceil(self.strategy.mesh.devices / self.devices_per_node)
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        """The cluster's nodes in the order of the ranks, where the plan names them or groups of them; else empty."""
+        mesh = self.strategy.mesh
+        if mesh.placement:
+            return nodes_in_use(mesh)
+        if not mesh.groups or len(self.cluster.groups) == 1:
+            return ()
+        left = {g: iter(_places(self.cluster, g)) for g in sorted(set(mesh.groups))}
+        each = mesh.devices // mesh.pp
+        return tuple(dict.fromkeys(next(left[g]) for g in mesh.groups for _ in range(each)))
+
+    @property
     def on_cpu(self) -> bool:
         """The devices are processes of a CPU: launch files then ask for no GPU."""
         return self.cluster.groups[0].device.name.startswith("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An export: its text, and what of the plan the target cannot say (which stands in the text, too)."""
+
+    text: str
+    unsaid: tuple[str, ...] = ()
 
 
 def plan_of(file: StrategyFile) -> Plan:
@@ -47,7 +70,8 @@ def plan_of(file: StrategyFile) -> Plan:
         raise UserError(
             f"{file.path}: {what} missing; run plan with it as --strategy, and export what that writes"
         )
-    cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
+    # Shapes and names are all that exports read: other figures than the plan was made for do no harm.
+    cluster = recorded_cluster(file.problem.cluster, f"{file.path}: [problem] cluster", checked=False)
     per_node = {group.devices_per_node for group in cluster.groups}
     if len(per_node) > 1:
         raise UserError(
@@ -66,9 +90,10 @@ def header(plan: Plan, framework: str, unsaid: list[str], mark: str = "#") -> st
     return "\n".join(lines) + "\n"
 
 
-def unsaid_everywhere(strategy: Strategy) -> list[str]:
+def unsaid_everywhere(plan: Plan) -> list[str]:
     """Decisions that no other framework has a switch for."""
-    found = []
+    strategy = plan.strategy
+    found = unsaid_hosts(plan)
     if any(c != "none" for c in strategy.grad_sync.compression):
         found.append(f"grad_sync.compression = {list(strategy.grad_sync.compression)}")
     if strategy.grad_sync.algorithm != "auto":
@@ -77,14 +102,6 @@ def unsaid_everywhere(strategy: Strategy) -> list[str]:
         found.append("[[embedding]]: TorchRec shards tables over ranks; none of these does")
     if strategy.mesh.tp > 1 and (whole := whole_matrices(strategy)):
         found.append(f"[[tensor]]: matrices of {', '.join(whole)} are whole here, and sharded there")
-    if strategy.mesh.groups:
-        found.append(
-            f"mesh.groups = {list(strategy.mesh.groups)}: list the hosts in this order of their groups"
-        )
-    if strategy.mesh.placement:
-        found.append(
-            f"mesh.placement = {list(strategy.mesh.placement)}: list the hosts in this order of the cluster's nodes"
-        )
     return found
 
 
@@ -118,15 +135,66 @@ def unsaid_offload(strategy: Strategy, *, optimizer: bool) -> list[str]:
     return [f"offload.{name} = {share:g}" for name, share in shares.items() if share]
 
 
-def unsaid_hosts(strategy: Strategy) -> list[str]:
-    """Which hosts to start, and in which order, where the plan names its nodes: ranks follow the hosts."""
-    if not strategy.mesh.placement:
+def unsaid_hosts(plan: Plan) -> list[str]:
+    """Which hosts to start, and in which order, where the plan names nodes or groups of them: ranks follow the hosts."""
+    if not (hosts := plan.hosts):
         return []
-    nodes = nodes_in_use(strategy.mesh)
+    key = "placement" if plan.strategy.mesh.placement else "groups"
+    named = runs(getattr(plan.strategy.mesh, key))
     return [
-        f"mesh.placement = {list(strategy.mesh.placement)}: torchrun's --node-rank is 0 to {len(nodes) - 1} on nodes "
-        f"{', '.join(map(str, nodes))} of the cluster's file, in this order"
+        f"mesh.{key} = {named}: --node-rank is 0 to {len(hosts) - 1} on nodes {runs(hosts)[1:-1]} of the cluster's file, "
+        f"in this order ({_nodes_of_groups(plan.cluster)})"
     ]
+
+
+def _places(cluster: Cluster, group: int) -> list[int]:
+    """The node of each device of a group, in order."""
+    return [
+        node
+        for node, (home, devices) in enumerate(
+            zip(group_of_nodes(cluster), devices_of_nodes(cluster), strict=True)
+        )
+        if home == group
+        for _ in range(devices)
+    ]
+
+
+def _nodes_of_groups(cluster: Cluster) -> str:
+    """`nodes 0 to 1 of a100-sxm-40gb, nodes 2 to 3 of v100-sxm2-32gb`."""
+    found, first = [], 0
+    for group in cluster.groups:
+        last = first + group.nodes - 1
+        found.append(f"{'node' if last == first else f'nodes {first} to'} {last} of {group.device.name}")
+        first = last + 1
+    return ", ".join(found)
+
+
+def refuse_samples(plan: Plan, framework: str) -> None:
+    """Raise UserError where the model reads no sequences, for a framework that is told their length."""
+    if plan.seq_len == 1:
+        raise UserError(
+            f"{plan.path}: {framework} trains models of sequences, and a sample of this one is no sequence (seq_len = 1: "
+            "images, or rows of features); export to accelerate or deepspeed, or launch your own script with torchrun"
+        )
+
+
+def recomputed_layers(strategy: Strategy) -> tuple[int, ...]:
+    """Repeated blocks that are recomputed in full, by their number in the model: the first ones of each chunk."""
+    blocks = strategy.pipeline.stage_blocks
+    if strategy.recompute.mode == "full":
+        return tuple(range(sum(blocks)))
+    found: list[int] = []
+    first = 0
+    for here, full in zip(blocks, strategy.recompute.per_stage or (0,) * len(blocks), strict=True):
+        found += range(first, first + min(full, here))
+        first += here
+    return tuple(found)
+
+
+def recomputes_all(strategy: Strategy) -> bool:
+    """Whether every repeated block is recomputed in full, however the file says it."""
+    layers, blocks = recomputed_layers(strategy), sum(strategy.pipeline.stage_blocks)
+    return strategy.recompute.mode == "full" or 0 < len(layers) == blocks
 
 
 def unsaid_order(strategy: Strategy, order: tuple[str, ...], remedy: str = "") -> list[str]:

@@ -7,7 +7,17 @@ torchtitan/distributed/activation_checkpoint.py. Its configurations are Python; 
 from __future__ import annotations
 
 from autoparallel.errors import UserError
-from autoparallel.exports.plan import Plan, header, unsaid_everywhere, unsaid_offload, unsaid_order
+from autoparallel.exports.plan import (
+    Exported,
+    Plan,
+    header,
+    recomputed_layers,
+    recomputes_all,
+    refuse_samples,
+    unsaid_everywhere,
+    unsaid_offload,
+    unsaid_order,
+)
 from autoparallel.planner.strategy.types import AXES, Strategy
 
 _SCHEDULES = {
@@ -20,33 +30,70 @@ _SCHEDULES = {
 }
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _CHECKPOINTING = {
-    "none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()", "operators": "SelectiveAC.Config()",
+    "none": "None", "full": "FullAC", "selective": "SelectiveAC", "operators": "SelectiveAC",
 }  # fmt: skip
 
 
-def torchtitan(plan: Plan) -> str:
+def torchtitan(plan: Plan) -> Exported:
     """A function that makes a torchtitan configuration this plan's; model, data and optimizer stay the user's.
 
-    Raises UserError for a schedule that torchtitan lacks.
+    Raises UserError for a schedule that torchtitan lacks, and for models that read no sequences.
     """
     s = plan.strategy
+    refuse_samples(plan, "torchtitan")
     if s.mesh.pp > 1 and s.pipeline.schedule not in _SCHEDULES:
         raise UserError(
             f'{plan.path}: pipeline.schedule = "{s.pipeline.schedule}": torchtitan has {", ".join(_SCHEDULES)}; plan '
             "again with --set pipeline.schedule=1f1b"
         )
     keys = {**_parallelism(s), **_training(plan), "compile.enable": repr(s.execution.kernels == "compiled")}
-    checkpointing = _CHECKPOINTING[s.recompute.mode]
+    checkpointing, made_by = _checkpointing(s)
     keys["activation_checkpoint"] = checkpointing
-    policy = checkpointing.partition(".")[0]
-    return (
-        header(plan, "torchtitan 0.3", _unsaid(s))
+    unsaid = _unsaid(plan)
+    text = (
+        header(plan, "torchtitan 0.3", unsaid)
         + _USAGE
-        + (f"from torchtitan.distributed.activation_checkpoint import {policy}\n" if policy != "None" else "")
+        + made_by
         + '\n\ndef planned(config):\n    """A torchtitan `Trainer.Config`, by this plan."""\n'
         + "".join(f"    config.{key} = {value}\n" for key, value in keys.items())
         + "    return config\n"
     )
+    return Exported(text=text, unsaid=tuple(unsaid))
+
+
+def _checkpointing(s: Strategy) -> tuple[str, str]:
+    """The value of `activation_checkpoint`, and the lines of the module that it needs."""
+    source = "from torchtitan.distributed.activation_checkpoint import "
+    whole = recomputed_layers(s)
+    if not whole or recomputes_all(s):
+        policy = "FullAC" if whole else _CHECKPOINTING[s.recompute.mode]
+        return ("None", "") if policy == "None" else (f"{policy}.Config()", f"{source}{policy}\n")
+    rest = _CHECKPOINTING[s.recompute.mode]
+    policies = ", ".join(sorted({"FullAC", rest} - {"None"}))
+    base, others = (
+        ("FullAC", "module") if rest == "None" else (rest, "super()._wrap_block(module, base_fqn=base_fqn)")
+    )
+    chosen = _POLICY.format(
+        layers=", ".join(map(str, whole)), base=base, others=others, mode=s.recompute.mode
+    )
+    return "PlannedAC.Config()", f"from dataclasses import dataclass\n\n{source}{policies}\n\n{chosen}"
+
+
+_POLICY = """WHOLE = {{{layers}}}  # layers that are recomputed in full; the others: {mode}
+
+
+class PlannedAC({base}):
+    \"\"\"Recomputes each layer as this plan does.\"\"\"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config({base}.Config):
+        pass
+
+    def _wrap_block(self, module, *, base_fqn=None):
+        if int(base_fqn.rpartition(".")[2]) in WHOLE:
+            return FullAC(FullAC.Config())._wrap_block(module, base_fqn=base_fqn)
+        return {others}
+"""
 
 
 _USAGE = """#
@@ -109,24 +156,24 @@ def _parts(blocks: tuple[int, ...]) -> list[list[str]]:
     return parts
 
 
-def _unsaid(s: Strategy) -> list[str]:
-    found = [*unsaid_everywhere(s), *unsaid_offload(s, optimizer=True), *unsaid_order(s, AXES)]
-    if 0 < s.offload.optimizer < 1:
+def _unsaid(plan: Plan) -> list[str]:
+    s = plan.strategy
+    found = [*unsaid_everywhere(plan), *unsaid_offload(s, optimizer=True), *unsaid_order(s, AXES)]
+    if s.offload.optimizer:
         found.append(
-            f"offload.optimizer = {s.offload.optimizer:g}: all of it is offloaded, with the parameters"
+            f"offload.optimizer = {s.offload.optimizer:g}: enable_cpu_offload moves all of it, and the parameters and "
+            "gradients, too"
         )
     if s.shard.zero in (1, 2) and s.mesh.dp_shard > 1:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
-    if s.recompute.mode == "operators":
+    if s.recompute.mode == "operators" and not recomputes_all(s):
         found.append(
             'recompute.mode = "operators": torchtitan keeps the result of every second matrix product only'
         )
-    if s.recompute.mode == "selective":
+    if s.recompute.mode == "selective" and not recomputes_all(s):
         found.append(
             'recompute.mode = "selective": torchtitan recomputes operators, not the attention core alone'
         )
-    if any(s.recompute.per_stage):
-        found.append(f"recompute.per_stage = {list(s.recompute.per_stage)}")
     if s.execution.dtype not in _DTYPES:
         found.append(f'execution.dtype = "{s.execution.dtype}": bfloat16 stands below')
     if s.execution.grad_dtype != "fp32" and s.mesh.data_parallel * s.mesh.cp > 1:

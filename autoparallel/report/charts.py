@@ -203,7 +203,10 @@ def _span_css(label: str, kind: str) -> str:
 
 
 def _span_tip(span: Span, stage: str, kind: str, micro: str) -> str:
-    names = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
+    names = {
+        "F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)",
+        "STEP": "gather of updated parameters" if span.label == "dp_comm" else span.label.replace("_", " "),
+    }  # fmt: skip
     what = f"{names.get(kind, kind.lower().replace('_', ' '))} of stage {stage}"
     if micro:
         what += f", micro-batch {micro}"
@@ -224,7 +227,8 @@ def scatter(
     candidates: Sequence[Candidate], chosen: Candidate | None, capacity_gib: float | None
 ) -> Chart | None:
     """Step time against peak memory, both logarithmic, with the frontier of what fits."""
-    points = [*candidates, *([chosen] if chosen else [])]
+    others = [c for c in candidates if c != chosen]  # which the search saw, too
+    points = [*others, *([chosen] if chosen else [])]
     points = [c for c in points if c.step_time_s > 0 and c.peak_gib > 0]
     if not points:
         return None
@@ -237,7 +241,8 @@ def scatter(
     to_y = _logarithmic(min(sizes) / 1.1, max(sizes) * 1.1, bottom, top)
     dots = [
         Dot(x=to_x(c.step_time_s), y=to_y(c.peak_gib), css="fits" if c.fits else "too-big", tip=_tip(c))
-        for c in sorted(points, key=lambda c: c.fits)
+        for c in sorted(others, key=lambda c: c.fits)
+        if c.step_time_s > 0 and c.peak_gib > 0
     ]
     if chosen:
         dots.append(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
+from autoparallel.labels import counted
 from autoparallel.report.charts import WIDTH, Box, Chart, breakdown_bar
 from autoparallel.report.numbers import gib, significant
 from autoparallel.report.page import environment, resource
@@ -17,12 +18,14 @@ def render_comparison(model: str, rows: Sequence[Mapping[str, Any]], tokens: flo
     """One self-contained HTML page for the cases of a what-if (`answer.outcome_table`, with `tokens`), fastest first."""
     planned = sorted((r for r in rows if "reason" not in r), key=lambda r: -r["tokens_per_s"])
     fastest = planned[0]["tokens_per_s"] if planned else 1.0
+    what = counted(planned[0]["sample"]) if planned else "tokens"
     context = {
         "style": resource("style.css"),
         "model": model,
         "name": planned[0]["model"]["name"] if planned else model,
         "settings": list(rows[0]["settings"]),
         "tokens": tokens,
+        "counted": what,
         "priced": any("price_per_trillion_tokens" in row for row in planned),
         "planned": [
             {
@@ -31,7 +34,7 @@ def render_comparison(model: str, rows: Sequence[Mapping[str, Any]], tokens: flo
                     value if key == "cluster" else f"{key} {value}" for key, value in row["settings"].items()
                 ),
                 "speed": _share_bar(
-                    row["tokens_per_s"] / fastest, f"{significant(row['tokens_per_s'])} tokens/s"
+                    row["tokens_per_s"] / fastest, f"{significant(row['tokens_per_s'])} {what}/s"
                 ),
                 "fill": _share_bar(
                     row["peak_memory_gib"] / row["capacity_gib"],

@@ -10,16 +10,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 
 from autoparallel.answer import read_timeline
 from autoparallel.errors import UserError
+from autoparallel.labels import counted, strategy_label
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.planner.strategy.write import literal
-from autoparallel.profiles import Cluster, cluster_from_dict
+from autoparallel.profiles import Cluster
+from autoparallel.profiles.record import cluster_hash, recorded_cluster
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
 from autoparallel.report.placement import places
 from autoparallel.report.tables import rule_words
-from autoparallel.report.words import choices, cluster_words, constraint_words, sureness, why
+from autoparallel.report.words import choices, cluster_words, constraint_words, short, sureness, why
+from autoparallel.stamp import check_stamp
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
 NEARLY_FULL = 0.95
@@ -53,7 +55,8 @@ def render_report(file: StrategyFile) -> str:
     if missing:
         raise UserError(f"{file.path}: {', '.join(missing)} missing; run plan with it as --strategy first")
     strategy = strategy_from_constraints(file.constraints, name=file.path)
-    cluster = cluster_from_dict(file.problem.cluster, f"{file.path}: problem.cluster")
+    cluster = recorded_cluster(file.problem.cluster, f"{file.path}: [problem] cluster")
+    check_stamp(file, strategy, cluster_hash(cluster))
     try:
         context = _context(file, strategy, cluster)
         return environment().get_template("page.html.j2").render(context)
@@ -96,25 +99,12 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
     cut_us = predicted.get("timeline", {}).get("cut_us")
     cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
     spans = read_timeline(predicted.get("timeline", {}))
-    explored = [
-        charts.Candidate(step_time_s=time_s, peak_gib=peak, fits=fits, label=label)
-        for time_s, peak, fits, label in search.get("explored", ())
-    ]
-    explored += [
-        charts.Candidate(
-            step_time_s=one["step_time_s"], peak_gib=one["peak_memory_gib"], fits=one.get("feasible", True),
-            label=one["label"],
-        )
-        for one in (*search["alternatives"], *search["tradeoffs"])
-    ]  # fmt: skip
-    chosen = charts.Candidate(
-        step_time_s=predicted["step_time_s"],
-        peak_gib=predicted["peak_memory_gib"],
-        fits=predicted["feasible"],
-        label="",
-    )
     capacity = predicted.get("capacity_gib")
+    seq_len = file.problem.seq_len or 1
+    sample = predicted.get("sample", "sequence" if seq_len > 1 else "sample")
     return {
+        "sample": sample,
+        "counted": counted(sample),
         "style": resource("style.css"),
         "path": file.path,
         "problem": file.problem,
@@ -136,12 +126,36 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "memory_parts": charts.MEMORY_PARTS,
         "timeline": charts.timeline(spans, cut_s) if spans else None,
         "cut_s": cut_s,
-        "scatter": charts.scatter(explored, chosen, capacity) if explored else None,
+        "scatter": _scatter(strategy, predicted, search),
         "figures": _figures(cluster),
         "kinds": kinds(cluster),
         "settings": _settings(strategy),
         "warnings": warnings(strategy, predicted, search, cluster),
     }
+
+
+def _scatter(
+    strategy: Strategy, predicted: Mapping[str, Any], search: Mapping[str, Any]
+) -> charts.Chart | None:
+    """What the search priced, and the chosen one among it."""
+    explored = [
+        charts.Candidate(step_time_s=time_s, peak_gib=peak, fits=fits, label=label)
+        for time_s, peak, fits, label in search.get("explored", ())
+    ]
+    explored += [
+        charts.Candidate(
+            step_time_s=one["step_time_s"], peak_gib=one["peak_memory_gib"], fits=one.get("feasible", True),
+            label=one["label"],
+        )
+        for one in (*search["alternatives"], *search["tradeoffs"])
+    ]  # fmt: skip
+    chosen = charts.Candidate(
+        step_time_s=predicted["step_time_s"],
+        peak_gib=predicted["peak_memory_gib"],
+        fits=predicted["feasible"],
+        label=strategy_label(strategy),
+    )
+    return charts.scatter(explored, chosen, predicted.get("capacity_gib")) if explored else None
 
 
 def _figures(cluster: Cluster) -> list[tuple[str, list[Any]]]:
@@ -155,7 +169,7 @@ def _settings(strategy: Strategy) -> list[tuple[str, str]]:
 
     keys = strategy_to_constraints(strategy)
     rules = [(f"embedding {rule.module}", rule_words(rule)) for rule in strategy.embedding]
-    told = [(key, literal(value)) for key, value in keys.items() if key not in ("tensor", "embedding")]
+    told = [(key, short(value)) for key, value in keys.items() if key not in ("tensor", "embedding")]
     return [*told, *rules]
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.links import CHAIN, RING, narrowest
 from autoparallel.costmodel.topology import crossings
-from autoparallel.planner.expand.axes import mesh_axes
+from autoparallel.planner.expand.axes import EXPERTS, mesh_axes
 from autoparallel.planner.strategy.machines import machines
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster, Level
 from autoparallel.report.numbers import bandwidth
@@ -15,8 +16,8 @@ from autoparallel.report.numbers import bandwidth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a mesh axis sits: its group spans `span` devices, and talks over `level`; on an irregular network
-    `link` is what its groups fill first."""
+    """Where a mesh axis sits: `size` ranks, neighbours `stride` devices apart, that talk over `level`; on an irregular
+    network `link` is what its groups fill first."""
 
     axis: str
     size: int
@@ -26,7 +27,8 @@ class Place:
 
 
 def places(strategy: Strategy, cluster: Cluster) -> tuple[Place, ...]:
-    """The axes larger than one, outermost first, with the network level that each one's traffic crosses."""
+    """The axes larger than one, outermost first, with the network level that each one's traffic crosses; then `ep`, whose
+    ranks are the innermost ones of tp, cp and dp_shard."""
     cluster, strategy = machines(cluster, strategy)
     stride, found = 1, []
     for axis in reversed(strategy.mesh.order):
@@ -35,7 +37,17 @@ def places(strategy: Strategy, cluster: Cluster) -> tuple[Place, ...]:
             place = Place(axis=axis, size=size, stride=stride, level=_level(size * stride, cluster))
             found.append(_on_links(place, strategy, cluster))
         stride *= size
-    return tuple(reversed(found))
+    return (*reversed(found), *_experts(strategy, cluster))
+
+
+def _experts(strategy: Strategy, cluster: Cluster) -> tuple[Place, ...]:
+    parts = [axis for axis in mesh_axes(strategy) if axis.name == EXPERTS and axis.size > 1]
+    if not parts:
+        return ()
+    span = max(part.size * part.stride for part in parts)
+    near = min(part.stride for part in parts)
+    place = Place(axis=EXPERTS, size=strategy.mesh.ep, stride=near, level=_level(span, cluster))
+    return (_on_links(place, strategy, cluster),)
 
 
 def _level(span: int, cluster: Cluster) -> Level:
@@ -59,7 +71,7 @@ def _on_links(place: Place, strategy: Strategy, cluster: Cluster) -> Place:
 def placement_setting(strategy: Strategy) -> str:
     """The keys that say which nodes take part."""
     mesh = strategy.mesh
-    words = [f"placement = {list(mesh.placement)}"] if mesh.placement else []
+    words = [f"placement = {runs(mesh.placement)}"] if mesh.placement else []
     return ", ".join([*words, f"per_node = {mesh.per_node}"] if mesh.per_node else words)
 
 
@@ -70,7 +82,7 @@ def placement_words(strategy: Strategy, cluster: Cluster) -> str:
     if not mesh.placement and not mesh.per_node:
         return ""
     each = f"{mesh.per_node} devices of " if mesh.per_node else ""
-    nodes = ", ".join(map(str, mesh.placement)) or "all"
+    nodes = runs(mesh.placement)[1:-1] or "all"
     found = [
         f"{place.axis} at {bandwidth(place.level.bytes_per_s)} per device, held by {' - '.join(place.link)}"
         for place in places(strategy, cluster)

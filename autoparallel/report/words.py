@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from autoparallel.labels import offload_label, whole_matrices
 from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import literal
 from autoparallel.profiles.hardware import Cluster
-from autoparallel.report.numbers import bandwidth, gib, percent, seconds, times
+from autoparallel.report.numbers import bandwidth, gib, percent, seconds, significant, times
 from autoparallel.report.placement import Place, placement_setting, placement_words, places
 from autoparallel.report.tables import tables_words
 
 # Share of the step by which a simpler strategy may be slower and is still worth a thought: predictions of single runs
 # are further off than that (docs/accuracy.md). Kind: formula.
 NEARLY = 0.01
+LIGHTER_SHOWN = 8
 
 _SCHEDULES = {
     "gpipe": "GPipe: all forward passes, then all backward passes",
@@ -72,7 +75,8 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
         found.append(_tensor(strategy, where["tp"], predicted))
     if strategy.mesh.ep > 1:
         text = (
-            f"Each layer's experts are divided among {strategy.mesh.ep} devices, and tokens travel to theirs."
+            f"Each layer's experts are divided among {strategy.mesh.ep} devices, and tokens travel to theirs "
+            f"{_over(where['ep'])}."
         )
         text += _cost(predicted, "ep_comm", "Sending tokens takes")
         found.append(Choice(name="Expert parallelism", setting=f"ep = {strategy.mesh.ep}", text=text))
@@ -84,7 +88,7 @@ def choices(strategy: Strategy, cluster: Cluster, predicted: Mapping[str, Any]) 
     if strategy.embedding:
         setting, text = tables_words(strategy)
         found.append(Choice(name="Embedding tables", setting=setting, text=text))
-    found.append(_batch(strategy))
+    found.append(_batch(strategy, predicted.get("sample", "sequence")))
     found.append(_recompute(strategy, predicted))
     if away := offload_label(strategy):
         text = f"Kept in the host's memory, and fetched when needed: {away}."
@@ -136,13 +140,18 @@ def _groups(strategy: Strategy, cluster: Cluster) -> Choice:
     home = rank_of_stage(strategy.pipeline.schedule, mesh.pp, strategy.pipeline.virtual_stages)
     each = mesh.devices // mesh.pp
     parts = []
-    for rank, group in enumerate(mesh.groups):
-        blocks = sum(n for n, at in zip(chunks, home, strict=True) if at == rank)
+    blocks = [sum(n for n, at in zip(chunks, home, strict=True) if at == rank) for rank in range(mesh.pp)]
+    for group, same in groupby(range(mesh.pp), key=lambda rank: mesh.groups[rank]):
+        first, *more = list(same)
+        last = more[-1] if more else first
+        ranks = f"ranks {first} to {last}" if more else f"rank {first}"
+        held = runs(blocks[first : last + 1]) if more else times(blocks[first], "block")
         parts.append(
-            f"rank {rank} on {each} {cluster.groups[group].device.name} with {times(blocks, 'block')}"
+            f"{ranks} on {each} {cluster.groups[group].device.name}{' each' if more else ''} with "
+            f"{held}{' blocks' if more else ''}"
         )
     text = f"Each pipeline rank has devices of one kind, and stages in proportion: {', '.join(parts)}."
-    return Choice(name="Device groups", setting=f"groups = {list(mesh.groups)}", text=text)
+    return Choice(name="Device groups", setting=f"groups = {runs(mesh.groups)}", text=text)
 
 
 def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str, Any]) -> list[Choice]:
@@ -195,7 +204,7 @@ def _tensor(strategy: Strategy, place: Place, predicted: Mapping[str, Any]) -> C
     return Choice(name="Tensor parallelism", setting=setting, text=text + cost)
 
 
-def _batch(strategy: Strategy) -> Choice:
+def _batch(strategy: Strategy, sample: str) -> Choice:
     batch = strategy.batch
     n = strategy.micro_batches
     accumulate = (
@@ -204,21 +213,26 @@ def _batch(strategy: Strategy) -> Choice:
         else f"in {n:,} micro-batches of {batch.micro}, whose gradients are accumulated"
     )
     per_rank = batch.global_ // strategy.mesh.data_parallel
-    text = f"{times(batch.global_, 'sequence')} per optimizer step, {per_rank} per data-parallel rank, {accumulate}."
+    text = (
+        f"{times(batch.global_, sample)} per optimizer step, {per_rank} per data-parallel rank, {accumulate}."
+    )
     return Choice(name="Batch", setting=f"global = {batch.global_}, micro = {batch.micro}", text=text)
 
 
 def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
     mode, per_stage = strategy.recompute.mode, strategy.recompute.per_stage
-    text = {
+    kept = {
         "none": "Every activation is kept until its backward pass.",
         "selective": "The attention core is computed again in the backward pass instead of being kept.",
         "operators": "Of each block the results of matrix products and of attention are kept; the rest is computed again "
         "in the backward pass.",
         "full": "Each block keeps only its input and is computed again before its backward pass.",
-    }[mode]
+    }
+    if mode != "full" and sum(per_stage) == sum(strategy.pipeline.stage_blocks) > 0:
+        mode, per_stage = "full", ()
+    text = kept[mode]
     if any(per_stage) and mode != "full":
-        chunks = f" ({', '.join(map(str, per_stage))} by chunk)" if len(per_stage) > 1 else ""
+        chunks = f" ({runs(per_stage)[1:-1]} by chunk)" if len(per_stage) > 1 else ""
         again = f"{times(sum(per_stage), 'block')}{chunks} recomputed in full: only the input is kept. In the others"
         text = f"{again}, {text[0].lower()}{text[1:]}"
     cost = _cost(predicted, "recompute", "It costs") if mode != "none" or any(per_stage) else ""
@@ -231,7 +245,7 @@ def _recompute(strategy: Strategy, predicted: Mapping[str, Any]) -> Choice:
 def why(search: Mapping[str, Any], step_time_s: float) -> tuple[str, ...]:
     """Why this strategy: what was searched, what is proved, and what the nearest others would cost."""
     found = []
-    status, bound = search.get("status"), search.get("lower_bound_s")
+    status = search.get("status")
     candidates, pruned = search.get("candidates"), search.get("pruned")
     if candidates:
         text = f"{candidates:,} strategies were considered"
@@ -239,18 +253,39 @@ def why(search: Mapping[str, Any], step_time_s: float) -> tuple[str, ...]:
         found.append(text)
     if status == "optimal":
         found.append("None of them is better under the cost model: the search ended with a proof.")
-    elif status and bound:
-        gap = search.get("gap") or 0.0
-        found.append(
-            f"The search stopped early: a better strategy could exist, but none faster than {seconds(bound)} "
-            f"(gap {percent(gap)})."
-        )
+    elif status and search.get("lower_bound_s"):
+        found.append(f"The search stopped early: a better strategy could exist, but {bound_words(search)}.")
     for other in list(search.get("alternatives", ()))[:1]:
         reason = other.get("reason", "").rstrip(".")
         found.append(f"The nearest rejected strategy is {other.get('label', 'another')}: {reason}.")
     if simpler := simpler_words(search, step_time_s):
         found.append(f"Simpler and nearly as good: {simpler}.")
     return tuple(found)
+
+
+def bound_words(search: Mapping[str, Any]) -> str:
+    """`no strategy is faster than 5.48 s (gap 10.1 %)`, in the quantity that was minimised."""
+    if "lower_bound_gib" in search:
+        least = f"needs less than {gib(search['lower_bound_gib'])}"
+    elif "lower_bound_cost" in search:
+        least = f"costs less than {significant(search['lower_bound_cost'])} a step"
+    else:
+        least = f"is faster than {seconds(search['lower_bound_s'])}"
+    return f"no strategy {least} (gap {percent(search.get('gap') or 0.0)})"
+
+
+def seen_with_less_memory(search: Mapping[str, Any], peak_gib: float) -> list[tuple[float, float, str]]:
+    """Step time, peak and label of the strategies that were priced and fit, of which none is better in both; those
+    that need less than `peak_gib`, fastest first."""
+    found: list[tuple[float, float, str]] = []
+    rejected = [
+        (one["step_time_s"], one["peak_memory_gib"], one["feasible"], one["label"])
+        for one in search.get("alternatives", ())
+    ]
+    for time_s, peak, fits, label in sorted([*rejected, *map(tuple, search.get("explored", ()))]):
+        if fits and peak < (found[-1][1] if found else peak_gib):
+            found.append((time_s, peak, label))
+    return found[:LIGHTER_SHOWN]
 
 
 def simpler_words(search: Mapping[str, Any], step_time_s: float) -> str:
@@ -264,15 +299,21 @@ def simpler_words(search: Mapping[str, Any], step_time_s: float) -> str:
 
 def constraint_words(cost: Mapping[str, Any]) -> str:
     """`mesh.tp = 8 costs you 4.2 % against 4 (…)`: what a constraint costs, as far as it is known."""
-    what = f"{cost['key']} = {literal(cost['value'])}" if "value" in cost else "the constraints together"
+    what = f"{cost['key']} = {short(cost['value'])}" if "value" in cost else "the constraints together"
     verb = "costs" if "value" in cost else "cost"
     if cost["cost"] > 0:
-        other = f" against {literal(cost['instead'])}" if "instead" in cost else ""
+        other = f" against {short(cost['instead'])}" if "instead" in cost else ""
         more = "" if cost["proved"] else f", and no more than {percent(cost['at_most'])}"
         return f"{what} {verb} you {percent(cost['cost'])}{other} ({cost['label']}){more}."
     if cost["proved"]:
         return f"{what} {verb} nothing: no strategy is better without."
     return f"{what} {verb} you no more than {percent(cost['at_most'])}; nothing better was found without."
+
+
+def short(value: Any) -> str:
+    """A value as the file spells it, but for long lists of numbers."""
+    numbers = isinstance(value, list | tuple) and all(isinstance(one, int) for one in value)
+    return runs(value) if numbers else literal(value)
 
 
 def sureness(found: Mapping[str, Any]) -> str:

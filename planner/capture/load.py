@@ -30,11 +30,13 @@ class LoadedModel:
 
 
 @without_collection()
-def load_model(spec: str, *, model_args: Mapping[str, str], seq_len: int | None = None) -> LoadedModel:
+def load_model(
+    spec: str, *, model_args: Mapping[str, str], seq_len: int | None = None, seq_len_asked: bool = False
+) -> LoadedModel:
     """Load `hf:PATH`, `FILE.py:NAME` or `package.module:NAME`. Raises ModelError (a UserError).
 
     `model_args` are passed to the callable NAME, converted by its annotations; so is `seq_len` where it takes an
-    argument of that name. No weights are read, and code that a configuration points to is never run.
+    argument of that name; where it does not, a length that the user asked for (`seq_len_asked`) is refused. No weights are read, and code that a configuration points to is never run.
     """
     if spec.startswith("hf:"):
         if model_args:
@@ -51,7 +53,14 @@ def load_model(spec: str, *, model_args: Mapping[str, str], seq_len: int | None 
             f"{spec!r} is not a model: use hf:PATH, FILE.py:NAME, package.module:NAME or a saved GRAPH.json"
         )
     factory = _find(where, name, spec)
-    made = _call(factory, _arguments(factory, model_args, seq_len, spec), spec)
+    if seq_len_asked and not _takes(factory, "seq_len"):
+        raise ModelError(
+            f"{spec}: {factory.__name__} takes no argument seq_len, so --seq-len would change nothing: leave it out, set "
+            "what the length is called with --model-arg, or give the function an argument seq_len"
+        )
+    named = "seq_len" in inspect.signature(factory).parameters
+    length = {"seq_len": seq_len} if seq_len is not None and (named or seq_len_asked) else {}
+    made = _call(factory, _arguments(factory, model_args, length, spec), spec)
     return _loaded(made, spec, name)
 
 
@@ -114,23 +123,22 @@ def _import_module(name: str) -> Any:
 
 
 def _arguments(
-    factory: Callable[..., Any], model_args: Mapping[str, str], seq_len: int | None, spec: str
+    factory: Callable[..., Any], model_args: Mapping[str, str], given: Mapping[str, Any], spec: str
 ) -> dict[str, Any]:
+    """What it is called with: `given`, unless the user's own arguments say otherwise."""
     parameters = inspect.signature(factory).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     result: dict[str, Any] = {}
     try:
         hints = typing.get_type_hints(factory)
     except Exception:
         hints = {}  # annotations that cannot be evaluated: literals are tried
     for key, text in model_args.items():
-        if key not in parameters and not takes_any:
+        if not _takes(factory, key):
             raise ModelError(
                 f"{spec}: {factory.__name__} takes no argument {key!r}; it takes {', '.join(parameters) or 'none'}"
             )
         result[key] = _convert(text, hints.get(key), f"{spec}: --model-arg {key}={text}")
-    if seq_len is not None and "seq_len" in parameters:
-        result.setdefault("seq_len", seq_len)
+    result = {**given, **result}
     missing = [
         name
         for name, p in parameters.items()
@@ -139,6 +147,11 @@ def _arguments(
     if missing:
         raise ModelError(f"{spec}: {factory.__name__} needs --model-arg {missing[0]}=VALUE")
     return result
+
+
+def _takes(factory: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(factory).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

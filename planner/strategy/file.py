@@ -6,6 +6,7 @@ and "tensor" is a tuple of `TensorRule`. Writing stands in `strategy_write`.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -130,6 +131,8 @@ def parse_strategy(raw: Mapping[str, Any], *, name: str) -> StrategyFile:
     if parsed.problem is not None:
         given = parsed.problem.model_dump(exclude_unset=True)
         record = ProblemRecord(**{key: value for key, value in given.items() if value is not None})
+    for table in ("predicted", "search"):
+        _check_finite(getattr(parsed, table), f"{name}: [{table}]")
     return StrategyFile(
         path=name,
         constraints=constraints,
@@ -197,6 +200,15 @@ def _check_values(constraints: Constraints, name: str) -> None:
             f"{name}: [mesh] order = {list(order)} must name each of {', '.join(axes)} exactly once, "
             "outermost first"
         )
+
+
+def _check_finite(value: object, where: str) -> None:
+    """Raise UserError for a number that is none: plan writes nan and inf nowhere."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} = {value}: must be a finite number; plan again")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        _check_finite(inner, f"{where} {key}" if isinstance(key, str) else f"{where} entry {key + 1}")
 
 
 def apply_settings(constraints: Constraints, settings: Sequence[str], *, name: str = "--set") -> Constraints:

@@ -12,6 +12,7 @@ from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.groups import group_problems
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -79,7 +80,7 @@ def _recompute_constraints(graph: ModelGraph, constraints: Mapping[str, object])
     repeated = len(graph.repeated_positions)
     if sum(full) > repeated:
         return [
-            f"recompute.per_stage = {list(full)} recomputes {sum(full)} blocks, but {graph.name} has {repeated} "
+            f"recompute.per_stage = {runs(full)} recomputes {sum(full)} blocks, but {graph.name} has {repeated} "
             "repeated blocks; lower an entry"
         ]
     return []
@@ -204,7 +205,7 @@ def _pipeline(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         and any(count < least for count, least in zip(blocks, least_blocks(graph, chunks), strict=True))
     ):
         yield (
-            f"pipeline.stage_blocks = {list(blocks)}: every chunk needs a block, but for a first or last chunk that "
+            f"pipeline.stage_blocks = {runs(blocks)}: every chunk needs a block, but for a first or last chunk that "
             "holds what stands before or after the blocks"
         )
     yield from _recompute(graph, strategy, chunks, blocks)
@@ -246,8 +247,8 @@ def _recompute(graph: ModelGraph, strategy: Strategy, chunks: int, blocks: tuple
 def _more_than_stand_there(full: tuple[int, ...], blocks: tuple[int, ...]) -> Iterator[str]:
     if any(f < 0 or f > b for f, b in zip(full, blocks, strict=True)):
         yield (
-            f"recompute.per_stage = {list(full)}: a chunk cannot recompute more blocks than it has "
-            f"(pipeline.stage_blocks = {list(blocks)})"
+            f"recompute.per_stage = {runs(full)}: a chunk cannot recompute more blocks than it has "
+            f"(pipeline.stage_blocks = {runs(blocks)})"
         )
 
 

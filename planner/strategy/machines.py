@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoparallel.costmodel.kernels import computes, nearest_dtype
+from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Mesh, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes, of_nodes, only_group
@@ -66,7 +67,7 @@ def unknown_nodes(cluster: Cluster, nodes: Sequence[int], per_node: int) -> str:
     """What is wrong with `mesh.placement` or `mesh.per_node` whatever the mesh; "" for nothing."""
     have = devices_of_nodes(cluster)
     if len(set(nodes)) < len(nodes) or any(not 0 <= node < len(have) for node in nodes):
-        return f"mesh.placement = {list(nodes)}: name nodes from 0 to {len(have) - 1} of {cluster.name}, each at most once"
+        return f"mesh.placement = {runs(nodes)}: name nodes from 0 to {len(have) - 1} of {cluster.name}, each at most once"
     if per_node > max(have):
         return f"mesh.per_node = {per_node}: the nodes of {cluster.name} have at most {max(have)} devices"
     return ""
@@ -76,7 +77,7 @@ def placement_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
     """What is wrong with `mesh.placement` and `mesh.per_node`; nothing where they are left out."""
     mesh, have = strategy.mesh, devices_of_nodes(cluster)
     nodes, per_node = mesh.placement, mesh.per_node
-    shown = f"mesh.placement = {list(nodes)}"
+    shown = f"mesh.placement = {runs(nodes)}"
     if unknown := unknown_nodes(cluster, nodes, per_node):
         yield unknown
         return
@@ -88,7 +89,7 @@ def placement_problems(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
     gives = [min(have[node], per_node or max(have)) for node in nodes or range(len(have))]
     if any(one != max(gives) for one in gives[:-1]):
         yield (
-            f"{shown}, mesh.per_node = {per_node}: these nodes give {gives} devices; all but the last must give as "
+            f"{shown}, mesh.per_node = {per_node}: these nodes give {runs(gives)} devices; all but the last must give as "
             f"many: leave nodes out, or set mesh.per_node = {min(gives)}"
         )
     elif sum(gives) < mesh.devices:
@@ -104,13 +105,13 @@ def _of_groups(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
     wanted = nodes_by_group(cluster, mesh.groups or range(len(cluster.groups)))
     if mesh.per_node or sorted(mesh.placement) != sorted(wanted):
         yield (
-            f"mesh.placement = {list(mesh.placement)}: among several kinds of device name every node of the groups in "
-            f"use, {sorted(wanted)}, and leave mesh.per_node out"
+            f"mesh.placement = {runs(mesh.placement)}: among several kinds of device name every node of the groups in "
+            f"use, {runs(sorted(wanted))}, and leave mesh.per_node out"
         )
     elif mesh.groups and [homes[n] for n in mesh.placement] != [homes[n] for n in wanted]:
         yield (
-            f"mesh.placement = {list(mesh.placement)}: mesh.groups = {list(mesh.groups)} takes nodes in the order "
-            f"{list(wanted)}; nodes may change places inside their group"
+            f"mesh.placement = {runs(mesh.placement)}: mesh.groups = {runs(mesh.groups)} takes nodes in the order "
+            f"{runs(wanted)}; nodes may change places inside their group"
         )
 
 

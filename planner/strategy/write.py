@@ -45,11 +45,13 @@ def strategy_text(
     predicted: Mapping[str, Any],
     search: Mapping[str, Any],
 ) -> str:
-    """The text of a strategy file. The long tables (cluster, search) stand at the end."""
-    head = {key: value for key, value in problem.items() if key != "cluster"}
+    """The text of a strategy file. The long tables (search, a cluster that is not only named) stand at the end."""
+    cluster = problem.get("cluster") or {}
+    whole = "group" in cluster
+    head = {key: value for key, value in problem.items() if key != "cluster" or not whole}
     parts = [
         "# Written by `autoparallel plan`. Keys may be edited or left out: what is here is a constraint,\n"
-        "# what is missing is chosen. `autoparallel score` prices an edited file.\n"
+        "# what is missing is chosen. `autoparallel score` prices an edited file; its [predicted] is then of another.\n"
         f"schema = {SCHEMA}\n{_no_tensor_entries(strategy)}",
         _table("problem", head, "what it was planned for; refused when it does not match"),
     ]
@@ -61,8 +63,8 @@ def strategy_text(
     parts.extend(_embedding_entry(rule) for rule in strategy.embedding)
     parts.append(_table("predicted", predicted, "what the cost model says of it"))
     parts.append(_table("search", search, "how it was found, and what was rejected"))
-    if problem.get("cluster"):
-        parts.append(_table("problem.cluster", problem["cluster"], "the cluster, whole"))
+    if whole:
+        parts.append(_cluster_table(cluster))
     return "\n".join(part for part in parts if part)
 
 
@@ -175,6 +177,41 @@ def _table(name: str, values: Mapping[str, Any], comment: str = "") -> str:
     if not values:
         return ""
     return _filled(f"[{name}]" + (f"  # {comment}" if comment else ""), name, values)
+
+
+def _cluster_table(cluster: Mapping[str, Any]) -> str:
+    """`[problem.cluster]`: a line for each table of figures, and for each source."""
+    keys = {key: value for key, value in cluster.items() if key not in ("group", "level", "provenance")}
+    lines = ["[problem.cluster]  # the machines, with every figure that does not ship"]
+    lines += [f"{_key(key)} = {_wrapped(value)}" for key, value in keys.items()]
+    lines += _sources(cluster)
+    for group in cluster["group"]:
+        device = group["device"]
+        lines += ["", "[[problem.cluster.group]]"]
+        lines += [
+            f"{_key(key)} = {literal(value)}"
+            for key, value in group.items()
+            if key != "device" or not isinstance(device, Mapping)
+        ]
+        if isinstance(device, Mapping):
+            lines += ["[problem.cluster.group.device]"]
+            lines += [
+                f"{_key(key)} = {literal(value)}"
+                for key, value in device.items()
+                if key not in ("constants", "provenance")
+            ]
+            lines += _sources(device)
+            if constants := device.get("constants"):
+                lines += ["[problem.cluster.group.device.constants]"]
+                lines += [f"{_key(key)} = {literal(value)}" for key, value in constants.items()]
+    for level in cluster.get("level", ()):
+        lines += ["", "[[problem.cluster.level]]", *(f"{_key(k)} = {literal(v)}" for k, v in level.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _sources(table: Mapping[str, Any]) -> list[str]:
+    found = table.get("provenance", ())
+    return ["provenance = [", *(f"  {literal(one)}," for one in found), "]"] if found else []
 
 
 def _filled(header: str, name: str, values: Mapping[str, Any]) -> str:

@@ -37,11 +37,17 @@ def exported(path: Path, target: str) -> str:
     return answer.out
 
 
+def policy(name: str) -> type:
+    """A stand-in for one of torchtitan's policies: a class with a dataclass `Config`, as all of them are."""
+    config = type("Config", (), {"__slots__": (), "__qualname__": f"{name}.Config"})
+    return type(name, (), {"Config": config, "__init__": lambda self, config: None})
+
+
 def titan(text: str) -> SimpleNamespace:
     """The configuration that the exported function returns; AttributeError for a name that torchtitan lacks."""
-    module: dict[str, Any] = {}
+    module: dict[str, Any] = {"__name__": "autoparallel_plan"}
     policies = ModuleType("torchtitan.distributed.activation_checkpoint")
-    vars(policies).update({name: SimpleNamespace(Config=lambda name=name: name) for name in TITAN_POLICIES})
+    vars(policies).update({name: policy(name) for name in TITAN_POLICIES})
     with pytest.MonkeyPatch.context() as patch:
         for name in ("torchtitan", "torchtitan.distributed"):
             patch.setitem(sys.modules, name, ModuleType(name))
@@ -61,7 +67,7 @@ def test_torchtitan_is_a_configuration_whose_sizes_multiply_to_the_devices(pipel
     assert product == 16, text
     assert config.training.global_batch_size == config.training.local_batch_size * 2
     assert config.training.disable_cuda_graphs, "torchtitan refuses them with a pipeline"
-    assert config.activation_checkpoint == "SelectiveAC"
+    assert type(config.activation_checkpoint).__qualname__ == "SelectiveAC.Config"
     assert "grad_sync.compression" in text  # what it cannot say is said
 
 
@@ -69,7 +75,7 @@ def test_stages_name_every_module_of_torchtitan_once(pipelined: Path) -> None:
     plan = plan_of(read_strategy_file(pipelined))
     uneven = replace(plan.strategy, pipeline=Pipeline(schedule="1f1b", stage_blocks=(9, 8, 8, 7)))
     parts = titan(
-        EXPORTS["torchtitan"](replace(plan, strategy=uneven))
+        EXPORTS["torchtitan"](replace(plan, strategy=uneven)).text
     ).parallelism.module_fqns_per_model_part
     flat_names = [name for part in parts for name in part]
     assert flat_names == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "lm_head"]
@@ -107,7 +113,7 @@ def test_every_name_that_an_export_writes_is_the_frameworks_own(
 ) -> None:
     plan = plan_of(read_strategy_file(pipelined))
     for one in variants(plan):
-        titan(EXPORTS["torchtitan"](one))
+        titan(EXPORTS["torchtitan"](one).text)
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for name, kind in MEGATRON_FLAGS.items():
         if kind is None:
@@ -117,7 +123,7 @@ def test_every_name_that_an_export_writes_is_the_frameworks_own(
         else:
             parser.add_argument(name, type=kind)
     for one in variants(plan):
-        flags = megatron_flags(EXPORTS["megatron"](one), tmp_path)
+        flags = megatron_flags(EXPORTS["megatron"](one).text, tmp_path)
         assert parser.parse_known_args(flags)[1] == [], flags
 
 
@@ -130,7 +136,7 @@ def test_deepspeed_without_zero_adds_gradients_up_in_the_models_own_dtype(
     plan = plan_of(read_strategy_file(flat))
     s = plan.strategy
     changed = replace(s, shard=replace(s.shard, zero=zero), execution=replace(s.execution, grad_dtype=grads))
-    config = json.loads(EXPORTS["deepspeed"](replace(plan, strategy=changed)))
+    config = json.loads(EXPORTS["deepspeed"](replace(plan, strategy=changed)).text)
     assert config["data_types"]["grad_accum_dtype"] == expected
     said = " ".join(config["_autoparallel"]["not_said_here"])
     assert ("execution.grad_dtype" in said) == (grads != expected)
@@ -139,14 +145,14 @@ def test_deepspeed_without_zero_adds_gradients_up_in_the_models_own_dtype(
 def test_megatron_is_told_of_what_its_defaults_would_change(flat: Path, tmp_path: Path) -> None:
     plan = plan_of(read_strategy_file(flat))
     s = plan.strategy
-    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in EXPORTS["megatron"](plan)  # it refuses tp without
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in EXPORTS["megatron"](plan).text  # it refuses tp without
     sharded = replace(s, shard=replace(s.shard, zero=3), mesh=replace(s.mesh, dp_replicate=2, dp_shard=4))
-    text = EXPORTS["megatron"](replace(plan, strategy=sharded))
+    text = EXPORTS["megatron"](replace(plan, strategy=sharded)).text
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in text  # and Megatron-FSDP with
     flags = megatron_flags(text, tmp_path)
     assert flags[flags.index("--num-distributed-optimizer-instances") + 1] == "2"
     experts = replace(s, mesh=replace(s.mesh, ep=4), grad_sync=replace(s.grad_sync, bucket_mib=100.0))
-    flags = megatron_flags(EXPORTS["megatron"](replace(plan, strategy=experts)), tmp_path)
+    flags = megatron_flags(EXPORTS["megatron"](replace(plan, strategy=experts)).text, tmp_path)
     for name, value in {
         "--hidden-dropout": "0",
         "--attention-dropout": "0",
@@ -167,7 +173,7 @@ def megatron_flags(text: str, tmp_path: Path) -> list[str]:
 
 def test_megatron_flags_survive_the_shell(pipelined: Path, tmp_path: Path) -> None:
     plan = plan_of(read_strategy_file(pipelined))
-    flags = megatron_flags(EXPORTS["megatron"](plan), tmp_path)
+    flags = megatron_flags(EXPORTS["megatron"](plan).text, tmp_path)
     for name, value in {
         "--tensor-model-parallel-size": "2",
         "--pipeline-model-parallel-size": "4",
@@ -180,7 +186,7 @@ def test_megatron_flags_survive_the_shell(pipelined: Path, tmp_path: Path) -> No
         pipeline=Pipeline(schedule="1f1b", stage_blocks=(9, 8, 8, 7)),
         recompute=Recompute(mode="none", per_stage=(2, 1, 0, 0)),
     )
-    text = EXPORTS["megatron"](replace(plan, strategy=uneven))
+    text = EXPORTS["megatron"](replace(plan, strategy=uneven)).text
     flags = megatron_flags(text, tmp_path)
     assert flags[flags.index("--pipeline-model-parallel-layout") + 1] == "Et*9|t*8|t*8|t*7L"
     assert flags[flags.index("--recompute-num-layers") + 1] == "2"
@@ -199,16 +205,18 @@ def test_deepspeed_batch_sizes_agree_with_each_other(flat: Path) -> None:
 def test_what_is_kept_on_the_host_is_said_or_named_by_every_export(flat: Path, tmp_path: Path) -> None:
     plan = plan_of(read_strategy_file(flat))
     away = replace(plan, strategy=replace(plan.strategy, offload=Offload(optimizer=0.5, activations=0.25)))
-    flags = megatron_flags(EXPORTS["megatron"](away), tmp_path)
+    flags = megatron_flags(EXPORTS["megatron"](away).text, tmp_path)
     assert flags[flags.index("--optimizer-offload-fraction") + 1] == "0.5"
     assert "--optimizer-cpu-offload" in flags
-    assert json.loads(EXPORTS["deepspeed"](away))["zero_optimization"]["offload_optimizer"] == {
+    assert json.loads(EXPORTS["deepspeed"](away).text)["zero_optimization"]["offload_optimizer"] == {
         "device": "cpu"
     }
     whole = replace(away, strategy=replace(away.strategy, shard=Shard(zero=3)))
-    assert json.loads(EXPORTS["deepspeed"](whole))["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
+    assert (
+        json.loads(EXPORTS["deepspeed"](whole).text)["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
+    )
     for target in ("torchtitan", "megatron", "deepspeed", "accelerate"):
-        text = EXPORTS[target](away)
+        text = EXPORTS[target](away).text
         assert "offload.activations = 0.25" in text, text
 
 
@@ -217,13 +225,13 @@ def test_products_in_few_bits_stand_on_bf16_in_every_export(flat: Path, tmp_path
     plan = plan_of(read_strategy_file(flat))
     execution = replace(plan.strategy.execution, dtype=dtype)
     few = replace(plan, strategy=replace(plan.strategy, execution=execution))
-    flags = megatron_flags(EXPORTS["megatron"](few), tmp_path)
+    flags = megatron_flags(EXPORTS["megatron"](few).text, tmp_path)
     assert "--bf16" in flags
     assert any(flag.startswith(("--fp8-format", "--fp4-format")) for flag in flags), flags
-    config = json.loads(EXPORTS["deepspeed"](few))
+    config = json.loads(EXPORTS["deepspeed"](few).text)
     assert config["bf16"]["enabled"]
     assert f'"{dtype}": bf16' in " ".join(config["_autoparallel"]["not_said_here"])
-    assert "mixed_precision: no" not in EXPORTS["accelerate"](few)
+    assert "mixed_precision: no" not in EXPORTS["accelerate"](few).text
 
 
 def test_accelerate_reads_what_yaml_would_read_otherwise(flat: Path) -> None:
@@ -231,10 +239,10 @@ def test_accelerate_reads_what_yaml_would_read_otherwise(flat: Path) -> None:
     plan = plan_of(read_strategy_file(flat))
     s = plan.strategy
     single = replace(s.execution, dtype="fp32")
-    config = yaml.safe_load(EXPORTS["accelerate"](replace(plan, strategy=replace(s, execution=single))))
+    config = yaml.safe_load(EXPORTS["accelerate"](replace(plan, strategy=replace(s, execution=single))).text)
     assert config["mixed_precision"] == "no"
     alone = replace(s, mesh=replace(s.mesh, dp_shard=1, tp=8))
-    config = yaml.safe_load(EXPORTS["accelerate"](replace(plan, strategy=alone)))
+    config = yaml.safe_load(EXPORTS["accelerate"](replace(plan, strategy=alone)).text)
     assert config["distributed_type"] == "MULTI_GPU", "FSDP refuses a mesh with nothing to shard over"
     assert config["parallelism_config"]["parallelism_config_tp_size"] == 8
     replicas = replace(plan, strategy=replace(s, mesh=replace(s.mesh, dp_replicate=8, dp_shard=1)))
@@ -281,7 +289,7 @@ def test_a_placement_that_a_framework_cannot_have_is_said(pipelined: Path) -> No
 
     def placed(order: tuple[str, ...], target: str) -> str:
         mesh = replace(plan.strategy.mesh, order=order, dp_shard=2, tp=2)
-        return EXPORTS[target](replace(plan, strategy=replace(plan.strategy, mesh=mesh)))
+        return EXPORTS[target](replace(plan, strategy=replace(plan.strategy, mesh=mesh))).text
 
     assert "mesh.order" not in placed(("pp", "dp_replicate", "dp_shard", "cp", "tp"), "torchtitan")
     assert "mesh.order" in placed(inside, "torchtitan")
@@ -295,5 +303,5 @@ def test_matrices_that_a_plan_keeps_whole_are_named(flat: Path, target: str) -> 
     plan = plan_of(read_strategy_file(flat))
     mesh = replace(plan.strategy.mesh, tp=2, dp_shard=plan.strategy.mesh.dp_shard // 2)
     rules = (TensorRule(module="layers.*.attn.q", params=(("weight", "replicate"),)),)
-    said = EXPORTS[target](replace(plan, strategy=replace(plan.strategy, mesh=mesh, tensor=rules)))
+    said = EXPORTS[target](replace(plan, strategy=replace(plan.strategy, mesh=mesh, tensor=rules))).text
     assert "matrices of layers.*.attn.q are whole here" in said

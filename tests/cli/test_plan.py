@@ -87,7 +87,7 @@ def test_score_of_a_plan_gives_the_plans_numbers(graph: Path, planned: tuple[Pat
 def test_a_plan_is_refused_on_another_cluster_but_not_under_another_name(
     graph: Path, planned: tuple[Path, Answer], tmp_path: Path
 ) -> None:
-    words = ["[problem.cluster]", CLUSTER, "h100-sxm:1x8", "groups", "remove [problem]"]
+    words = ["[problem] cluster", CLUSTER, "h100-sxm:1x8", "groups", "remove [problem]"]
     refused("score", graph, "--cluster", "h100-sxm:1x8", "--strategy", planned[0], words=words)
     words = ["objective", "--objective memory"]
     refused(
@@ -171,7 +171,7 @@ def test_a_plan_can_be_reported_and_compared(
     assert shown.open == []
     assert "a100-sxm-80gb:1x4 · mesh.tp 2" in shown.text  # each case by what is particular to it
     assert "Days: for 1.00 trillion tokens" in shown.text
-    assert "16 samples" in shown.text  # of a step
+    assert "16 sequences" in shown.text  # of a step
 
 
 def test_a_what_if_says_why_a_case_has_no_plan(graph: Path, tmp_path: Path) -> None:
@@ -240,3 +240,21 @@ def test_a_plan_that_is_to_run_here_keeps_to_what_runs(graph: Path) -> None:
     assert (mesh["cp"], mesh["ep"], mesh["dp_shard"]) == (1, 1, 1)
     asked = ("--set", "pipeline.schedule=zb1p", "--set", "mesh.cp=2")
     refused(*common, *asked, words=["--runnable: mesh.cp=1", "mesh.cp = 2"])
+
+
+@pytest.mark.parametrize("objective", ["memory", "cost"])
+def test_the_bound_is_also_told_in_the_objectives_own_quantity(
+    graph: Path, tmp_path: Path, objective: str
+) -> None:
+    racks = tmp_path / "racks.toml"
+    racks.write_text(
+        'schema = 1\nname = "mine"\n[[group]]\ndevice = "h100-sxm"\nnodes = 1\ndevices_per_node = 4\n'
+        "price_per_device_hour = 2.5\n[[level]]\nname = 'nvlink'\nsize = 4\nbytes_per_s = 450e9\nlatency_s = 3e-6\n"
+    )
+    answer = run("plan", graph, "--cluster", racks, "--objective", objective, "--json")
+    assert answer.status == 0, answer
+    search, found = answer.json["search"], answer.json
+    reached = {"memory": found["peak_memory_gib"], "cost": found["cost"]["per_step"]}[objective]
+    key = {"memory": "lower_bound_gib", "cost": "lower_bound_cost"}[objective]
+    assert search[key] == pytest.approx(reached * (1 - search["gap"]))
+    assert "lower_bound_gib" not in run("plan", graph, "--cluster", racks, "--json").json["search"]

@@ -116,3 +116,14 @@ def test_counts_read_well(value: float, text: str) -> None:
 )
 def test_actions_come_apart(action: str, parts: tuple[str, str, str]) -> None:
     assert charts.split_action(action) == parts
+
+
+def test_the_chosen_strategy_is_one_dot_with_a_name() -> None:
+    chosen = charts.Candidate(step_time_s=1.0, peak_gib=60.0, fits=True, label="dp_shard 16")
+    other = charts.Candidate(step_time_s=2.0, peak_gib=30.0, fits=True, label="pp 2")
+    chart = charts.scatter([chosen, other], chosen, 70.0)
+    assert chart is not None
+    assert sorted(dot.tip for dot in chart.dots) == [
+        "chosen: dp_shard 16: 1.00 s, 60.0 GiB",
+        "pp 2: 2.00 s, 30.0 GiB",
+    ]

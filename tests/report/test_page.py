@@ -171,3 +171,9 @@ def test_the_price_of_constraints_and_of_less_memory_stand_on_the_page(tmp_path:
     page = Page(render_report(read_strategy_file(path)))
     assert "mesh.tp = 4 costs you 27.3 % against 1 (dp_shard 16), and no more than 30.0 %" in page.text
     assert "With less memory, or fewer devices" in page.text
+
+
+def test_every_label_says_something(tmp_path: Path) -> None:
+    html = render_report(read_strategy_file(write_sample(tmp_path / "s.toml")))
+    assert "chosen: :" not in html
+    assert f"chosen: {strategy_label(strategy(pp=4, micro_batches=16))}: " in html

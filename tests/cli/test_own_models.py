@@ -1,0 +1,112 @@
+"""Models of the user's own: what they raise reaches the user in their words, and what they are fed is called what it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import refused, run
+from tests.report.test_page import Page
+
+FAILING = """
+import torch
+from torch import nn
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+class Model(nn.Module):
+    def __init__(self, how, where):
+        super().__init__()
+        self.linear, self.how, self.where = nn.Linear(8, 8), how, where
+
+    def fail(self):
+        if self.how == "exit":
+            raise SystemExit("bye")
+        if self.how == "silent":
+            raise Silent
+        raise {"key": KeyError("rope"), "bare": AssertionError(), "value": ValueError("set width to 64")}[self.how]
+
+    def forward(self, x):
+        if self.where == "forward":
+            self.fail()
+        y = self.linear(x)
+        y.register_hook(lambda gradient: self.fail())
+        return y
+
+def model(how: str, where: str):
+    return Model(how, where), torch.randn(4, 8, device="meta")
+
+def anything(**arguments):
+    return nn.Linear(arguments["seq_len"], 8), torch.randn(4, arguments["seq_len"], device="meta")
+"""
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "failing.py"
+    path.write_text(FAILING)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "words"),
+    [
+        ("forward", "value", ["ValueError: set width to 64"]),
+        ("forward", "exit", ["ended the process by SystemExit: bye", "failing.py:", "in fail"]),
+        ("forward", "silent", ["no words", "failing.py:"]),
+        ("backward", "value", ["the model's own code raised ValueError: set width to 64", "in fail"]),
+        ("backward", "bare", ["raised AssertionError (", "failing.py:"]),
+        ("backward", "silent", ["Silent: (which cannot say what it is about)"]),
+    ],
+)
+def test_what_a_model_raises_is_told_in_its_words(
+    failing: Path, where: str, how: str, words: list[str]
+) -> None:
+    arguments = ("--model-arg", f"how={how}", "--model-arg", f"where={where}")
+    refused("plan", f"{failing}:model", "--cluster", "h100-sxm:1x2", *arguments, words=words)
+
+
+def test_a_config_that_lacks_what_the_model_needs_is_told_in_the_models_words(tmp_path: Path) -> None:
+    config = json.loads(Path("examples/configs/t5-base.json").read_text())
+    del config["decoder_start_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_layers": 1, "num_decoder_layers": 1}))
+    words = ["decoder_start_token_id"]
+    refused("plan", f"hf:{tmp_path}", "--cluster", "h100-sxm:1x2", "--seq-len", "32", words=words)
+
+
+def test_a_length_that_the_model_does_not_take_is_refused(failing: Path) -> None:
+    mlp = ("plan", "examples/mlp.py:mlp", "--cluster", "h100-sxm:1x2")
+    refused(
+        *mlp, "--seq-len", "64", words=["mlp takes no argument seq_len", "--seq-len would change nothing"]
+    )
+    config = "hf:examples/configs/vit-base.json"
+    words = ["--seq-len 64", "a sample of vit-base is one image", "leave it out"]
+    refused("plan", config, "--cluster", "h100-sxm:1x2", "--seq-len", "64", words=words)
+    answer = run("plan", f"{failing}:anything", "--cluster", "h100-sxm:1x2", "--seq-len", "64")
+    assert "seq_len" not in answer.err  # it takes any argument, and got this one
+
+
+def test_images_are_counted_as_images(tmp_path: Path) -> None:
+    path, page = tmp_path / "s.toml", tmp_path / "r.html"
+    model = ("examples/resnet.py:resnet50", "--cluster", "h100-sxm:1x2", "--global-batch", "64")
+    answer = run("plan", *model, "-o", path, "--json")
+    assert answer.status == 0, answer
+    assert answer.json["sample"] == "image"
+    assert "for 64 images" in answer.err
+    assert "images/s per device" in answer.err
+    assert "token" not in answer.err
+    assert run("report", path, "-o", page).status == 0
+    shown = Page(page.read_text()).text
+    assert "images per second and device" in shown
+    assert "64 images per optimizer step" in shown
+    assert (
+        run("plan", "examples/mlp.py:mlp", "--cluster", "h100-sxm:1x2", "--json").json["sample"] == "sample"
+    )
+    refused("export", path, "--to", "megatron", words=["no sequence", "accelerate or deepspeed"])
+    compared = run("whatif", *model, "-o", tmp_path / "w.html")
+    assert "images/s" in compared.err
+    assert "64 images" in Page((tmp_path / "w.html").read_text()).text
