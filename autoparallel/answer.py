@@ -15,8 +15,6 @@ from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.labels import sample_word, strategy_label
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
-from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.score import at_home
 from autoparallel.planner.outcome import (
     Alternative,
     ConstraintCost,
@@ -24,6 +22,8 @@ from autoparallel.planner.outcome import (
     PlanResult,
     TradeOff,
 )
+from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
@@ -41,13 +41,14 @@ DAY_S = 86400.0
 # Spans per pipeline rank that a strategy file keeps of a timeline: enough to see fill, steady state and drain,
 # few enough to tell them apart in a picture.
 TIMELINE_SPANS_PER_RANK = 64
-# Of `[search]`, what `--json` prints beside the seconds.
-PROOF = ("status", "lower_bound_s", "gap", "optimum_s", "optimum", "instead", "candidates", "pruned", "space")
 # Likewise of the strategies that the search priced: what the scatter shows.
 EXPLORED_POINTS = 300
 
 # What `--json` prints of `[search]`.
-PROOF = ("status", "lower_bound_s", "lower_bound_gib", "lower_bound_cost", "gap", "candidates", "pruned")
+PROOF = (
+    "status", "lower_bound_s", "lower_bound_gib", "lower_bound_cost", "gap", "optimum_s", "optimum", "instead",
+    "candidates", "pruned", "space",
+)  # fmt: skip
 
 
 def prediction_table(graph: ModelGraph, prediction: Prediction) -> dict[str, Any]:

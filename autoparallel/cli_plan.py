@@ -95,6 +95,15 @@ EmbedCluster = Annotated[
 ]
 
 
+Within = Annotated[
+    float,
+    typer.Option(
+        "--within", min=0.0, max=50.0, metavar="PERCENT",
+        help="Of plans that are no more than so much slower than the optimum, choose the simplest; 0 is the optimum.",
+    ),
+]  # fmt: skip
+WITHIN_PERCENT = 2.0  # as `planner.explain.choice.WITHIN`
+
 SLOW_MODEL = (
     "still reading the model: every operator that its forward pass calls is noted, and a loop over the sequence in "
     "Python calls many; a shorter --seq-len is read sooner, and --save-graph keeps what was read"
@@ -121,8 +130,9 @@ def plan(
     save_graph: SaveGraph = None,
     explain: Explain = False,
     embed_cluster: EmbedCluster = False,
+    within: Within = WITHIN_PERCENT,
 ) -> None:
-    """Find the best strategy that fits, prove it, and write it."""
+    """Find the best strategy that fits, prove it, and write it; of nearly equal ones the simplest."""
     from autoparallel.inputs import Request, check_finite
 
     started = time.monotonic()
@@ -141,7 +151,7 @@ def plan(
     )
     run_plan(
         request, output, save_graph, time_limit, json_=json_, explain=explain, started=started,
-        embed_cluster=embed_cluster,
+        embed_cluster=embed_cluster, within=within / 100.0,
     )  # fmt: skip
 
 
@@ -214,6 +224,7 @@ def search(
     explain: bool = False,
     advise: bool = True,
     expander: Expander | None = None,
+    within: float = WITHIN_PERCENT / 100.0,
 ) -> PlanResult:
     """Plan with the progress shown."""
     from autoparallel.cli_progress import progress_text, working
@@ -231,6 +242,7 @@ def search(
             advise=advise,
             expander=expander,
             processes=usable_processes(),
+            within=within,
         )
 
 
@@ -244,6 +256,7 @@ def run_plan(
     explain: bool,
     started: float,
     embed_cluster: bool = False,
+    within: float = WITHIN_PERCENT / 100.0,
 ) -> None:
     """Capture, search, write, tell."""
     from autoparallel.cli_progress import stderr_console
@@ -262,7 +275,7 @@ def run_plan(
 
     capture_s = time.monotonic() - started
     expander, stated = Expander(graph=graph, cluster=checked.cluster), make_problem(checked, graph)
-    result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander)
+    result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within)
     problem = problem_table(
         stated,
         model=request.model,
@@ -310,8 +323,8 @@ def scored(
     """The strategy, completed where keys are missing, and its prediction, whether it fits or not."""
     from autoparallel.errors import UserError
     from autoparallel.inputs import make_problem, roomy
-    from autoparallel.planner.score import score as price
     from autoparallel.planner.outcome import InfeasiblePlan
+    from autoparallel.planner.score import score as price
     from autoparallel.planner.strategy.file import missing_keys, strategy_from_constraints
 
     graph, cluster = expander.graph, checked.cluster

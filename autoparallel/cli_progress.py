@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from autoparallel.planner.problem import Objective
 from autoparallel.planner.outcome import ADVISING, Progress
+from autoparallel.planner.problem import Objective
 from autoparallel.report.numbers import gib, seconds, significant
 
 # Shorter work shows nothing on a terminal that is not there to be redrawn.

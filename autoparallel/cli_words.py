@@ -43,6 +43,13 @@ def print_plan(
         else f"not proved: {bound_words(search)}"
     )
     console.print(f"  search        {search['candidates']:,} candidates; {sure}", markup=False)
+    if "optimum" in search:
+        slower = predicted["step_time_s"] / search["optimum_s"] - 1.0
+        console.print(
+            f"  chosen        {percent(slower)} slower than the optimum, {search['optimum']}: it {search['instead']} "
+            "(--within 0 gives the optimum)",
+            markup=False,
+        )
     if simpler := simpler_words(search, predicted["step_time_s"]):
         console.print(f"  simpler       {simpler}", markup=False)
 

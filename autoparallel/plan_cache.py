@@ -168,10 +168,11 @@ def plan_key(problem: Problem) -> str:
 
 
 def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> Strategy:
+    from autoparallel.planner.explain.choice import WITHIN
     from autoparallel.planner.plan import plan
 
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
-    result = plan(problem, time_limit_s=time_limit_s, progress=None, expander=expander)
+    result = plan(problem, time_limit_s=time_limit_s, progress=None, expander=expander, within=WITHIN)
     if path is not None:
         table = problem_table(
             problem,

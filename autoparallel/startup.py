@@ -16,7 +16,7 @@ from autoparallel.inputs import Checked, load_graph
 from autoparallel.planner.side_by_side import Elsewhere, usable_processes
 
 # What planning imports, and the capture of a model does not.
-PLANNER = ("autoparallel.answer", "autoparallel.cli_words", "autoparallel.planner.search.plan")
+PLANNER = ("autoparallel.answer", "autoparallel.cli_words", "autoparallel.planner.plan")
 SOLVER = "ortools.sat.python.cp_model"
 
 

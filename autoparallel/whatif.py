@@ -9,6 +9,7 @@ from itertools import product
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.inputs import Checked, Request, check_request, load_graph, make_problem
+from autoparallel.planner.explain.choice import WITHIN
 from autoparallel.planner.outcome import InfeasiblePlan, PlanResult, SearchTimeout
 from autoparallel.planner.plan import plan
 from autoparallel.profiles import Cluster
@@ -116,7 +117,7 @@ def _checked(case: Case) -> Checked:
 def _outcome(case: Case, checked: Checked, graph: ModelGraph, time_limit_s: float | None) -> Outcome:
     reason, result = "", None
     try:
-        result = plan(make_problem(checked, graph), time_limit_s=time_limit_s, progress=None)
+        result = plan(make_problem(checked, graph), time_limit_s=time_limit_s, progress=None, within=WITHIN)
     except (InfeasiblePlan, SearchTimeout, UserError) as error:
         # A varied value that cannot be (mesh.tp = 3) is an answer too.
         reason = str(error)

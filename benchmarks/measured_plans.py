@@ -29,9 +29,9 @@ from autoparallel import auto_parallelize
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.runtime.limits import limits

@@ -97,9 +97,9 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Plan one case in this process, which has imported nothing yet; seconds by phase."""
     started = time.perf_counter()
     from autoparallel.costmodel.graph_json import graph_from_json
+    from autoparallel.planner.plan import plan
     from autoparallel.planner.problem import Problem
     from autoparallel.planner.search.bounds.outer import outer_of
-    from autoparallel.planner.plan import plan
     from autoparallel.planner.side_by_side import usable_processes
     from autoparallel.profiles.load import load_cluster
 

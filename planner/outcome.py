@@ -110,7 +110,9 @@ class PlanResult:
     optimum_s: float = 0.0  # its seconds per step; the plan's own where it is the optimum
     instead: str = ""  # why the plan was chosen instead, in words
     space: tuple[SpaceKey, ...] = ()  # what the search covered, key by key
-    broken: tuple[str, ...] = ()  # simulations below their bounds: bugs of ours, with which nothing is called proved
+    broken: tuple[
+        str, ...
+    ] = ()  # simulations below their bounds: bugs of ours, with which nothing is called proved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,12 @@ def _plan(
         raise explain_infeasible(outer, lambda: watch.check_time(None))
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     return result_of(
-        outer, search, work=work, explain=explain and not stopped, processes=processes, within=within
+        outer,
+        search,
+        work=work,
+        explain=explain and not (stopped and watch.out_of_time),
+        processes=processes,
+        within=within,
     )
 
 
@@ -202,6 +207,11 @@ class _Watch:
         """Called before every step of a search that counts its work itself."""
         if self.limit_s is not None and time.monotonic() - self.started_s >= self.limit_s:
             raise Stopped
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the user has no time left, by a limit or an interrupt."""
+        return self.interrupted or self.limit_s is not None
 
     def worked_enough(self, search: Search) -> bool:
         """Whether the search has done all the work that it does without a time limit."""

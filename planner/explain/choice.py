@@ -14,6 +14,7 @@ from autoparallel.planner.strategy.types import AXES, Offload, Strategy
 # Shares of the memory of a device, and of a host, from which on a plan is called tight: memory is predicted within 5 %
 # (docs/accuracy.md), and pinned host memory is taken in powers of two. Kind: measured.
 TIGHT_DEVICE, TIGHT_HOST = 0.95, 0.8
+WITHIN = 0.02  # share of the optimum that a prediction cannot tell apart, unless the user says otherwise
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev", "program")
 MODES = ("none", "full", "selective", "operators")
 

@@ -16,8 +16,8 @@ from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import completed, score
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.driver import Search
-from autoparallel.planner.search.space.certificate import space_of
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
+from autoparallel.planner.search.space.certificate import space_of
 from autoparallel.planner.strategy.types import Strategy
 
 IMPROVEMENTS = 4  # times that a rival which turns out better takes the answer's place
@@ -59,7 +59,9 @@ def result_of(
         tradeoffs=tradeoffs(outer, chosen) if explain else (),
         optimum=completed(expander, best.strategy) if other else None,
         optimum_s=best.step_time_s,
-        instead=simpler_because(chosen.strategy, best.strategy, (is_tight(chosen), is_tight(best))) if other else "",
+        instead=simpler_because(chosen.strategy, best.strategy, (is_tight(chosen), is_tight(best)))
+        if other
+        else "",
         space=space_of(problem),
         broken=broken,
     )

@@ -6,8 +6,8 @@ import time
 from rich.console import Console
 
 from autoparallel.cli_progress import hinted, progress_text
-from autoparallel.planner.problem import Objective
 from autoparallel.planner.outcome import Progress
+from autoparallel.planner.problem import Objective
 
 
 def test_more_deals_solved_than_candidates_are_no_negative_count() -> None:

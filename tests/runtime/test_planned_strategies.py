@@ -17,9 +17,9 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed
+from autoparallel.planner.search.partition.problem import Deal
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.partition.problem import Deal
 from autoparallel.planner.strategy.legal import least_blocks, strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster

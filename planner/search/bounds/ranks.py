@@ -86,7 +86,7 @@ class Rows:
         )  # fmt: skip
 
     def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
-        """Seconds of both on two streams at least: `planner.search.stages.forms.PricedChain.beside`."""
+        """Seconds of both on two streams at least: `planner.search.partition.forms.PricedChain.beside`."""
         gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
         more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
         return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)

@@ -11,9 +11,9 @@ from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.one_by_one import WHOLE_BELOW
+from autoparallel.planner.plan import SCORED_ONLY, plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.plan import SCORED_ONLY, plan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer

@@ -14,11 +14,11 @@ from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search
+from autoparallel.planner.search.partition.problem import Deal
 from autoparallel.planner.search.points import asked_points, search_points
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Ints
-from autoparallel.planner.search.partition.problem import Deal
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.explain.alternatives import kinds_besides
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
 

@@ -19,14 +19,14 @@ from autoparallel.planner.search.bounds.outer import (
 )
 from autoparallel.planner.search.bounds.paths import weigh
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
+from autoparallel.planner.search.partition.deals import even_deal
+from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
+from autoparallel.planner.search.partition.paths import SchedulePaths
+from autoparallel.planner.search.partition.problem import Deal, Q, deal_value, row_values
+from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
-from autoparallel.planner.search.partition.deals import even_deal
-from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
-from autoparallel.planner.search.partition.problem import Deal, Q, deal_value, row_values
-from autoparallel.planner.search.partition.paths import SchedulePaths
-from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -99,9 +99,7 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
         _stage_problem_is_below(outer, chosen, deal, shown, random_deal(rng, outer, chosen))
 
 
-def _paths_are_below(
-    outer: Outer, one: Variants, chosen: Candidate, found: Evaluation, shown: str
-) -> None:
+def _paths_are_below(outer: Outer, one: Variants, chosen: Candidate, found: Evaluation, shown: str) -> None:
     """Neither the weighted paths of its schedule nor the linear relaxation of its stage problem is above a simulation."""
     sims = Simulations(outer=outer)
     problem = sims.problem(chosen)
@@ -192,5 +190,3 @@ def test_what_cannot_fit_has_no_time() -> None:
     outer = outer_for("h100-sxm:1x4", 8, "fused")
     _, bounds = expand_shapes(replace(outer, capacity_bytes=1e4), np.arange(len(outer.space.shapes)), FOREVER)
     assert np.all(np.isinf(bounds.time_s))
-
-

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 
-from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.explain.constraints import ALL, chosen_by_user, constraint_costs
 from autoparallel.planner.outcome import PlanResult
+from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.plan import plan
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import with_memory
 from tests.toy_graphs import toy_transformer

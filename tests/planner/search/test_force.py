@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.money import rate_per_s
-from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.check import plan_problems
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.heterogeneous.irregular import every_part, has_parts
+from autoparallel.planner.money import rate_per_s
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.plan import plan
-from autoparallel.planner.heterogeneous.irregular import every_part, has_parts
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.parts import placed

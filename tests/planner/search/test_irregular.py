@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.links import routes_of
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.heterogeneous.assign import Talk, assign, traffic_s
+from autoparallel.planner.heterogeneous.cuts import cut_reaches
+from autoparallel.planner.heterogeneous.irregular import every_part
+from autoparallel.planner.heterogeneous.placements import MOST_SEQUENCES, node_flows, reaches, sequences
+from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.plan import plan
-from autoparallel.planner.heterogeneous.assign import Talk, assign, traffic_s
+from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.heterogeneous.cuts import cut_reaches
-from autoparallel.planner.heterogeneous.irregular import every_part
-from autoparallel.planner.heterogeneous.placements import MOST_SEQUENCES, node_flows, reaches, sequences
-from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, cluster_from_dict
 from autoparallel.profiles.hardware import Network

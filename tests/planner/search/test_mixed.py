@@ -8,15 +8,15 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from autoparallel.planner.heterogeneous.mixed import is_mixed, parts
+from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.plan import plan
-from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.heterogeneous.mixed import is_mixed, parts
 from autoparallel.planner.search.partition.deals import proportional
 from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
 from tests.toy_graphs import toy_transformer

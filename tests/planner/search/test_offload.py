@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.types import Offload
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import with_hosts, with_memory

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from autoparallel.costmodel.buckets import fill_buckets
+from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.plan import plan
-from autoparallel.planner.search.space.build import build_space, variants
-from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.search.space.syncs import BUCKETS_MIB
 from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
 from autoparallel.planner.search.partition.problem import Deal, deal_value, row_values
 from autoparallel.planner.search.partition.sizes import chunk_sizes
+from autoparallel.planner.search.space.build import build_space, variants
+from autoparallel.planner.search.space.candidates import candidate, strategy_of
+from autoparallel.planner.search.space.syncs import BUCKETS_MIB
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
 from tests.capture.models import captured

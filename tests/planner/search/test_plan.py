@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from autoparallel.costmodel.graph import ModelGraph, ModuleCall
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Objective, Problem, objective_value
-from autoparallel.planner.score import score
 from autoparallel.planner.check import plan_problems
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.outcome import InfeasiblePlan, PlanResult, Progress, SearchTimeout
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Objective, Problem, objective_value
+from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import best_by_force, smallest, with_hosts, with_memory
@@ -181,7 +181,7 @@ def test_an_interrupt_returns_the_best_so_far_with_its_gap(
 
 
 def test_progress_tells_of_an_incumbent_above_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    import autoparallel.planner.search.plan as search
+    import autoparallel.planner.plan as search
 
     monkeypatch.setattr(search, "REPORT_EVERY_S", 0.0)
     told: list[Progress] = []

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from autoparallel.planner.check import plan_problems
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.outcome import InfeasiblePlan
+from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.check import plan_problems
-from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search
-from autoparallel.planner.plan import plan
 from autoparallel.planner.search.points import search_points
 from autoparallel.profiles import load_cluster
 from tests.planner.search.force import best_by_force, points_asked, with_memory

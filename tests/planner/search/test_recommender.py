@@ -10,8 +10,8 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import EmbeddingRule, Execution
 from autoparallel.profiles.load import load_cluster
 

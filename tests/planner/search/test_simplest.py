@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.plan import plan
 from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.types import Batch, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster

@@ -16,6 +16,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.schedules import schedule_problem
 from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.search.space.build import (
     MODES,
     SCHEDULES,
@@ -26,7 +27,6 @@ from autoparallel.planner.search.space.build import (
 )
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import divisors, tensor_degrees
-from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 from autoparallel.profiles.load import load_cluster

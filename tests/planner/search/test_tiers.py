@@ -10,13 +10,13 @@ import pytest
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Objective, Problem, objective_value
-from autoparallel.planner.score import score
-from autoparallel.planner.plan import InfeasiblePlan, PlanResult, plan
 from autoparallel.planner.embedding.options import Option, assigned, classes_of, rules_of, tiers_matter
 from autoparallel.planner.embedding.search import TierSearch, strategies
 from autoparallel.planner.embedding.terms import Catalogue
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.plan import InfeasiblePlan, PlanResult, plan
+from autoparallel.planner.problem import Objective, Problem, objective_value
+from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster

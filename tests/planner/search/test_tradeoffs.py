@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.outcome import GIB
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
 
