@@ -102,6 +102,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     lowered = dry_run(
         loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels,
         experts=expert_modules(graph), entered=entered_blocks(graph),
+        kinds={link.path: link.block for link in graph.chain if link.repeated},
     )  # fmt: skip
     return DryRun(model=graph.name, strategy=strategy, ranks=compare(strategy, program, lowered))
 

@@ -70,6 +70,7 @@ class StageModule(nn.Module):
         _attach(self, module, graph, coarse.constants)
         self.train(module.training)
         code = graph.python_code("self")
+        self.source = code.src
         space = dict(code.globals)
         exec(code.src, space)  # what fx.GraphModule does with the same source, but reading this module's tree
         self._run = space["forward"]

@@ -26,6 +26,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.accelerator import CPU
+from autoparallel.runtime.alike_stages import alike_stages
 from autoparallel.runtime.cut import StageModule, cut
 from autoparallel.runtime.expert_modules import ExpertModule
 from autoparallel.runtime.experts import Sharing, check_experts, experts_within
@@ -71,11 +72,12 @@ def dry_run(
     level_sizes: tuple[int, ...] = (),
     experts: Sequence[ExpertModule] | None = (),
     entered: Collection[str] = (),
+    kinds: Mapping[str, int] | None = None,
 ) -> tuple[LoweredStage, ...]:
     """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
 
     `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) and `entered` are as in
-    `parallelize`.
+    `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all.
     Raises UserError for a strategy that does not fit, and for a model
     whose forward reads values of its tensors, which are not there.
     """
@@ -90,12 +92,13 @@ def dry_run(
         inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
-        lowered = [
-            _lowered(stage, module, strategy, blocks, mesh, dtypes, memory, sharings, entered)
-            for stage in stages
-        ]
+        alike = alike_stages(stages, strategy, kinds or {})
+        lowered = {
+            i: _lowered(stages[i], module, strategy, blocks, mesh, dtypes, memory, sharings, entered)
+            for i in sorted({*alike})
+        }
         with memory:
-            return _Step(stages, lowered, strategy, mesh, dtypes).run(_on_cpu(inputs))
+            return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(_on_cpu(inputs))
 
 
 def _dtypes(execution: Execution) -> Dtypes:
@@ -154,45 +157,50 @@ def _lowered(
 
 
 class _Step:
-    """Runs the stages of a step in model order, and back, noting what each of them holds and sends."""
+    """Runs the stages of a step in model order, and back, noting what each of them holds and sends.
+
+    `alike[i]` is the stage that is `lowered` and run for stage i.
+    """
 
     def __init__(
-        self, stages: Sequence[nn.Module], lowered: Sequence[Lowered], strategy: Strategy, mesh: RankMesh,
-        dtypes: Dtypes,
+        self, stages: Sequence[nn.Module], lowered: Mapping[int, Lowered], alike: Sequence[int], strategy: Strategy,
+        mesh: RankMesh, dtypes: Dtypes,
     ) -> None:  # fmt: skip
-        self._stages, self._lowered, self._strategy = stages, lowered, strategy
+        self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
         self._axes = _group_names(mesh, strategy.shard.zero)
         self._sharded = sharding_axes(mesh.sizes, strategy.shard.zero)
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
-        self._owned = [_bytes_of(stage.parameters()) for stage in stages]
+        self._owned = {i: _bytes_of(stages[i].parameters()) for i in lowered}
         self._gathered = [0] * len(stages)
         self._gradients = [0] * len(stages)
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
+        self._sends: list[Counter[Message]] = [Counter() for _ in stages]
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
         count = self._strategy.micro_batches
-        for lowered in self._lowered:
+        for lowered in self._lowered.values():
             lowered.begin(min(count, 3))
         if count > 1:
             self._micro_batch(inputs)
         if count > 2:
             self._micro_batch(inputs, often=count - 2)
         self._micro_batch(inputs, last=True)
-        for stage, lowered in enumerate(self._lowered):
+        for stage, lowered in self._lowered.items():
             with self._counting(stage):
                 lowered.finish()
         self._exchange_tied()
+        optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
         return tuple(
             LoweredStage(
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
-                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer_bytes(stage, self._strategy),
-                traffic=self._traffic[i],
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
+                traffic=self._traffic[i] + self._sends[stage],
             )
-            for i, stage in enumerate(self._stages)
+            for stage, i in enumerate(self._alike)
         )  # fmt: skip
 
     def _exchange_tied(self) -> None:
@@ -202,33 +210,42 @@ class _Step:
             for stage, name in zip(tie.stages, tie.names, strict=True):
                 if len({self._homes[s] for s in tie.stages}) > 1:
                     size = local(self._stages[stage].get_parameter(name)).nbytes
-                    self._traffic[stage][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += 1
+                    self._sends[stage][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += 1
 
     def _micro_batch(self, inputs: Any, *, last: bool = False, often: int = 1) -> None:
         """Forward and backward of one micro-batch, which stands for `often` equal ones."""
         received: list[Tensor] = []
-        flights: list[tuple[list[Tensor], list[Tensor]]] = []
-        for i, lowered in enumerate(self._lowered):
-            lowered.announce(last=last)
-            with self._counting(i, often):
-                outputs = self._forward(i, received, inputs)
-            self._gathered[i] = max(self._gathered[i], self._whole_bytes(i))
-            flights.append((received, outputs))
+        flights: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for stage, i in enumerate(self._alike):
+            if i not in flights:
+                flights[i] = received, self._forward_of(i, received, inputs, last=last, often=often)
+            outputs = flights[i][1]
             received = [value.detach().requires_grad_(value.requires_grad) for value in outputs]
-            self._sent(i, i + 1, [local(value) for value in outputs], often)
+            self._sent(stage, stage + 1, [local(value) for value in outputs], often)
         gradients: list[Tensor | None] = [None]
-        for i in reversed(range(len(self._stages))):
+        parts: dict[int, list[Tensor]] = {}
+        for stage, i in reversed(list(enumerate(self._alike))):
             received, outputs = flights[i]
-            with self._counting(i, often):
-                torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
-                self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
             wanted = [t for t in received if t.requires_grad]
-            parts = [gradient_part(t.grad, t) for t in wanted]
-            self._sent(i, i - 1, parts, often)
+            if i not in parts:
+                with self._counting(i, often):
+                    torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
+                    self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
+                parts[i] = [gradient_part(t.grad, t) for t in wanted]
+                self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
+            self._sent(stage, stage - 1, parts[i], often)
             gradients = [
-                rebuild(p, describe(t), self._activation_mesh) for p, t in zip(parts, wanted, strict=True)
+                rebuild(p, describe(t), self._activation_mesh) for p, t in zip(parts[i], wanted, strict=True)
             ]
-            self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
+
+    def _forward_of(
+        self, index: int, received: list[Tensor], inputs: Any, *, last: bool, often: int
+    ) -> list[Tensor]:
+        self._lowered[index].announce(last=last)
+        with self._counting(index, often):
+            outputs = self._forward(index, received, inputs)
+        self._gathered[index] = max(self._gathered[index], self._whole_bytes(index))
+        return outputs
 
     @contextmanager
     def _counting(self, stage: int, often: int = 1) -> Iterator[None]:
@@ -253,7 +270,7 @@ class _Step:
         """Note a message between two stages, if they are on two ranks."""
         if 0 <= target < len(self._homes) and self._homes[source] != self._homes[target]:
             size = sum(part.nbytes for part in parts)
-            self._traffic[source][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += often
+            self._sends[source][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += often
 
     def _whole_bytes(self, index: int) -> int:
         """Parameters that stand gathered in the module now, other than those that the rank owns."""

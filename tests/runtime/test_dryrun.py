@@ -1,22 +1,36 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autoparallel.dryrun import compare
 from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
-from autoparallel.planner.capture.load import keyword_inputs
+from autoparallel.planner.capture.load import keyword_inputs, load_model
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import completed
-from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Offload, Pipeline, Shard, Strategy
+from autoparallel.planner.strategy.types import (
+    Batch,
+    Execution,
+    Mesh,
+    Offload,
+    Pipeline,
+    Recompute,
+    Shard,
+    Strategy,
+)
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.dryrun import dry_run
+from autoparallel.runtime import dryrun
+from autoparallel.runtime.dryrun import LoweredStage, dry_run
+from autoparallel.runtime.lower import lower_module
 from autoparallel.runtime.messages import Message
 from autoparallel.runtime.start import parallelize
 from autoparallel.runtime.traffic import TrafficRecorder
@@ -171,3 +185,35 @@ def test_a_forward_that_reads_values_is_refused_in_words() -> None:
     with pytest.raises(UserError, match="does not run on tensors without values"):
         dry_run(_Reads().to("meta"), torch.randn(1, 4), strategy, blocks=())
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("per_stage", [(), (1, 1, 0, 0, 0, 0, 0, 0)], ids=["alike", "two recompute"])
+def test_stages_that_are_alike_are_run_once_and_hold_and_send_what_each_would(
+    tmp_path: Path, per_stage: tuple[int, ...]
+) -> None:
+    settings = json.loads(Path("examples/configs/llama-tiny.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 8}))
+    strategy = Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(pp=4, dp_shard=2, tp=2), shard=Shard(zero=1),
+        pipeline=Pipeline(schedule="interleaved-1f1b", virtual_stages=2, stage_blocks=(1,) * 8),
+        recompute=Recompute(mode="none", per_stage=per_stage), execution=FP32,
+    )  # fmt: skip
+
+    def lowered(*, shared: bool) -> tuple[LoweredStage, ...]:
+        loaded = load_model(f"hf:{tmp_path}", model_args={}, seq_len=32)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+        whole = completed(Expander(graph, load_cluster("cpu-gloo:1x16")), strategy)
+        kinds = {link.path: link.block for link in graph.chain if link.repeated}
+        return dry_run(
+            loaded.module, loaded.example_inputs, whole, blocks=list(kinds), level_sizes=(16,),
+            kinds=kinds if shared else None,
+        )  # fmt: skip
+
+    ran: list[nn.Module] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dryrun, "lower_module", lambda stage, *a, **k: ran.append(stage) or lower_module(stage, *a, **k)
+        )
+        once = lowered(shared=True)
+    assert len(ran) < 8
+    assert once == lowered(shared=False)
