@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoparallel.cli_errors import exits
+from autoparallel.cli_errors import DIFFERS, exits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,8 @@ def dryrun(
         bool, typer.Option("--json", help="Print the answer as one JSON object on standard output.")
     ] = False,
 ) -> None:
-    """Lower every distinct rank of a plan without memory or processes, and compare it with the prediction."""
+    """Lower every distinct rank of a plan without memory or processes, and compare it with the prediction; where they
+    differ the exit status is 4."""
     from autoparallel.cli_plan import print_json
     from autoparallel.cli_progress import stderr_console, working
     from autoparallel.dryrun import dry_run_answer, dry_run_file
@@ -39,6 +40,8 @@ def dryrun(
     _print(console, found)
     if json_:
         print_json(dry_run_answer(found))
+    if found.findings:
+        raise typer.Exit(DIFFERS)
 
 
 def _print(console: Console, found: DryRun) -> None:
@@ -56,22 +59,10 @@ def _print(console: Console, found: DryRun) -> None:
     for rank in found.ranks:
         _rows(table, rank)
     console.print(table)
-    if any(rank.shard_bytes for rank in found.ranks):
-        console.print(
-            "With ZeRO-1 and 2 FSDP2 keeps each rank's shard of the parameters beside the whole ones: not predicted.",
-            markup=False,
-        )
-    if found.strategy.shard.zero == 1 and found.strategy.micro_batches == 1:
-        console.print(
-            "Of one micro-batch FSDP2 reduces gradients at once; predicted are whole ones until the step's end.",
-            markup=False,
-        )
-    if found.strategy.execution.kernels == "fused":
-        console.print(
-            'execution.kernels = "fused" is what was priced: some activations gathered again in the backward pass, '
-            "messages of a pipeline shared among tensor-parallel ranks. The model was lowered with the kernels that it has.",
-            markup=False,
-        )
+    for one in found.findings:
+        console.print(f"error: {one.text}", markup=False, style="red")
+    if not found.findings:
+        console.print("What runs is what was priced.", markup=False)
 
 
 def _rows(table: object, rank: RankComparison) -> None:

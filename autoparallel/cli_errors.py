@@ -17,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 USER_ERROR, NOTHING_FITS, TIMED_OUT = 2, 3, 4
+DIFFERS = 4  # a dry run that is not what was priced
 # What is wrong with a path that no check of ours foresaw: too long, a circle of links, not permitted, a full disk.
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
+from autoparallel.dryrun_findings import Finding, findings
 from autoparallel.errors import UserError
 from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
@@ -63,6 +64,7 @@ class DryRun:
     model: str
     strategy: Strategy
     ranks: tuple[RankComparison, ...]
+    findings: tuple[Finding, ...] = ()  # where the two differ by more than they may
 
 
 def dry_run_file(path: Path, model: str | None = None) -> DryRun:
@@ -104,7 +106,9 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
         experts=expert_modules(graph), entered=entered_blocks(graph),
         kinds={link.path: link.block for link in graph.chain if link.repeated},
     )  # fmt: skip
-    return DryRun(model=graph.name, strategy=strategy, ranks=compare(strategy, program, lowered))
+    ranks = compare(strategy, program, lowered)
+    different = findings(strategy, program, lowered, ranks, _sizes(strategy))
+    return DryRun(model=graph.name, strategy=strategy, ranks=ranks, findings=different)
 
 
 def _model(path: str, record: ProblemRecord, given: str | None) -> str:
@@ -123,11 +127,9 @@ def compare(
     strategy: Strategy, program: Program, lowered: Sequence[LoweredStage]
 ) -> tuple[RankComparison, ...]:
     """Each pipeline rank's stages added up, lowered and predicted."""
-    pipeline, mesh = strategy.pipeline, strategy.mesh
+    pipeline, mesh, sizes = strategy.pipeline, strategy.mesh, _sizes(strategy)
     homes = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
     predicted = program_messages(program)
-    sizes = {axis: getattr(mesh, axis) for axis in (*AXES, EXPERTS)}
-    sizes[EXPERT_SHARD] = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
     keeps_gathered = zero_level(strategy) in (1, 2)
     found = []
     for rank in range(mesh.pp):
@@ -160,6 +162,13 @@ def compare(
             )
         )
     return tuple(found)
+
+
+def _sizes(strategy: Strategy) -> dict[str, int]:
+    """Ranks along each mesh axis, those of experts among them."""
+    mesh = strategy.mesh
+    sizes = {axis: getattr(mesh, axis) for axis in (*AXES, EXPERTS)}
+    return {**sizes, EXPERT_SHARD: mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep}
 
 
 def _added(counters: Iterable[Counter[Message]]) -> Counter[Message]:
@@ -204,4 +213,7 @@ def dry_run_answer(found: DryRun) -> dict[str, Any]:
         }
         for rank in found.ranks
     ]
-    return {"model": found.model, "devices": found.strategy.mesh.devices, "ranks": ranks}
+    different = [{**asdict(one), "ranks": list(one.ranks)} for one in found.findings]
+    return {
+        "model": found.model, "devices": found.strategy.mesh.devices, "ranks": ranks, "differences": different,
+    }  # fmt: skip

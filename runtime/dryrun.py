@@ -12,13 +12,14 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.module_tracker import ModuleTracker
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
@@ -33,7 +34,7 @@ from autoparallel.runtime.experts import Sharing, check_experts, experts_within
 from autoparallel.runtime.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.materialise import all_names
 from autoparallel.runtime.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
-from autoparallel.runtime.messages import Message
+from autoparallel.runtime.messages import Message, Place
 from autoparallel.runtime.micro_batches import as_call
 from autoparallel.runtime.optimizer import hosted
 from autoparallel.runtime.parallel_module import numerics
@@ -61,6 +62,9 @@ class LoweredStage:
     gradient_bytes: int
     optimizer_bytes: int
     traffic: Counter[Message]
+    places: Mapping[Message, Counter[Place]] = field(
+        default_factory=dict
+    )  # of its messages, but for those over pp
 
 
 def dry_run(
@@ -178,9 +182,25 @@ class _Step:
         self._gradients = [0] * len(stages)
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
+        self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
+        self._tracker = ModuleTracker()
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
+        with self._tracker:
+            self._micro_batches(inputs)
+        self._exchange_tied()
+        optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
+        return tuple(
+            LoweredStage(
+                parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
+                traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
+            )
+            for stage, i in enumerate(self._alike)
+        )  # fmt: skip
+
+    def _micro_batches(self, inputs: Any) -> None:
         count = self._strategy.micro_batches
         for lowered in self._lowered.values():
             lowered.begin(min(count, 3))
@@ -190,18 +210,8 @@ class _Step:
             self._micro_batch(inputs, often=count - 2)
         self._micro_batch(inputs, last=True)
         for stage, lowered in self._lowered.items():
-            with self._counting(stage):
+            with self._counting(stage, "REDUCE_GRAD"):
                 lowered.finish()
-        self._exchange_tied()
-        optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
-        return tuple(
-            LoweredStage(
-                parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
-                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
-                traffic=self._traffic[i] + self._sends[stage],
-            )
-            for stage, i in enumerate(self._alike)
-        )  # fmt: skip
 
     def _exchange_tied(self) -> None:
         """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
@@ -228,7 +238,7 @@ class _Step:
             received, outputs = flights[i]
             wanted = [t for t in received if t.requires_grad]
             if i not in parts:
-                with self._counting(i, often):
+                with self._counting(i, "B", often):
                     torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
                     self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
                 parts[i] = [gradient_part(t.grad, t) for t in wanted]
@@ -242,16 +252,25 @@ class _Step:
         self, index: int, received: list[Tensor], inputs: Any, *, last: bool, often: int
     ) -> list[Tensor]:
         self._lowered[index].announce(last=last)
-        with self._counting(index, often):
+        with self._counting(index, "F", often):
             outputs = self._forward(index, received, inputs)
         self._gathered[index] = max(self._gathered[index], self._whole_bytes(index))
         return outputs
 
     @contextmanager
-    def _counting(self, stage: int, often: int = 1) -> Iterator[None]:
-        with TrafficRecorder(self._axes) as recorder:
+    def _counting(self, stage: int, action: str, often: int = 1) -> Iterator[None]:
+        with TrafficRecorder(self._axes, self._module) as recorder:
             yield
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
+        for message, modules in recorder.modules.items():
+            places = self._places[stage].setdefault(message, Counter())
+            for module, count in modules.items():
+                places[Place(action=action, module=module)] += count * often
+
+    def _module(self) -> str:
+        """The module that runs, forward or backward, by its path."""
+        innermost = max(self._tracker.parents, key=lambda name: (name.count("."), name))
+        return innermost.partition(".")[2]
 
     def _forward(self, index: int, received: list[Tensor], inputs: Any) -> list[Tensor]:
         stage, is_last = self._stages[index], index == len(self._stages) - 1

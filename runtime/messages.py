@@ -54,6 +54,35 @@ def program_messages(program: Program) -> tuple[Counter[Message], ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a message belongs: a kind of action of the program (F, B, UNSHARD, REDUCE_GRAD, STEP), and a module."""
+
+    action: str
+    module: str
+
+
+def priced_places(stage: StageWork) -> dict[Message, Counter[Place]]:
+    """Of the messages that are priced for a stage, where each belongs."""
+    found: dict[Message, Counter[Place]] = {}
+
+    def note(steps: Iterable[Step | None], action: str, module: str, often: int) -> None:
+        for step in steps:
+            if isinstance(step, Collective):
+                places = found.setdefault(_message(step), Counter())
+                places[Place(action=action, module=module)] += often
+
+    for work, count in stage.blocks:
+        note(work.forward, "F", work.name, count)
+        note((*work.recompute, *work.backward_input, *work.backward_weight), "B", work.name, count)
+        note((work.gather, work.expert_gather), "UNSHARD", work.name, count)
+        note(work.reduce, "REDUCE_GRAD", work.name, count)
+    note(stage.tied_reduce, "REDUCE_GRAD", "tied parameters", 1)
+    note(stage.after_step, "STEP", "updated parameters", 1)
+    note((stage.send,), "SEND", "the stage's output", 1)
+    return found
+
+
 def _stage_messages(stage: StageWork, program: Program) -> Counter[Message]:
     found: Counter[Message] = Counter()
     micro_batches = program.micro_batches

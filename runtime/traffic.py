@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 
 class TrafficRecorder(TorchDispatchMode):
-    """Counts collectives while it is active; `axes` names the mesh axis of each process group, by its name."""
+    """Counts collectives while it is active; `axes` names the mesh axis of each process group, by its name, and `where`
+    says in which module the process is."""
 
-    def __init__(self, axes: Mapping[str, str]) -> None:
+    def __init__(self, axes: Mapping[str, str], where: Callable[[], str] = str) -> None:
         super().__init__()
-        self._axes = axes
+        self._axes, self._where = axes, where
         self.found: Counter[Message] = Counter()
+        self.modules: dict[Message, Counter[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -53,7 +55,9 @@ class TrafficRecorder(TorchDispatchMode):
             group = _group_of(args)
             size = sum(leaf.nbytes for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
             axis = self._axes.get(group, "other")
-            self.found[Message(op=op, axis=axis, size_bytes=size)] += 1
+            message = Message(op=op, axis=axis, size_bytes=size)
+            self.found[message] += 1
+            self.modules.setdefault(message, Counter())[self._where()] += 1
         return result
 
 

@@ -19,9 +19,42 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def plan(path: Path, **fixed: object) -> Path:
+    settings = {"mesh.pp": 1, "batch.micro": 2, "execution.kernels": "eager", **fixed}
+    options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    answer = run("plan", MLP, "--cluster", "h100-sxm:1x4", "--global-batch", "16", *options, "-o", path)
+    assert answer.status == 0, answer
+    return path
+
+
+def test_what_runs_as_it_was_priced_ends_well(tmp_path: Path) -> None:
+    mesh = {"mesh.tp": 2, "mesh.dp_replicate": 2, "mesh.dp_shard": 1}
+    answer = run("dryrun", plan(tmp_path / "s.toml", **mesh), "--json")
+    assert answer.status == 0, answer
+    assert answer.json["differences"] == []
+    assert "What runs is what was priced." in answer.err
+
+
+def test_a_difference_is_an_error_with_module_action_and_who_is_to_blame(tmp_path: Path) -> None:
+    mesh = {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "shard.zero": 2}
+    answer = run("dryrun", plan(tmp_path / "s.toml", **mesh), "--json")
+    assert answer.crash is None, answer
+    assert answer.status == 4, answer
+    different = {one["what"]: one for one in answer.json["differences"]}
+    shard = different["memory of parameters"]
+    assert shard["lowered"] > 1.03 * shard["predicted"]
+    assert "FSDP2 keeps beside whole parameters" in shard["blame"]
+    for one in different.values():
+        assert one.keys() >= {"ranks", "module", "action", "blame"}
+        assert all(one.values()) or one["lowered"] == 0
+    lines = [line for line in answer.err.splitlines() if line.startswith("error: pipeline rank 0: ")]
+    assert len(lines) == len(different)
+    assert all("; to blame: the " in line for line in lines)
+
+
 def test_each_pipeline_rank_is_compared_with_its_prediction(planned: Path) -> None:
     answer = run("dryrun", planned, "--json")
-    assert answer.status == 0, answer
+    assert answer.status in (0, 4), answer
     found = answer.json
     assert found["devices"] >= 2
     assert [rank["rank"] for rank in found["ranks"]] == list(range(len(found["ranks"])))
