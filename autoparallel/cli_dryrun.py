@@ -59,6 +59,12 @@ def _print(console: Console, found: DryRun) -> None:
     for rank in found.ranks:
         _rows(table, rank)
     console.print(table)
+    if any(rank.peak is not None and not rank.peak.judged for rank in found.ranks):
+        console.print(
+            "Peaks are shown, not judged: on a CPU attention with dropout or a mask keeps its scores, which flash attention "
+            "does not.",
+            markup=False,
+        )
     for one in found.findings:
         console.print(f"error: {one.text}", markup=False, style="red")
     if not found.findings:
@@ -68,6 +74,7 @@ def _print(console: Console, found: DryRun) -> None:
 def _rows(table: object, rank: RankComparison) -> None:
     from rich.table import Table
 
+    from autoparallel.dryrun import Pair
     from autoparallel.report.numbers import gib, significant
 
     assert isinstance(table, Table)
@@ -77,6 +84,11 @@ def _rows(table: object, rank: RankComparison) -> None:
         shown = (gib(value / 2**30) for value in (pair.lowered, pair.predicted))
         table.add_row(name, words, *shown, _difference(pair))
         name = ""
+    if rank.peak is not None:
+        pair = Pair(lowered=rank.peak.bytes, predicted=rank.predicted_peak_bytes)
+        shown = (gib(value / 2**30) for value in (pair.lowered, pair.predicted))
+        where = rank.peak.module or "the model itself"
+        table.add_row("", f"peak, in {rank.peak.action} of {where}", *shown, _difference(pair))
     if rank.gathered_bytes:
         table.add_row("", "gathered at the end of a forward pass", gib(rank.gathered_bytes / 2**30), "", "")
     if rank.shard_bytes:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
 from autoparallel.dryrun_findings import Finding, findings
+from autoparallel.dryrun_peak import Peak, peak_of
 from autoparallel.errors import UserError
 from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.expand.state import zero_level
-from autoparallel.planner.score import completed, program_of
+from autoparallel.planner.score import completed, program_of, score
 from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -55,6 +56,8 @@ class RankComparison:
     gathered_bytes: int
     shard_bytes: int
     messages: Mapping[Message, Pair]
+    peak: Peak | None = None  # of the lowered rank; None where it was not looked at
+    predicted_peak_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,15 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
         experts=expert_modules(graph), entered=entered_blocks(graph),
         kinds={link.path: link.block for link in graph.chain if link.repeated},
     )  # fmt: skip
-    ranks = compare(strategy, program, lowered)
+    priced = score(graph, cluster, strategy, expander).memory
+    ranks = tuple(
+        replace(
+            rank,
+            peak=peak_of(strategy, program, lowered, rank.rank, rank.stages),
+            predicted_peak_bytes=priced[rank.rank].peak,
+        )
+        for rank in compare(strategy, program, lowered)
+    )
     different = findings(strategy, program, lowered, ranks, _sizes(strategy))
     return DryRun(model=graph.name, strategy=strategy, ranks=ranks, findings=different)
 
@@ -203,6 +214,10 @@ def dry_run_answer(found: DryRun) -> dict[str, Any]:
             "rank": rank.rank,
             "stages": list(rank.stages),
             "held_bytes": {name: pair(value) for name, value in rank.held_bytes.items()},
+            "peak_bytes": {
+                "lowered": rank.peak.bytes if rank.peak else None,
+                "predicted": rank.predicted_peak_bytes,
+            },
             "gathered_bytes": rank.gathered_bytes,
             "shard_bytes": rank.shard_bytes,
             "sent_bytes": {axis: pair(value) for axis, value in rank.sent_bytes.items()},

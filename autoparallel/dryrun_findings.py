@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 # is left of parameters that do not divide evenly.
 MEMORY_TOLERANCE = 0.03
 TRAFFIC_TOLERANCE = 1e-3
+FUSED = (
+    'the strategy, priced with execution.kernels = "fused", which auto_parallelize does not have: plan again with --set '
+    "execution.kernels=eager"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,11 @@ def findings(
     """What differs by more than the tolerances, memory first; the same difference of several ranks is one finding."""
     found: dict[Finding, list[int]] = {}
     for rank in ranks:
-        for one in (*_memory(strategy, rank), *_traffic(strategy, program, lowered, rank, sizes)):
+        for one in (
+            *_memory(strategy, rank),
+            *_peak(strategy, rank),
+            *_traffic(strategy, program, lowered, rank, sizes),
+        ):
             found.setdefault(replace(one, ranks=()), []).append(rank.rank)
     return tuple(replace(one, ranks=tuple(where)) for one, where in found.items())
 
@@ -68,6 +76,19 @@ def _memory(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
                 module="all its parameters", action=actions[name], lowered=held, predicted=pair.predicted,
                 blame=_memory_blame(strategy, name, rank, pair),
             )  # fmt: skip
+
+
+def _peak(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
+    peak, predicted = rank.peak, rank.predicted_peak_bytes
+    if peak is None or not peak.judged or abs(peak.bytes - predicted) <= MEMORY_TOLERANCE * predicted:
+        return
+    place = _without_numbers(Place(action=peak.action, module=peak.module))
+    fused = strategy.execution.kernels == "fused" and peak.bytes > predicted
+    blame = FUSED if fused else _of_two(peak.bytes, predicted, "holds")
+    yield Finding(
+        ranks=(), what="peak memory", module=place.module, action=place.action, lowered=peak.bytes,
+        predicted=predicted, blame=blame,
+    )  # fmt: skip
 
 
 def _memory_blame(strategy: Strategy, name: str, rank: RankComparison, pair: Pair) -> str:
@@ -98,10 +119,7 @@ def _traffic(
 def _traffic_blame(strategy: Strategy, axis: str, pair: Pair) -> str:
     inner = axis in ("tp", "cp", "pp") and strategy.mesh.tp * strategy.mesh.cp > 1
     if strategy.execution.kernels == "fused" and inner:
-        return (
-            'the strategy, priced with execution.kernels = "fused", which auto_parallelize does not have: plan again with '
-            "--set execution.kernels=eager"
-        )
+        return FUSED
     return _of_two(pair.lowered, pair.predicted, "sends")
 
 

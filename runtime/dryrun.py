@@ -8,6 +8,7 @@ of each data- and tensor-parallel group: where sizes do not divide, it is the on
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from autoparallel.runtime.alike_stages import alike_stages
 from autoparallel.runtime.cut import StageModule, cut
 from autoparallel.runtime.expert_modules import ExpertModule
 from autoparallel.runtime.experts import Sharing, check_experts, experts_within
+from autoparallel.runtime.live_bytes import Live, LiveBytes
 from autoparallel.runtime.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.materialise import all_names
 from autoparallel.runtime.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
@@ -55,6 +57,8 @@ class LoweredStage:
 
     `gathered_bytes` are whole parameters that data parallelism has gathered, beside the `parameter_bytes` that the
     rank owns, at the end of a forward pass; `gradient_bytes` the most that is held at the end of a micro-batch.
+    `places` says where its messages but those over pp come from, `live` what lived in F, B and REDUCE_GRAD of the
+    last micro-batch.
     """
 
     parameter_bytes: int
@@ -62,9 +66,8 @@ class LoweredStage:
     gradient_bytes: int
     optimizer_bytes: int
     traffic: Counter[Message]
-    places: Mapping[Message, Counter[Place]] = field(
-        default_factory=dict
-    )  # of its messages, but for those over pp
+    places: Mapping[Message, Counter[Place]] = field(default_factory=dict)
+    live: Mapping[str, Live] = field(default_factory=dict)
 
 
 def dry_run(
@@ -184,11 +187,17 @@ class _Step:
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
         self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
         self._tracker = ModuleTracker()
+        self._live = LiveBytes(self._module)
+        self._lived: list[dict[str, Live]] = [{} for _ in stages]
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
-        with self._tracker:
-            self._micro_batches(inputs)
+        gc.freeze()  # what is there already need not be looked at before every action
+        try:
+            with self._tracker, self._live.watching_sizes(), self._live:
+                self._micro_batches(inputs)
+        finally:
+            gc.unfreeze()
         self._exchange_tied()
         optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
         return tuple(
@@ -196,6 +205,7 @@ class _Step:
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
                 gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
                 traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
+                live=self._lived[i],
             )
             for stage, i in enumerate(self._alike)
         )  # fmt: skip
@@ -259,8 +269,11 @@ class _Step:
 
     @contextmanager
     def _counting(self, stage: int, action: str, often: int = 1) -> Iterator[None]:
+        gc.collect()  # what the action before left in cycles
+        self._live.begin()
         with TrafficRecorder(self._axes, self._module) as recorder:
             yield
+        self._lived[stage][action] = self._live.end()
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
         for message, modules in recorder.modules.items():
             places = self._places[stage].setdefault(message, Counter())

@@ -382,3 +382,8 @@ def accumulated_bytes(module: nn.Module) -> int:
             part = whole.to_local() if isinstance(whole, DTensor) else whole
             found += 0 if part is None else part.nbytes
     return found
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from every other that lives, whatever tensors share it."""
+    return int(storage._cdata)

@@ -29,10 +29,14 @@ def plan(path: Path, **fixed: object) -> Path:
 
 def test_what_runs_as_it_was_priced_ends_well(tmp_path: Path) -> None:
     mesh = {"mesh.tp": 2, "mesh.dp_replicate": 2, "mesh.dp_shard": 1}
-    answer = run("dryrun", plan(tmp_path / "s.toml", **mesh), "--json")
+    whole = {"execution.dtype": "fp32", "execution.param_dtype": "fp32", "execution.master_weights": "false"}
+    answer = run("dryrun", plan(tmp_path / "s.toml", **mesh, **whole), "--json")
     assert answer.status == 0, answer
     assert answer.json["differences"] == []
     assert "What runs is what was priced." in answer.err
+    peak = answer.json["ranks"][0]["peak_bytes"]
+    assert peak["lowered"] == pytest.approx(peak["predicted"], rel=0.01)
+    assert peak["lowered"] > sum(pair["lowered"] for pair in answer.json["ranks"][0]["held_bytes"].values())
 
 
 def test_a_difference_is_an_error_with_module_action_and_who_is_to_blame(tmp_path: Path) -> None:

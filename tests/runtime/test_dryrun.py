@@ -217,5 +217,8 @@ def test_stages_that_are_alike_are_run_once_and_hold_and_send_what_each_would(
         once = lowered(shared=True)
     assert len(ran) < 8
     each = lowered(shared=False)
-    assert [replace(stage, places={}) for stage in once] == [replace(stage, places={}) for stage in each]
+    bare: dict[str, Any] = {"places": {}, "live": {}}
+    assert [replace(stage, **bare) for stage in once] == [replace(stage, **bare) for stage in each]
+    assert [stage.live["F"].kept for stage in once] == [stage.live["F"].kept for stage in each]
+    assert [stage.live["B"].peak for stage in once] == [stage.live["B"].peak for stage in each]
     assert {place.module for place in each[5].places[max(each[5].places, key=lambda m: m.size_bytes)]}

@@ -1,0 +1,73 @@
+"""The most that a rank holds at once: its state, and what lives while it walks through the program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from autoparallel.costmodel.program import ActionKind, Program
+from autoparallel.planner.expand.state import zero_level
+from autoparallel.planner.strategy.types import Strategy
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.dryrun import LoweredStage
+
+_FORWARD = (ActionKind.FORWARD,)
+_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes that a pipeline rank holds, and the action and module in which it does.
+
+    Not `judged` where flash attention was planned and a CPU has none for this model: its scores are then among them.
+    """
+
+    bytes: float
+    action: str
+    module: str
+    judged: bool = True
+
+
+def peak_of(
+    strategy: Strategy, program: Program, lowered: Sequence[LoweredStage], rank: int, stages: Sequence[int]
+) -> Peak | None:
+    """Parameters, gradients, optimizer state, activations and temporaries of a pipeline rank at their fullest.
+
+    Actions come in the program's order; each holds what was seen of the last micro-batch of its stage. None where the
+    dry run did not look.
+    """
+    if any(not lowered[s].live for s in stages):
+        return None
+    state = sum(lowered[s].parameter_bytes + lowered[s].optimizer_bytes for s in stages)
+    scores = any(live.scores for s in stages for live in lowered[s].live.values())
+    judged = strategy.execution.attention == "unfused" or not scores
+    if strategy.mesh.pp == 1:
+        return replace(_alone(lowered[stages[0]], state), judged=judged)
+    gathers = zero_level(strategy) in (1, 2)
+    whole = sum(lowered[s].gathered_bytes for s in stages) if gathers else 0
+    before = strategy.micro_batches > 1  # of a micro-batch before the last one there are gradients already
+    lasting = whole + (sum(lowered[s].gradient_bytes for s in stages) if before else 0)
+    best, flying = Peak(bytes=0.0, action="", module=""), 0
+    for action in program.ranks[rank]:
+        if action.kind not in (*_FORWARD, *_BACKWARD):
+            continue
+        forward = action.kind in _FORWARD
+        live = lowered[action.stage].live["F" if forward else "B"]
+        saved = lowered[action.stage].live["F"].kept
+        if not before and gathers:
+            saved -= lowered[action.stage].gathered_bytes
+        held = state + lasting + flying + live.peak
+        if held > best.bytes:
+            best = Peak(bytes=held, action="F" if forward else "B", module=live.module)
+        flying += saved if forward else -saved
+    return replace(best, judged=judged)
+
+
+def _alone(stage: LoweredStage, state: int) -> Peak:
+    found = [
+        Peak(bytes=state + live.begin + live.peak, action=action, module=live.module)
+        for action, live in stage.live.items()
+    ]
+    return max(found, key=lambda peak: peak.bytes)

@@ -1,0 +1,118 @@
+"""Bytes of tensors that live while a dry run goes: what it allocates, and has not let go of."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoparallel.runtime.torch_private import storage_id
+
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+SCORE_DIMS = 4  # batch, heads, queries, keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Bytes that lived when an action began, that it left behind (less what it freed), and the most above the beginning;
+    `module` ran at that moment. `scores`: attention ran with its scores whole, as torch does on a CPU where there is
+    dropout or a mask."""
+
+    begin: int
+    kept: int
+    peak: int
+    module: str
+    scores: bool = False
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators make while it is active, each once, until nothing holds it.
+
+    Storages that were there before do not count; `where` says in which module the process is.
+    """
+
+    def __init__(self, where: Callable[[], str] = str) -> None:
+        super().__init__()
+        self.now, self._begin, self._peak = 0, 0, 0
+        self._where, self._module, self._scores = where, "", False
+        self._sizes: dict[int, int] = {}
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # to see what it does inside
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if func in _SOFTMAX and args[0].dim() == SCORE_DIMS:
+            self._scores = True
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _key(leaf) not in given:
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage_id(storage)
+        if key in self._sizes:
+            return
+        self._sizes[key] = 0
+        self._held[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._resized(key, storage.nbytes())
+
+    def _resized(self, key: int, size: int) -> None:
+        if key in self._sizes:
+            self.now += size - self._sizes[key]
+            self._sizes[key] = size
+            if self.now > self._peak:
+                self._peak, self._module = self.now, self._where()
+
+    def _forget(self, key: int) -> None:
+        self._resized(key, 0)
+        self._sizes.pop(key, None)
+        self._held.pop(key, None)
+
+    def begin(self) -> None:
+        """An action begins now."""
+        self._begin = self._peak = self.now
+        self._module, self._scores = "", False
+
+    def end(self) -> Live:
+        """What lived in the action that ends now."""
+        begin = self._begin
+        return Live(
+            begin=begin, kept=self.now - begin, peak=self._peak - begin, module=self._module, scores=self._scores
+        )  # fmt: skip
+
+    @contextmanager
+    def watching_sizes(self) -> Iterator[None]:
+        """Note storages that are emptied and filled again, as FSDP does with gathered parameters."""
+        with _resizes_told_to(lambda storage, size: self._resized(storage_id(storage), size)):
+            yield
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+@contextmanager
+def _resizes_told_to(listener: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Tell `listener` of every storage that is resized in Python, with its new size."""
+    resize: Any = torch.UntypedStorage.resize_
+
+    def told(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        listener(storage, size)
+        return result
+
+    torch.UntypedStorage.resize_ = told  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
