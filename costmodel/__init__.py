@@ -7,7 +7,7 @@
   the seconds that a collective takes; `compression.py` and `access.py` what compressed gradients and rows of tables do.
 - `price.py`: the seconds of every action of a stage (`stage_cost.py`), gradients in buckets (`buckets.py`) beside the
   computation (`streams.py`, `contention.py`).
-- `timetable.py`, `timeline.py`, `bound.py`: when each action runs, the same as a picture, and the least it could take.
+- `timetable.py`, `timeline.py`: when each action runs, and the same as a picture.
 - `memory.py`, `host_memory.py`, `held.py`: live bytes on devices, on hosts, and both against what there is.
 - `simulate.py` makes a `prediction.py` of all this; `confidence.py` says how far to trust it.
 - `fit.py`, `fit_device.py`, `fit_collectives.py`, `calibrate.py`: constants from measurements.

@@ -5,5 +5,9 @@
 - `strategy/`: what is decided, as data and as a file.
 - `sharding/`: tensor-parallel placements inside each distinct block.
 - `expand/`: a strategy becomes the program of one step; `score.py` prices it.
-- `search/`: the best strategy, with its proof; `side_by_side.py` does parts of it in a second process.
+- `plan.py`: where every search begins; `search/`: the best strategy, with its proof; `side_by_side.py` does parts of it in a
+  second process.
+- `explain/`: why it won, what was rejected, and which of nearly equal plans to take; `outcome.py`: what is handed back.
+- `heterogeneous/`, `embedding/`: searches made of that one, over unlike machines and over where embedding tables stand.
+- `check.py`: a plan checked without a solver.
 """

@@ -2,8 +2,10 @@
 
 - `prices.py`: one link of the chain under a strategy: seconds, bytes, numbers, as `score` has them; `tables.py`: the
   same as columns, a row for each setting; `wires.py`: what variants communicate, in columns.
-- `outer.py`: the space joined with its prices, and the bounds of shapes and variants, three tiers of them:
+- `outer.py`: the space joined with its prices, and the bounds of shapes and variants:
 - `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("dealt");
+- `rows.py`: variants with all that these are made of;
 - `ranks.py`: how many blocks a rank can hold in a given time and memory, with `flight.py`: micro-batches in flight;
+- `far.py`: what blocks take whose parallelism is not between neighbours; `paths.py`: variants of one schedule by its paths;
 - `pace.py`: what unlike devices together can do.
 """

@@ -13,7 +13,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.ranks import Rows
+from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import (
     Units,
     kinds_that_count,

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoparallel.costmodel.stage_cost import Phase, StageCost
 from autoparallel.costmodel.timetable import pipeline_times
-from autoparallel.planner.search.bounds.ranks import Rows, passes
+from autoparallel.planner.search.bounds.rows import Rows, passes
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.paths import SchedulePaths
 from autoparallel.planner.search.partition.problem import Q, Row, StageProblem

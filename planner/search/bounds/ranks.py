@@ -23,103 +23,13 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.flight import InFlight, in_flight
-from autoparallel.planner.search.bounds.tables import Units, take_units
-from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, joined
+from autoparallel.planner.search.bounds.rows import Rows, passes
+from autoparallel.planner.search.bounds.tables import Units
+from autoparallel.planner.search.space.build import SCHEDULES, Shapes
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 ROUNDS = 4  # of looking whether one block less is enough
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Variants with all that their bounds are made of."""
-
-    shapes: Shapes
-    units: Units
-    zero: Ints
-    schedule: Ints
-    chunks: Ints  # per rank
-    unit_reduce_s: Floats  # the gradients of a unit
-    all_reduce_s: Floats  # of the whole model
-    unit_gather_s: Floats  # the parameters of a unit, ZeRO-3
-    all_gather_s: Floats
-    unit_step_s: Floats  # the optimizer and the gather of updated parameters of a unit
-    all_step_s: Floats
-    step_s: Floats  # likewise per trainable parameter, experts aside
-    reduce_s: Floats  # the gradient of one
-    send_s: Floats  # the shortest message between neighbouring stages
-    tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
-    repeated: int  # units of the kinds that count
-    others: int  # units of other kinds, which may stand anywhere and count for nothing
-    least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
-    least_per_end: Ints  # of one that is
-    most_per_chunk: Ints  # of any
-    slow: float  # 1 + compute_slowdown
-    slow_comm: float
-    slower: Floats | None = (
-        None  # over unlike devices, [rank, variant]: the fastest one's pace against the rank's
-    )
-    lacking_bytes: tuple[float, ...] = ()  # likewise by rank, below the largest capacity
-
-    @property
-    def plain(self) -> Bools:
-        """Variants whose backward is whole, and whose ranks end with their first stage."""
-        return np.asarray(self.schedule < len(WHOLE_BACKWARD))
-
-    @property
-    def v_shaped(self) -> Bools:
-        """Variants whose first rank holds both ends of the model."""
-        return np.isin(self.schedule, [SCHEDULES.index(name) for name in ("zbv", "dualpipev")])
-
-    def take(self, index: Ints) -> Rows:
-        columns = (
-            "zero", "schedule", "chunks", "unit_reduce_s", "all_reduce_s", "unit_gather_s", "all_gather_s",
-            "unit_step_s", "all_step_s", "step_s", "reduce_s", "send_s", "tied_s",
-        )  # fmt: skip
-        return Rows(
-            shapes=self.shapes.take(index), units=take_units(self.units, index),
-            **{name: getattr(self, name)[index] for name in columns},
-            repeated=self.repeated, others=self.others, least_per_chunk=self.least_per_chunk[index],
-            least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
-            slower=None if self.slower is None else self.slower[:, index], lacking_bytes=self.lacking_bytes,
-        )  # fmt: skip
-
-    def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
-        """Seconds of both on two streams at least: `planner.search.partition.forms.PricedChain.beside`."""
-        gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
-        more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
-        return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)
-
-    def before(self, rank: Ints) -> Ints:
-        """Units in the stages that a rank's first input passes: the others cannot hold all the rest."""
-        after = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
-        least = np.where(rank > 0, (rank - 1) * self.least_per_chunk + self.least_per_end, 0) - self.others
-        return np.asarray(np.maximum(np.maximum(least, self.repeated - after), 0))
-
-    def filled(self) -> Ints:
-        """The sum of `before` over the ranks."""
-        columns = (self.shapes.pp, self.chunks, self.least_per_chunk, self.least_per_end, self.most_per_chunk)
-        _, first, which = np.unique(joined(*columns), return_index=True, return_inverse=True)
-        sums = np.zeros(len(first), dtype=np.int64)
-        for at, (pp, chunks, least, end, most) in enumerate(np.stack(columns)[:, first].T.tolist()):
-            rank = np.arange(pp)
-            fewest = np.where(rank > 0, (rank - 1) * least + end, 0) - self.others
-            sums[at] = np.maximum(np.maximum(fewest, self.repeated - (pp * chunks - rank) * most), 0).sum()
-        return np.asarray(sums[which.reshape(-1)])
-
-    def first_stage_s(self) -> Floats:
-        """What stands besides on the way of a micro-batch through all stages and back: the first stage's forwards of the
-        other micro-batches, the rest of its reduction, and its step."""
-        u, held = self.units, self.first_chunk(np.zeros(1, dtype=np.int64))
-        f, _, ended_s, b = passes(self, 1.0)
-        others = (self.shapes.micro_batches - 1) * f * held
-        return np.asarray(others + held * (ended_s - b + self.unit_step_s) + u.head_trainable * self.step_s)
-
-    def first_chunk(self, rank: Ints) -> Ints:
-        """Units of the rank's first stage at least."""
-        least = np.where(rank > 0, self.least_per_chunk, self.least_per_end)
-        return np.asarray(np.maximum(least - self.others, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,13 +300,3 @@ def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
         np.where((rows.zero == 3) & sharded, item * u.unit_parameters, 0.0),
         np.where((rows.zero >= 2) & sharded, whole, 0.0),
     )
-
-
-def passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, Floats]:
-    """Seconds of a unit's forward, its backward, its last backward, and the backwards before that, with what runs
-    beside them, where computation is so much slower."""
-    u = rows.units
-    f = rows.beside(u.unit_forward_s * slower, rows.unit_gather_s)
-    gathered_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s)
-    ended_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s + rows.unit_reduce_s)
-    return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)

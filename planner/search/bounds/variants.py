@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.ranks import RankBounds, Rows, all_state_bytes, rates_of
+from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
+from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import Units
 from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
 from autoparallel.planner.search.space.meshes import Bools, Floats

@@ -55,8 +55,8 @@ class Climb:
         """Whether the same with less on the host was simulated and fits: copies only take time."""
         less = (
             replace(chosen, offload=Offload(optimizer=o, activations=a))
-            for o in {0.0, chosen.offload.optimizer}
-            for a in {0.0, chosen.offload.activations}
+            for o in (0.0, chosen.offload.optimizer)
+            for a in (0.0, chosen.offload.activations)
         )
         return any(one != chosen and one in self.sims.candidates for one in less)
 
