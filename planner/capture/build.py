@@ -1,83 +1,88 @@
-"""Turns the traces of one module at three micro-batches into a `ModelGraph`."""
+"""The last pass: an annotated graph becomes a `ModelGraph`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import fx, nn
 
 from autoparallel.costmodel.graph import Block, Instance, ModelGraph, Parameter, TensorSpec
-from autoparallel.planner.capture.boundaries import frames_by_link, module_calls
-from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.alike import twins
+from autoparallel.planner.capture.blocks import BlockMaker
+from autoparallel.planner.capture.boundaries import frames_by_link
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.fold import FoldError, FoldPlan
-from autoparallel.planner.capture.gradients import weight_only_launches
+from autoparallel.planner.capture.links import Link, calls_by_link
 from autoparallel.planner.capture.names import ParameterNames
-from autoparallel.planner.capture.operators import OperatorMaker
-from autoparallel.planner.capture.records import Trace
+from autoparallel.planner.capture.nodes import (
+    Role,
+    calls,
+    loss,
+    micro_batch,
+    outputs,
+    tensor,
+    tensor_inputs,
+    tensor_outputs,
+)
 from autoparallel.planner.capture.rules import Rules
-from autoparallel.planner.capture.saved import saved_by_call
-from autoparallel.planner.capture.split import Link, repeated_paths, split
-from autoparallel.planner.capture.tracer import dtype_name
+from autoparallel.planner.capture.writer import dtype_name
+
+_Calls = Mapping[Link, Sequence[fx.Node]]
+_READ = frozenset(
+    {Role.CALL, Role.RESULT, Role.INPUT}
+)  # what a link may get from outside, held tensors aside
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Which link makes and which links use each value."""
+    """Which link makes and which links use each tensor, by their positions; what the module returns."""
 
-    maker: dict[int, int]
-    users: dict[int, tuple[int, ...]]
+    maker: dict[fx.Node, int]
+    users: dict[fx.Node, tuple[int, ...]]
+    returned: frozenset[fx.Node]
+
+    def leaves(self, node: fx.Node, position: int) -> bool:
+        """Whether a tensor is used outside the link at `position`."""
+        return node in self.returned or any(user != position for user in self.users.get(node, ()))
 
 
-def build_graph(
-    module: nn.Module, traces: Sequence[Trace], *, name: str, plan: FoldPlan, rules: Rules
+def to_model_graph(
+    graph: fx.Graph, module: nn.Module, *, name: str, plan: FoldPlan, fit: Fit, rules: Rules
 ) -> ModelGraph:
-    """The graph of `module`, whose training step was traced at three micro-batches, folded by `plan`.
+    """The `ModelGraph` of `module`, whose training step `graph` is, folded by `plan`.
 
     Raises FoldError where the blocks that should be equal are not.
     """
-    _check_alike(traces)
-    trace = traces[0]
-    links = split(trace, repeated_paths(module))
-    flow = _flow(trace, links)
-    fit = Fit(tuple(t.micro_batch for t in traces))
-    names = ParameterNames.of(module)
-    parameters = _parameters_by_link(module, trace, links, names)
+    by_link = calls_by_link(graph)
+    links = list(by_link)
+    flow, names = _flow(graph, by_link), ParameterNames.of(module)
+    parameters = _parameters_by_link(module, by_link, names)
+    frames = frames_by_link(graph)
     blocks: list[Block] = []
     chain: list[Instance] = []
-    saved = saved_by_call(trace, links)
-    weights = weight_only_launches(trace)
-    frames = frames_by_link(trace, links)
     of_path: dict[str, int] = {}
     for position, link in enumerate(links):
-        sends = _sends(traces, flow, fit, position)
         if link.model:
             index = of_path[link.model]
-            chain.append(Instance(block=index, path=link.path, repeated=True, sends=sends))
-            continue
-        maker = OperatorMaker(
-            traces=traces, fit=fit, link=link, saved=saved, weight_only=weights, rules=rules, names=names
-        )
-        inputs, outputs = _boundary(trace, links, flow, position)
-        block = Block(
-            name="",
-            inputs=tuple(fit.spec([t.values[v].meta for t in traces]) for v in inputs),
-            outputs=(),
-            operators=maker.operators(inputs),
-            parameters=parameters[position],
-            buffers=maker.buffers(),
-        )
-        block = replace(
-            block,
-            outputs=tuple(maker.value_name(v) for v in outputs),
-            calls=module_calls(trace, frames[position], maker, link),
-        )
-        if block not in blocks:
-            blocks.append(block)
-        index = blocks.index(block)
-        of_path[link.path] = index
+        else:
+            inputs, handed = _boundary(links, by_link, flow, position)
+            maker = BlockMaker(link, by_link[link], inputs, fit, names)
+            block = Block(
+                name="",
+                inputs=tuple(map(maker.spec, inputs)),
+                operators=maker.operators(),
+                outputs=tuple(map(maker.value_name, handed)),
+                parameters=parameters[position],
+                buffers=maker.buffers(),
+                calls=maker.module_calls(frames[link]),
+            )
+            if block not in blocks:
+                blocks.append(block)
+            index = blocks.index(block)
+            of_path[link.path] = index
+        sends = _sends(flow, fit, position)
         chain.append(Instance(block=index, path=link.path, repeated=link.repeated, sends=sends))
     _check_fold(plan, blocks, of_path)
     return ModelGraph(
@@ -85,8 +90,8 @@ def build_graph(
         dtype=_main_dtype(module),
         blocks=_named(blocks, chain, module),
         chain=tuple(chain),
-        tokens_per_sample=_tokens_per_sample(trace),
-        has_loss=trace.loss >= 0,
+        tokens_per_sample=_tokens_per_sample(graph),
+        has_loss=loss(graph) is not None,
         pipeline_cuts=_cuttable(chain),
         warnings=_warnings(fit, rules),
     )
@@ -119,83 +124,51 @@ def _forward_of(block: Block) -> Block:
     return replace(block, operators=tuple(replace(op, backward=()) for op in block.operators))
 
 
-def _check_alike(traces: Sequence[Trace]) -> None:
-    first = traces[0]
-    for other in traces[1:]:
-        if [c.name for c in other.calls] != [c.name for c in first.calls]:
-            raise ModelError(
-                f"the model runs other operators with a batch of {other.micro_batch} than with one of "
-                f"{first.micro_batch}: make its forward independent of the batch size"
-            )
-        for call, same in zip(first.calls, other.calls, strict=True):
-            dims = [
-                [len(t.values[v].meta.shape) for v in c.outputs] for t, c in ((first, call), (other, same))
-            ]
-            if len(dims[0]) == len(dims[1]) and dims[0] != dims[1]:
-                where = first.frames[call.frame].path or "the model"
-                raise ModelError(
-                    f"{where}: what {call.name} returns has other dims with other samples: make its shape independent of values"
-                )
-            if (len(call.inputs), len(call.outputs)) != (len(same.inputs), len(same.outputs)):
-                where = first.frames[call.frame].path or "the model"
-                raise ModelError(
-                    f"{where} calls {call.name} on as many tensors as there are samples in a batch, one by one: let it "
-                    "compute on the whole batch"
-                )
-
-
-def _flow(trace: Trace, links: Sequence[Link]) -> Flow:
-    maker: dict[int, int] = {}
-    users: dict[int, list[int]] = defaultdict(list)
-    for position, link in enumerate(links):
-        for index in link.calls:
-            call = trace.calls[index]
-            for value in call.inputs:
-                if position not in users[value]:
-                    users[value].append(position)
-            for value in call.outputs:
-                maker[value] = position
-    return Flow(maker, {value: tuple(where) for value, where in users.items()})
+def _flow(graph: fx.Graph, by_link: _Calls) -> Flow:
+    maker: dict[fx.Node, int] = {}
+    users: dict[fx.Node, list[int]] = defaultdict(list)
+    for position, group in enumerate(by_link.values()):
+        for call in group:
+            for node in tensor_inputs(call):
+                if position not in users[node]:
+                    users[node].append(position)
+            for node in tensor_outputs(call):
+                maker[node] = position
+    returned = frozenset(outputs(graph))
+    return Flow(maker, {node: tuple(where) for node, where in users.items()}, returned)
 
 
 def _boundary(
-    trace: Trace, links: Sequence[Link], flow: Flow, position: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Values a link reads (what the link before made first, then by first use) and hands on (in the order in
+    links: Sequence[Link], by_link: _Calls, flow: Flow, position: int
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """Tensors a link reads (what the link before made first, then by first use) and hands on (in the order in
     which the next link reads them, then the rest)."""
-    inputs = _reads(trace, links, flow, position)
-    later = [v for v, made in flow.maker.items() if made == position and _leaves(trace, flow, v, position)]
-    following = _reads(trace, links, flow, position + 1) if position + 1 < len(links) else ()
-    order = {value: rank for rank, value in enumerate(following)}
-    outputs = tuple(sorted(later, key=lambda v: (order.get(v, len(order)), v)))
-    return inputs, outputs
+    later = [node for node, made in flow.maker.items() if made == position and flow.leaves(node, position)]
+    following = _reads(by_link[links[position + 1]], flow, position + 1) if position + 1 < len(links) else ()
+    order = {node: rank for rank, node in enumerate(following)}
+    handed = tuple(sorted(later, key=lambda node: order.get(node, len(order))))
+    return _reads(by_link[links[position]], flow, position), handed
 
 
-def _leaves(trace: Trace, flow: Flow, value: int, position: int) -> bool:
-    return value in trace.outputs or any(user != position for user in flow.users.get(value, ()))
+def _reads(group: Sequence[fx.Node], flow: Flow, position: int) -> tuple[fx.Node, ...]:
+    seen: dict[fx.Node, None] = {}
+    for call in group:
+        for node in tensor_inputs(call):
+            if flow.maker.get(node, -1) != position and node.meta["role"] in _READ:
+                seen.setdefault(node)
+    return tuple(sorted(seen, key=lambda node: flow.maker.get(node, -1) != position - 1))
 
 
-def _reads(trace: Trace, links: Sequence[Link], flow: Flow, position: int) -> tuple[int, ...]:
-    seen: list[int] = []
-    for index in links[position].calls:
-        for value in trace.calls[index].inputs:
-            outside = flow.maker.get(value, -1) != position
-            if outside and trace.values[value].origin in {"call", "input"} and value not in seen:
-                seen.append(value)
-    return tuple(sorted(seen, key=lambda v: flow.maker.get(v, -1) != position - 1))
-
-
-def _sends(traces: Sequence[Trace], flow: Flow, fit: Fit, position: int) -> tuple[TensorSpec, ...]:
+def _sends(flow: Flow, fit: Fit, position: int) -> tuple[TensorSpec, ...]:
     """Activations made at or before `position` and used after it that carry a gradient or come from floats."""
-    trace = traces[0]
     alive = [
-        v
-        for v, made in flow.maker.items()
+        node
+        for node, made in flow.maker.items()
         if made <= position
-        and any(user > position for user in flow.users.get(v, ()))
-        and (trace.values[v].requires_grad or trace.values[v].on_floats)
+        and any(user > position for user in flow.users.get(node, ()))
+        and (node.meta["requires_grad"] or node.meta["on_floats"])
     ]
-    return tuple(fit.spec([t.values[v].meta for t in traces]) for v in alive)
+    return tuple(fit.spec([tensor(same) for same in twins(node)]) for node in alive)
 
 
 def _cuttable(chain: Sequence[Instance]) -> bool:
@@ -211,17 +184,17 @@ def _cuttable(chain: Sequence[Instance]) -> bool:
 
 
 def _parameters_by_link(
-    module: nn.Module, trace: Trace, links: Sequence[Link], names: ParameterNames
+    module: nn.Module, by_link: _Calls, names: ParameterNames
 ) -> list[tuple[Parameter, ...]]:
     """The parameters of each link: all below a repeated module's path, and those that its calls use; in the
     first glue also those that nothing uses."""
     tensors = {id(p): p for p in module.parameters()}
     held: list[dict[str, int]] = []  # absolute name -> tensor
-    for link in links:
+    for link, group in by_link.items():
         inside = names.below(link.path) if link.repeated else {}
-        held.append(inside | _used(trace, link, names))
+        held.append(inside | _used(link, group, names))
     placed = {key for entries in held for key in entries.values()}
-    glue = next((i for i, link in enumerate(links) if not link.repeated), 0)
+    glue = next((i for i, link in enumerate(by_link) if not link.repeated), 0)
     held[glue] |= {aliases[0]: key for key, aliases in names.of_tensor.items() if key not in placed}
     count: dict[int, int] = defaultdict(int)
     for entries in held:
@@ -240,18 +213,17 @@ def _parameters_by_link(
 
     return [
         tuple(make(n, key, f"{link.path}." if link.repeated else "") for n, key in entries.items())
-        for link, entries in zip(links, held, strict=True)
+        for link, entries in zip(by_link, held, strict=True)
     ]
 
 
-def _used(trace: Trace, link: Link, names: ParameterNames) -> dict[str, int]:
+def _used(link: Link, group: Sequence[fx.Node], names: ParameterNames) -> dict[str, int]:
     """Parameters that the calls of a link use, under the names that its operators call them by."""
     used: dict[str, int] = {}
-    for index in link.calls:
-        call = trace.calls[index]
-        for value in call.inputs:
-            if trace.values[value].origin == "param" and not link.model:
-                name = names.near(trace.values[value].name, trace.frames[call.frame].path, link.path)
+    for call in group if not link.model else ():
+        for node in tensor_inputs(call):
+            if node.meta["role"] is Role.PARAM:
+                name = names.near(node.meta["name"], call.meta["frame"].path, link.path)
                 used[name] = names.tensor_of[name]
     return used
 
@@ -277,16 +249,12 @@ def _main_dtype(module: nn.Module) -> str:
     return max(sizes, key=lambda d: sizes[d]) if sizes else "float32"
 
 
-def _tokens_per_sample(trace: Trace) -> int:
+def _tokens_per_sample(graph: fx.Graph) -> int:
     """The length of the first (batch, length) tensor of indices that an embedding looks up; 1 without one."""
-    for call in trace.calls:
-        if call.name == "embedding":
-            for value in call.inputs:
-                meta = trace.values[value].meta
-                if (
-                    meta.dtype.startswith("int")
-                    and len(meta.shape) == 2
-                    and meta.shape[0] == trace.micro_batch
-                ):
+    for call in calls(graph):
+        if call.meta["torch_name"] == "embedding":
+            for meta in map(tensor, tensor_inputs(call)):
+                indices = meta.dtype.startswith("int") and len(meta.shape) == 2
+                if indices and meta.shape[0] == micro_batch(graph):
                     return meta.shape[1]
     return 1

@@ -177,7 +177,7 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         original = child.forward
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            since = len(tracer.trace.calls)
+            since = len(tracer.writer.calls)
             result = original(*args, **kwargs)
             tracer.remember_call(path, args, kwargs, result, since)
             return result
