@@ -2,7 +2,7 @@
 
 - `load.py`: the MODEL argument becomes a module on the meta device and example inputs, Hugging Face's by
   `huggingface.py`, `huggingface_inputs.py` and `image_tokens.py`.
-- `traced.py`: `trace`, the step as one `torch.fx` graph that can be printed; `nodes.py` says what its nodes say.
+- `traced.py`: `trace`, the step as one `torch.fx` graph, `show.py` as code; `nodes.py` says what its nodes say.
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three
   (`fold.py`); what cannot be traced is run once for real (`leaf.py`).
 - `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), functions such as
