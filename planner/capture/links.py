@@ -29,26 +29,36 @@ def repeated_paths(module: nn.Module) -> tuple[str, ...]:
     """Paths of the outermost repeated modules: children with parameters of a `ModuleList`, and those of a
     `Sequential` whose class occurs there more than once. In order of registration.
 
-    A container is looked into first; it counts itself where nothing in it is repeated.
+    A container is looked into first; it counts itself where nothing in it is repeated. What has no `forward` (a
+    `ModuleDict`, a bare `Module` that only holds others) is never called: in a list, what it holds counts.
     """
-    return tuple(_repeated(module, ""))
+    return tuple(_repeated(module, "", holds=False))
 
 
-def _repeated(parent: nn.Module, path: str) -> list[str]:
+def _repeated(parent: nn.Module, path: str, *, holds: bool) -> list[str]:
+    """The repeated modules below `parent`; where it `holds`, it is an entry of a list that is never called."""
     found: list[str] = []
     for name, child in parent.named_children():
         child_path = f"{path}.{name}" if path else name
-        container = isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-        inside = _repeated(child, child_path) if container or not _is_repeated(parent, child) else []
-        found += inside or ([child_path] if _is_repeated(parent, child) else [])
+        counts = _is_repeated(parent, child, holds=holds)
+        if counts and not isinstance(child, nn.Sequential):
+            found.append(child_path)
+            continue
+        entry = holds or isinstance(parent, nn.ModuleList)
+        inside = _repeated(child, child_path, holds=entry and not _has_forward(child))
+        found += inside or ([child_path] if counts else [])
     return found
 
 
-def _is_repeated(parent: nn.Module, child: nn.Module) -> bool:
-    if next(child.parameters(), None) is None:
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _is_repeated(parent: nn.Module, child: nn.Module, *, holds: bool) -> bool:
+    if next(child.parameters(), None) is None or not _has_forward(child):
         return False
-    if isinstance(parent, nn.ModuleList):
-        return not isinstance(child, nn.ModuleList | nn.ModuleDict)
+    if isinstance(parent, nn.ModuleList) or holds:
+        return True
     classes = Counter(type(c) for c in parent.children())
     return isinstance(parent, nn.Sequential) and classes[type(child)] > 1
 

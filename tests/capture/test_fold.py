@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,63 @@ def test_alternating_kinds_are_two_blocks() -> None:
     graph = capture(_alternating(12), torch.randn(2, 8), name="x")
     assert [link.block for link in graph.chain][4:10] == [2, 1, 2, 1, 2, 1] or len(graph.blocks) <= 4
     assert graph.parameter_count == 12 * 64 + 6 * 8
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def _dictionary(width: int) -> nn.Module:
+    return nn.ModuleDict({
+        "norm": nn.LayerNorm(width), "attention": _Attention(width), "mlp": nn.Linear(width, width),
+    })  # fmt: skip
+
+
+def _holder(width: int) -> nn.Module:
+    holder = nn.Module()
+    for name, child in _dictionary(width).named_children():
+        holder.add_module(name, child)
+    return holder
+
+
+class _Held(nn.Module):
+    """The model's own loop calls what its layers hold: no layer is ever called."""
+
+    def __init__(self, layers: int, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make(8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer.get_submodule("attention")(layer.get_submodule("norm")(x))
+            x = x + torch.relu(layer.get_submodule("mlp")(x))
+        return x.sum()
+
+
+@pytest.mark.parametrize("make", [_dictionary, _holder], ids=["dictionary", "bare module"])
+def test_layers_that_only_hold_modules_are_folded_module_by_module(
+    make: Callable[[int], nn.Module],
+) -> None:
+    module, inputs = _Held(9, make), torch.randn(2, 4, 8)
+    folded, full = (capture(module, inputs, name="x", fold=fold) for fold in (True, False))
+    assert folded == full
+    assert [link.path for link in folded.chain if link.repeated][3:6] == [
+        "layers.1.norm", "layers.1.attention", "layers.1.mlp",
+    ]  # fmt: skip
+    names = [block.name for block in folded.blocks]
+    assert [names.count(name) for name in ("LayerNorm", "_Attention", "Linear")] == [1, 1, 1], names
+    assert folded.pipeline_cuts
+    traced = capture(_Held(40, make), inputs, name="x")
+    assert traced.parameter_count == 40 * sum(p.numel() for p in make(8).parameters())
+    assert len(traced.blocks) == len(folded.blocks)
 
 
 def _captured(layers: int) -> tuple[ModelGraph, float]:
