@@ -9,9 +9,10 @@
   attention kept whole (`whole.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
 - `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `alike.py` joins the
   graphs of several micro-batches, `gradients.py` finds the kernels that serve parameters alone, `links.py` the links of
-  the chain, `saved.py` what autograd keeps, `costs.py` what each call costs (`kernels.py`, `labels.py`, `fit.py`),
+  the chain, `saved.py` what autograd keeps, `repetition.py` which links are equal, `costs.py` what each call costs (`kernels.py`, `labels.py`, `fit.py`),
   `strided.py` and `shardings.py` its legal shardings, from DTensor's own rules (`rules.py`); `build.py` makes the
-  `ModelGraph`, block by block (`blocks.py`, `boundaries.py`).
+  `ModelGraph`, block by block (`blocks.py`), with what
+  passes between them (`flow.py`, `parameters.py`, `boundaries.py`).
 
 Shared by them: `names.py`, `trees.py`, `loops.py`, `errors.py`.
 """

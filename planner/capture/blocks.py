@@ -44,11 +44,19 @@ class BlockMaker:
         """The block's operators, in order."""
         result = []
         for call in self.calls:
-            name = self._call_names[call]
-            for position, node in enumerate(tensor_outputs(call)):
-                self._name(node, f"{name}.{position}" if position else name)
-            result.append(self._operator(call, name))
+            self._name_outputs(call)
+            result.append(self._operator(call, self._call_names[call]))
         return tuple(result)
+
+    def name_all(self) -> None:
+        """Name the tensors of all calls at once."""
+        for call in self.calls:
+            self._name_outputs(call)
+
+    def _name_outputs(self, call: fx.Node) -> None:
+        name = self._call_names[call]
+        for position, node in enumerate(tensor_outputs(call)):
+            self._name(node, f"{name}.{position}" if position else name)
 
     def _name(self, node: fx.Node, name: str) -> None:
         self._names[node] = name
@@ -70,6 +78,10 @@ class BlockMaker:
         if kind == "param":
             name = self._parameters.near(name, caller, self.link.path)
         return f"{kind}:{name.removeprefix(f'{self.link.path}.' if self.link.repeated else '')}"
+
+    def place(self, path: str) -> str:
+        """The path of a module in the block."""
+        return path.removeprefix(self.link.path).removeprefix(".") if self.link.repeated else path
 
     def spec(self, node: fx.Node) -> TensorSpec:
         """Shape and dtype of a tensor, as functions of the micro-batch."""
@@ -99,12 +111,11 @@ class BlockMaker:
     def _operator(self, call: fx.Node, name: str) -> Operator:
         costs: Costs = call.meta["costs"]
         path, torch_name = call.meta["frame"].path, call.meta["torch_name"]
-        inside = path.removeprefix(self.link.path).removeprefix(".") if self.link.repeated else path
         return Operator(
             name=name,
             target=f"aten.{torch_name.strip('_')}",
             kind=costs.kind,
-            module=inside,
+            module=self.place(path),
             inputs=tuple(self.value_name(node, path) for node in tensor_inputs(call)),
             outputs=tuple(map(self.spec, tensor_outputs(call))),
             forward=costs.forward,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx, nn
 
-from autoparallel.costmodel.graph import Block, Instance, ModelGraph, Parameter, TensorSpec
+from autoparallel.costmodel.graph import Block, Instance, ModelGraph, TensorSpec
 from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.blocks import BlockMaker
 from autoparallel.planner.capture.boundaries import frames_by_link
 from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.flow import Flow, boundary, flow_of
 from autoparallel.planner.capture.fold import FoldError, FoldPlan
 from autoparallel.planner.capture.links import Link, calls_by_link
 from autoparallel.planner.capture.names import ParameterNames
@@ -21,31 +22,16 @@ from autoparallel.planner.capture.nodes import (
     calls,
     loss,
     micro_batch,
-    outputs,
     tensor,
     tensor_inputs,
-    tensor_outputs,
 )
+from autoparallel.planner.capture.parameters import parameters_by_link
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.writer import dtype_name
 
-_Calls = Mapping[Link, Sequence[fx.Node]]
 _READ = frozenset(
     {Role.CALL, Role.RESULT, Role.INPUT}
 )  # what a link may get from outside, held tensors aside
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """Which link makes and which links use each tensor, by their positions; what the module returns."""
-
-    maker: dict[fx.Node, int]
-    users: dict[fx.Node, tuple[int, ...]]
-    returned: frozenset[fx.Node]
-
-    def leaves(self, node: fx.Node, position: int) -> bool:
-        """Whether a tensor is used outside the link at `position`."""
-        return node in self.returned or any(user != position for user in self.users.get(node, ()))
 
 
 def to_model_graph(
@@ -57,17 +43,20 @@ def to_model_graph(
     """
     by_link = calls_by_link(graph)
     links = list(by_link)
-    flow, names = _flow(graph, by_link), ParameterNames.of(module)
-    parameters = _parameters_by_link(module, by_link, names)
+    flow, names = flow_of(graph, by_link), ParameterNames.of(module)
+    parameters = parameters_by_link(module, by_link, names)
     frames = frames_by_link(graph)
     blocks: list[Block] = []
     chain: list[Instance] = []
     of_path: dict[str, int] = {}
+    of_link: dict[Link, int] = {}
     for position, link in enumerate(links):
         if link.model:
             index = of_path[link.model]
+        elif link.same is not None:
+            index = of_link[link.same]
         else:
-            inputs, handed = _boundary(links, by_link, flow, position)
+            inputs, handed = boundary(links, by_link, flow, position)
             maker = BlockMaker(link, by_link[link], inputs, fit, names)
             block = Block(
                 name="",
@@ -81,6 +70,8 @@ def to_model_graph(
             if block not in blocks:
                 blocks.append(block)
             index = blocks.index(block)
+        of_link[link] = index
+        if not link.model:
             of_path[link.path] = index
         sends = _sends(flow, fit, position)
         chain.append(Instance(block=index, path=link.path, repeated=link.repeated, sends=sends))
@@ -124,41 +115,6 @@ def _forward_of(block: Block) -> Block:
     return replace(block, operators=tuple(replace(op, backward=()) for op in block.operators))
 
 
-def _flow(graph: fx.Graph, by_link: _Calls) -> Flow:
-    maker: dict[fx.Node, int] = {}
-    users: dict[fx.Node, list[int]] = defaultdict(list)
-    for position, group in enumerate(by_link.values()):
-        for call in group:
-            for node in tensor_inputs(call):
-                if position not in users[node]:
-                    users[node].append(position)
-            for node in tensor_outputs(call):
-                maker[node] = position
-    returned = frozenset(outputs(graph))
-    return Flow(maker, {node: tuple(where) for node, where in users.items()}, returned)
-
-
-def _boundary(
-    links: Sequence[Link], by_link: _Calls, flow: Flow, position: int
-) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """Tensors a link reads (what the link before made first, then by first use) and hands on (in the order in
-    which the next link reads them, then the rest)."""
-    later = [node for node, made in flow.maker.items() if made == position and flow.leaves(node, position)]
-    following = _reads(by_link[links[position + 1]], flow, position + 1) if position + 1 < len(links) else ()
-    order = {node: rank for rank, node in enumerate(following)}
-    handed = tuple(sorted(later, key=lambda node: order.get(node, len(order))))
-    return _reads(by_link[links[position]], flow, position), handed
-
-
-def _reads(group: Sequence[fx.Node], flow: Flow, position: int) -> tuple[fx.Node, ...]:
-    seen: dict[fx.Node, None] = {}
-    for call in group:
-        for node in tensor_inputs(call):
-            if flow.maker.get(node, -1) != position and node.meta["role"] in _READ:
-                seen.setdefault(node)
-    return tuple(sorted(seen, key=lambda node: flow.maker.get(node, -1) != position - 1))
-
-
 def _sends(flow: Flow, fit: Fit, position: int) -> tuple[TensorSpec, ...]:
     """Activations made at or before `position` and used after it that carry a gradient or come from floats."""
     alive = [
@@ -181,51 +137,6 @@ def _cuttable(chain: Sequence[Instance]) -> bool:
         and len(set(paths)) == len(paths)
         and all(chain[i].sends for i in range(repeated[0], repeated[-1]))
     )
-
-
-def _parameters_by_link(
-    module: nn.Module, by_link: _Calls, names: ParameterNames
-) -> list[tuple[Parameter, ...]]:
-    """The parameters of each link: all below a repeated module's path, and those that its calls use; in the
-    first glue also those that nothing uses."""
-    tensors = {id(p): p for p in module.parameters()}
-    held: list[dict[str, int]] = []  # absolute name -> tensor
-    for link, group in by_link.items():
-        inside = names.below(link.path) if link.repeated else {}
-        held.append(inside | _used(link, group, names))
-    placed = {key for entries in held for key in entries.values()}
-    glue = next((i for i, link in enumerate(by_link) if not link.repeated), 0)
-    held[glue] |= {aliases[0]: key for key, aliases in names.of_tensor.items() if key not in placed}
-    count: dict[int, int] = defaultdict(int)
-    for entries in held:
-        for key in entries.values():
-            count[key] += 1
-
-    def make(name: str, key: int, prefix: str) -> Parameter:
-        tensor = tensors[key]
-        return Parameter(
-            name=name.removeprefix(prefix),
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            trainable=tensor.requires_grad,
-            tied=names.of_tensor[key][0] if count[key] > 1 else "",
-        )
-
-    return [
-        tuple(make(n, key, f"{link.path}." if link.repeated else "") for n, key in entries.items())
-        for link, entries in zip(by_link, held, strict=True)
-    ]
-
-
-def _used(link: Link, group: Sequence[fx.Node], names: ParameterNames) -> dict[str, int]:
-    """Parameters that the calls of a link use, under the names that its operators call them by."""
-    used: dict[str, int] = {}
-    for call in group if not link.model else ():
-        for node in tensor_inputs(call):
-            if node.meta["role"] is Role.PARAM:
-                name = names.near(node.meta["name"], call.meta["frame"].path, link.path)
-                used[name] = names.tensor_of[name]
-    return used
 
 
 def _named(blocks: Sequence[Block], chain: Sequence[Instance], module: nn.Module) -> tuple[Block, ...]:

@@ -6,7 +6,7 @@ import itertools
 
 from torch import fx
 
-from autoparallel.planner.capture.links import links
+from autoparallel.planner.capture.links import calls_by_link, links
 from autoparallel.planner.capture.nodes import (
     backward_launches,
     calls,
@@ -54,6 +54,16 @@ def check_links(graph: fx.Graph) -> None:
         assert not late, f"{call.format_node()} comes before {late}"
 
 
+def check_repetition(graph: fx.Graph) -> None:
+    """A link repeats one that is the first of its structure, call by call."""
+    by_link = calls_by_link(graph)
+    for link, group in by_link.items():
+        if link.same is not None:
+            names = [[c.meta["torch_name"] for c in g] for g in (group, by_link[link.same])]
+            assert names[0] == names[1], (link.path, link.same.path)
+            assert link.same.first, (link.path, link.same.path)
+
+
 def check_kept(graph: fx.Graph) -> None:
     """Every storage is listed at most once, at a call."""
     listed = [
@@ -65,9 +75,9 @@ def check_kept(graph: fx.Graph) -> None:
 
 
 def check_costs(graph: fx.Graph) -> None:
-    """Every call that ran has costs; a call without a kernel forward has none backward but for its own products."""
+    """Every call of the first link of each structure has costs, and no other."""
     for call in calls(graph):
-        assert bool(call.meta["link"].model) != ("costs" in call.meta), call.format_node()
+        assert call.meta["link"].first == ("costs" in call.meta), call.format_node()
 
 
 def check_shardings(graph: fx.Graph) -> None:

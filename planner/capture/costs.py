@@ -48,9 +48,9 @@ class Costs:
 
 
 def with_costs(graph: fx.Graph, fit: Fit) -> fx.Graph:
-    """`graph`, each call that was not stood in for told its `costs`, as functions of the micro-batch."""
+    """`graph`, each call of the first link of each structure told its `costs`, as functions of the micro-batch."""
     for link, group in calls_by_link(graph).items():
-        for call in group if not link.model else ():
+        for call in group if link.first else ():
             call.meta["costs"] = _costs(call, fit)
     return graph
 

@@ -19,10 +19,16 @@ class Link:
     path: str
     frame: Frame | None  # the repeated module's call, None for glue
     model: str = ""  # path of the module whose block this one's is, where it was stood in for
+    same: Link | None = None  # the first link of the same structure, where that is another one
 
     @property
     def repeated(self) -> bool:
         return self.frame is not None
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the first link of its structure, and ran: the others' block is its own."""
+        return not self.model and self.same is None
 
 
 def repeated_paths(module: nn.Module) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from autoparallel.planner.capture.check import (
     check_gradients,
     check_kept,
     check_links,
+    check_repetition,
     check_shardings,
     check_step,
     check_twins,
@@ -29,6 +30,7 @@ from autoparallel.planner.capture.fold import FoldPlan
 from autoparallel.planner.capture.gradients import with_weight_gradients
 from autoparallel.planner.capture.links import hoisted, repeated_paths, with_links
 from autoparallel.planner.capture.nodes import micro_batch
+from autoparallel.planner.capture.repetition import with_repetition
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.saved import with_kept_storages
 from autoparallel.planner.capture.strided import with_shardings
@@ -73,6 +75,11 @@ PASSES = (
         name="saved storages: what autograd keeps, each storage at one call",
         run=lambda graph, _: with_kept_storages(graph),
         check=check_kept,
+    ),
+    Pass(
+        name="repetition: which links have the structure of one before them",
+        run=lambda graph, context: with_repetition(graph, context.module, context.fit),
+        check=check_repetition,
     ),
     Pass(
         name="costs: kind, kernels, FLOPs and bytes of each call, by micro-batch",

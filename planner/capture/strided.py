@@ -29,9 +29,9 @@ _DIMS_WITH_PARTS = 3
 
 
 def with_shardings(graph: fx.Graph, rules: Rules, fit: Fit) -> fx.Graph:
-    """`graph`, each call told its legal `shardings`: DTensor's, then the strided ones that are legal besides those."""
+    """`graph`, each call of the first link of each structure told its legal `shardings`: DTensor's, then the strided ones that are legal besides those."""
     for link, group in calls_by_link(graph).items():
-        if link.model:
+        if not link.first:
             continue
         for call in group:
             call.meta["shardings"] = legal_shardings(rules, call, fit)

@@ -13,7 +13,15 @@ from torch import nn
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.alike import alike
+from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.fold import FoldPlan
+from autoparallel.planner.capture.links import links
 from autoparallel.planner.capture.load import load_model
+from autoparallel.planner.capture.on_meta import on_meta
+from autoparallel.planner.capture.passes import PASSES, Context
+from autoparallel.planner.capture.rules import Rules
+from autoparallel.planner.capture.step import trace_step
 from tests.capture.measured import saved_bytes
 from tests.capture.models import EXAMPLES, NAMES, any_small
 
@@ -137,6 +145,33 @@ def test_layers_that_only_hold_modules_are_folded_module_by_module(
     traced = capture(_Held(40, make), inputs, name="x")
     assert traced.parameter_count == 40 * sum(p.numel() for p in make(8).parameters())
     assert len(traced.blocks) == len(folded.blocks)
+
+
+def _first_of_its_kind(name: str, layers: int) -> list[tuple[str, bool]]:
+    """Of each link, its path and whether it is the first of its structure, nothing folded."""
+    module, inputs = any_small(name, layers)
+    with on_meta(module):
+        graph = trace_step(module, inputs, 2, FoldPlan()).graph
+    context = Context(module=module, plan=FoldPlan(), fit=Fit((2,)), rules=Rules())
+    graph = alike([graph])
+    for each in PASSES[: [p.name.split(":")[0] for p in PASSES].index("costs")]:
+        graph = each.run(graph, context)
+        each.check(graph)
+    return [(link.path, link.same is None) for link in links(graph)]
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("llama", ["model.layers.0"]),
+        ("deepseek", ["model.layers.0", "model.layers.1"]),  # dense, then experts
+        # The last layer of a decoder is the first to send gradients to the encoder: it has nothing to add them to.
+        ("whisper", ["model.encoder.layers.0", "model.decoder.layers.0", "model.decoder.layers.3"]),
+    ],
+)
+def test_repetition_is_found_by_structure_in_a_whole_trace(name: str, first: list[str]) -> None:
+    found = _first_of_its_kind(name, 4)
+    assert [path for path, is_first in found if path and is_first] == first, found
 
 
 def _captured(layers: int) -> tuple[ModelGraph, float]:
