@@ -15,7 +15,7 @@ from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.links import repeated_paths
 from autoparallel.planner.capture.loops import loop_warnings
 from autoparallel.planner.capture.on_meta import on_meta
-from autoparallel.planner.capture.passes import lowered
+from autoparallel.planner.capture.passes import check_fold, lowered
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.step import trace_step
 from autoparallel.planner.capture.traced import checked_inputs, with_leaves
@@ -47,21 +47,35 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
     return replace(graph, warnings=(*graph.warnings, *found))
 
 
-def _folded(module: torch.nn.Module, take: Callable[[FoldPlan], ModelGraph], plan: FoldPlan) -> ModelGraph:
+def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: FoldPlan) -> ModelGraph:
     """The graph with as little traced as can be proved to be enough."""
     # A leaf is priced whole, with what is in it.
     within = tuple(f"{leaf}." if leaf else "" for leaf in plan.leaves)
     paths = [path for path in repeated_paths(module) if not path.startswith(within)]
-    for last_differs in (False, True):
+    alike, last_differs = (
+        replace(fold_plan(module, paths, last_differs=differs), leaves=plan.leaves)
+        for differs in (False, True)
+    )
+    # Of an encoder and a decoder the last blocks are likely to differ: that is found out before all is traced.
+    likely = len({second.rpartition(".")[0] for second, _ in alike.pairs}) > 1
+    attempts = [(alike, likely), (last_differs, False), *([(alike, False)] if likely else [])]
+    for attempt, doubted in attempts:
         try:
-            return take(replace(fold_plan(module, paths, last_differs=last_differs), leaves=plan.leaves))
+            return take(attempt, doubted=doubted)
         except FoldError:
             continue
     return take(plan)
 
 
-def _captured(module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan) -> ModelGraph:
-    graphs = [trace_step(module, inputs, batch, plan).graph for batch in MICRO_BATCHES]
+def _captured(
+    module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan, *, doubted: bool = False
+) -> ModelGraph:
+    """The graph of the module folded by `plan`; where that is `doubted`, it is checked at the first micro-batch."""
+    graphs = []
+    for batch in MICRO_BATCHES:
+        graphs.append(trace_step(module, inputs, batch, plan).graph)
+        if doubted and len(graphs) == 1:
+            check_fold(graphs[0], module, plan)
     return lowered(graphs, module, name=name, plan=plan, rules=rules)
 
 

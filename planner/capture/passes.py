@@ -26,9 +26,9 @@ from autoparallel.planner.capture.check import (
 )
 from autoparallel.planner.capture.costs import with_costs
 from autoparallel.planner.capture.fit import Fit
-from autoparallel.planner.capture.fold import FoldPlan
+from autoparallel.planner.capture.fold import FoldError, FoldPlan
 from autoparallel.planner.capture.gradients import with_weight_gradients
-from autoparallel.planner.capture.links import hoisted, repeated_paths, with_links
+from autoparallel.planner.capture.links import hoisted, links, repeated_paths, with_links
 from autoparallel.planner.capture.nodes import micro_batch
 from autoparallel.planner.capture.repetition import with_repetition
 from autoparallel.planner.capture.rules import Rules
@@ -111,3 +111,17 @@ def lowered(
         graph = each.run(graph, context)
         each.check(graph)
     return to_model_graph(graph, module, name=name, plan=plan, fit=fit, rules=rules)
+
+
+def check_fold(graph: fx.Graph, module: nn.Module, plan: FoldPlan) -> None:
+    """Raises FoldError where modules that `plan` takes for equal have unlike structures at one micro-batch already.
+
+    Blocks of unlike structure may still be equal in the end: what is refused here may be tried to its end.
+    """
+    graph = with_weight_gradients(alike([graph]))
+    graph = with_kept_storages(with_links(graph, repeated_paths(module)))
+    graph = with_repetition(graph, module, Fit((micro_batch(graph),)))
+    first = {link.path: link.same or link for link in links(graph) if not link.model}
+    for second, last in plan.pairs:
+        if first.get(second) is not first.get(last):
+            raise FoldError(f"{second} and {last} have unlike structures")
