@@ -10,6 +10,7 @@ import typer
 from autoparallel.cli_calibrate import calibrate
 from autoparallel.cli_dryrun import dryrun
 from autoparallel.cli_errors import INTERRUPTED
+from autoparallel.cli_graph import graph
 from autoparallel.cli_plan import plan, score
 from autoparallel.cli_profile import profile
 from autoparallel.cli_show import export, profiles, report
@@ -24,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-for command in (plan, score, whatif, report, dryrun, export, profile, calibrate, profiles):
+for command in (plan, score, whatif, report, dryrun, export, profile, calibrate, profiles, graph):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

@@ -196,7 +196,8 @@ def load_graph(checked: Checked) -> ModelGraph:
     return graph
 
 
-def _read_graph(spec: str, checked: Checked) -> ModelGraph:
+def read_saved_graph(spec: str) -> ModelGraph:
+    """The graph that `--save-graph` wrote. Raises UserError."""
     try:
         text = Path(spec).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -204,10 +205,14 @@ def _read_graph(spec: str, checked: Checked) -> ModelGraph:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{spec}: cannot be read: {error}") from None
     try:
-        graph = graph_from_json(text)
+        return graph_from_json(text)
     except UserError as error:
         hint = f"; for a Hugging Face config write hf:{spec}" if '"model_type"' in text else ""
         raise UserError(f"{spec}: {error}{hint}") from None
+
+
+def _read_graph(spec: str, checked: Checked) -> ModelGraph:
+    graph = read_saved_graph(spec)
     if checked.seq_len is not None and checked.seq_len != graph.tokens_per_sample:
         raise UserError(
             f"{spec} was captured with a sequence length of {graph.tokens_per_sample}, not {checked.seq_len}; "

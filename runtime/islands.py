@@ -8,6 +8,7 @@ it stays a DTensor computation.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,23 @@ def run_replicated_locally(module: nn.Module) -> None:
     """Let `module`, which has parameters of its own and no children, run on plain tensors where it may."""
     module.register_forward_pre_hook(_enter, with_kwargs=True)
     module.register_forward_hook(_leave, always_call=True)
+
+
+def run_block_locally(block: nn.Module) -> None:
+    """The same for a repeated block: by its `forward`, which is what runs again where the block is recomputed."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _enter(block, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            output = _leave(block, args, output)
+        return output
+
+    block.forward = run
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.fused_parts import cut_parts_apart
-from autoparallel.runtime.islands import run_replicated_locally
+from autoparallel.runtime.islands import run_block_locally, run_replicated_locally
 from autoparallel.runtime.pins import at_pin
 from autoparallel.runtime.tensor_mode import run_with_rules
 from autoparallel.runtime.tensor_tools import is_replicated, own_parameters
@@ -150,10 +150,10 @@ def shard_tensors(
     _distribute_parameters(module, resolved, mesh)
     for rule in resolved:
         _pin_inputs(module.get_submodule(rule.path), rule, mesh)
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         held = [p for p in owner._parameters.values() if p is not None]
         if held and not list(owner.children()) and all(is_replicated(p) for p in held):
-            run_replicated_locally(owner)
+            (run_block_locally if path in blocks else run_replicated_locally)(owner)
     for rule in resolved:
         _pin_outputs(module.get_submodule(rule.path), rule, mesh)
     for path in _around_fused(

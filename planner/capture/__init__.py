@@ -2,14 +2,17 @@
 
 - `load.py`: the MODEL argument becomes a module on the meta device and example inputs, Hugging Face's by
   `huggingface.py`, `huggingface_inputs.py` and `image_tokens.py`.
+- `traced.py`: `trace`, the step as one `torch.fx` graph, `show.py` as code; `nodes.py` says what its nodes say.
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three
   (`fold.py`); what cannot be traced is run once for real (`leaf.py`).
-- `step.py`: one training step, traced by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), functions such as
-  attention kept whole (`whole.py`); `records.py` is what a trace consists of.
-- `split.py`, `build.py`: traces become links of the chain and these a graph, call by call in `operators.py`: kernels
-  (`kernels.py`), what autograd keeps (`saved.py`), which kernels make parameters' gradients (`gradients.py`), names of dims
-  (`labels.py`), sizes by micro-batch (`fit.py`), modules' boundaries (`boundaries.py`).
-- `shardings.py`, `strided.py`: legal shardings of an operator, from DTensor's own rules (`rules.py`).
+- `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), functions such as
+  attention kept whole (`whole.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
+- `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `alike.py` joins the
+  graphs of several micro-batches, `gradients.py` finds the kernels that serve parameters alone, `links.py` the links of
+  the chain, `saved.py` what autograd keeps, `repetition.py` which links are equal, `costs.py` what each call costs (`kernels.py`, `labels.py`, `fit.py`),
+  `strided.py` and `shardings.py` its legal shardings, from DTensor's own rules (`rules.py`); `build.py` makes the
+  `ModelGraph`, block by block (`blocks.py`), with what
+  passes between them (`flow.py`, `parameters.py`, `boundaries.py`).
 
 Shared by them: `names.py`, `trees.py`, `loops.py`, `errors.py`.
 """
@@ -20,5 +23,6 @@ from autoparallel.costmodel.collecting import without_collection
 
 with without_collection():  # importing torch makes a million objects and hardly a cycle
     from autoparallel.planner.capture.model_graph import capture
+    from autoparallel.planner.capture.traced import trace
 
-__all__ = ["capture"]
+__all__ = ["capture", "trace"]

@@ -1,83 +1,79 @@
-"""Turns the traces of one module at three micro-batches into a `ModelGraph`."""
+"""The last pass: an annotated graph becomes a `ModelGraph`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import nn
+from torch import fx, nn
 
-from autoparallel.costmodel.graph import Block, Instance, ModelGraph, Parameter, TensorSpec
-from autoparallel.planner.capture.boundaries import frames_by_link, module_calls
-from autoparallel.planner.capture.errors import ModelError
+from autoparallel.costmodel.graph import Block, Instance, ModelGraph, TensorSpec
+from autoparallel.planner.capture.alike import twins
+from autoparallel.planner.capture.blocks import BlockMaker
+from autoparallel.planner.capture.boundaries import frames_by_link
 from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.flow import Flow, boundary, flow_of
 from autoparallel.planner.capture.fold import FoldError, FoldPlan
-from autoparallel.planner.capture.gradients import weight_only_launches
+from autoparallel.planner.capture.links import Link, calls_by_link
 from autoparallel.planner.capture.names import ParameterNames
-from autoparallel.planner.capture.operators import OperatorMaker
-from autoparallel.planner.capture.records import Trace
+from autoparallel.planner.capture.nodes import (
+    Role,
+    calls,
+    loss,
+    micro_batch,
+    tensor,
+    tensor_inputs,
+)
+from autoparallel.planner.capture.parameters import parameters_by_link
 from autoparallel.planner.capture.rules import Rules
-from autoparallel.planner.capture.saved import saved_by_call
-from autoparallel.planner.capture.split import Link, repeated_paths, split
-from autoparallel.planner.capture.tracer import dtype_name
+from autoparallel.planner.capture.writer import dtype_name
+
+_READ = frozenset(
+    {Role.CALL, Role.RESULT, Role.INPUT}
+)  # what a link may get from outside, held tensors aside
 
 
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """Which link makes and which links use each value."""
-
-    maker: dict[int, int]
-    users: dict[int, tuple[int, ...]]
-
-
-def build_graph(
-    module: nn.Module, traces: Sequence[Trace], *, name: str, plan: FoldPlan, rules: Rules
+def to_model_graph(
+    graph: fx.Graph, module: nn.Module, *, name: str, plan: FoldPlan, fit: Fit, rules: Rules
 ) -> ModelGraph:
-    """The graph of `module`, whose training step was traced at three micro-batches, folded by `plan`.
+    """The `ModelGraph` of `module`, whose training step `graph` is, folded by `plan`.
 
     Raises FoldError where the blocks that should be equal are not.
     """
-    _check_alike(traces)
-    trace = traces[0]
-    links = split(trace, repeated_paths(module))
-    flow = _flow(trace, links)
-    fit = Fit(tuple(t.micro_batch for t in traces))
-    names = ParameterNames.of(module)
-    parameters = _parameters_by_link(module, trace, links, names)
+    by_link = calls_by_link(graph)
+    links = list(by_link)
+    flow, names = flow_of(graph, by_link), ParameterNames.of(module)
+    parameters = parameters_by_link(module, by_link, names)
+    frames = frames_by_link(graph)
     blocks: list[Block] = []
     chain: list[Instance] = []
-    saved = saved_by_call(trace, links)
-    weights = weight_only_launches(trace)
-    frames = frames_by_link(trace, links)
     of_path: dict[str, int] = {}
+    of_link: dict[Link, int] = {}
     for position, link in enumerate(links):
-        sends = _sends(traces, flow, fit, position)
         if link.model:
             index = of_path[link.model]
-            chain.append(Instance(block=index, path=link.path, repeated=True, sends=sends))
-            continue
-        maker = OperatorMaker(
-            traces=traces, fit=fit, link=link, saved=saved, weight_only=weights, rules=rules, names=names
-        )
-        inputs, outputs = _boundary(trace, links, flow, position)
-        block = Block(
-            name="",
-            inputs=tuple(fit.spec([t.values[v].meta for t in traces]) for v in inputs),
-            outputs=(),
-            operators=maker.operators(inputs),
-            parameters=parameters[position],
-            buffers=maker.buffers(),
-        )
-        block = replace(
-            block,
-            outputs=tuple(maker.value_name(v) for v in outputs),
-            calls=module_calls(trace, frames[position], maker, link),
-        )
-        if block not in blocks:
-            blocks.append(block)
-        index = blocks.index(block)
-        of_path[link.path] = index
+        elif link.same is not None:
+            index = of_link[link.same]
+        else:
+            inputs, handed = boundary(links, by_link, flow, position)
+            maker = BlockMaker(link, by_link[link], inputs, fit, names)
+            block = Block(
+                name="",
+                inputs=tuple(map(maker.spec, inputs)),
+                operators=maker.operators(),
+                outputs=tuple(map(maker.value_name, handed)),
+                parameters=parameters[position],
+                buffers=maker.buffers(),
+                calls=maker.module_calls(frames[link]),
+            )
+            if block not in blocks:
+                blocks.append(block)
+            index = blocks.index(block)
+        of_link[link] = index
+        if not link.model:
+            of_path[link.path] = index
+        sends = _sends(flow, fit, position)
         chain.append(Instance(block=index, path=link.path, repeated=link.repeated, sends=sends))
     _check_fold(plan, blocks, of_path)
     return ModelGraph(
@@ -85,8 +81,8 @@ def build_graph(
         dtype=_main_dtype(module),
         blocks=_named(blocks, chain, module),
         chain=tuple(chain),
-        tokens_per_sample=_tokens_per_sample(trace),
-        has_loss=trace.loss >= 0,
+        tokens_per_sample=_tokens_per_sample(graph),
+        has_loss=loss(graph) is not None,
         pipeline_cuts=_cuttable(chain),
         warnings=_warnings(fit, rules),
     )
@@ -119,83 +115,16 @@ def _forward_of(block: Block) -> Block:
     return replace(block, operators=tuple(replace(op, backward=()) for op in block.operators))
 
 
-def _check_alike(traces: Sequence[Trace]) -> None:
-    first = traces[0]
-    for other in traces[1:]:
-        if [c.name for c in other.calls] != [c.name for c in first.calls]:
-            raise ModelError(
-                f"the model runs other operators with a batch of {other.micro_batch} than with one of "
-                f"{first.micro_batch}: make its forward independent of the batch size"
-            )
-        for call, same in zip(first.calls, other.calls, strict=True):
-            dims = [
-                [len(t.values[v].meta.shape) for v in c.outputs] for t, c in ((first, call), (other, same))
-            ]
-            if len(dims[0]) == len(dims[1]) and dims[0] != dims[1]:
-                where = first.frames[call.frame].path or "the model"
-                raise ModelError(
-                    f"{where}: what {call.name} returns has other dims with other samples: make its shape independent of values"
-                )
-            if (len(call.inputs), len(call.outputs)) != (len(same.inputs), len(same.outputs)):
-                where = first.frames[call.frame].path or "the model"
-                raise ModelError(
-                    f"{where} calls {call.name} on as many tensors as there are samples in a batch, one by one: let it "
-                    "compute on the whole batch"
-                )
-
-
-def _flow(trace: Trace, links: Sequence[Link]) -> Flow:
-    maker: dict[int, int] = {}
-    users: dict[int, list[int]] = defaultdict(list)
-    for position, link in enumerate(links):
-        for index in link.calls:
-            call = trace.calls[index]
-            for value in call.inputs:
-                if position not in users[value]:
-                    users[value].append(position)
-            for value in call.outputs:
-                maker[value] = position
-    return Flow(maker, {value: tuple(where) for value, where in users.items()})
-
-
-def _boundary(
-    trace: Trace, links: Sequence[Link], flow: Flow, position: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Values a link reads (what the link before made first, then by first use) and hands on (in the order in
-    which the next link reads them, then the rest)."""
-    inputs = _reads(trace, links, flow, position)
-    later = [v for v, made in flow.maker.items() if made == position and _leaves(trace, flow, v, position)]
-    following = _reads(trace, links, flow, position + 1) if position + 1 < len(links) else ()
-    order = {value: rank for rank, value in enumerate(following)}
-    outputs = tuple(sorted(later, key=lambda v: (order.get(v, len(order)), v)))
-    return inputs, outputs
-
-
-def _leaves(trace: Trace, flow: Flow, value: int, position: int) -> bool:
-    return value in trace.outputs or any(user != position for user in flow.users.get(value, ()))
-
-
-def _reads(trace: Trace, links: Sequence[Link], flow: Flow, position: int) -> tuple[int, ...]:
-    seen: list[int] = []
-    for index in links[position].calls:
-        for value in trace.calls[index].inputs:
-            outside = flow.maker.get(value, -1) != position
-            if outside and trace.values[value].origin in {"call", "input"} and value not in seen:
-                seen.append(value)
-    return tuple(sorted(seen, key=lambda v: flow.maker.get(v, -1) != position - 1))
-
-
-def _sends(traces: Sequence[Trace], flow: Flow, fit: Fit, position: int) -> tuple[TensorSpec, ...]:
+def _sends(flow: Flow, fit: Fit, position: int) -> tuple[TensorSpec, ...]:
     """Activations made at or before `position` and used after it that carry a gradient or come from floats."""
-    trace = traces[0]
     alive = [
-        v
-        for v, made in flow.maker.items()
+        node
+        for node, made in flow.maker.items()
         if made <= position
-        and any(user > position for user in flow.users.get(v, ()))
-        and (trace.values[v].requires_grad or trace.values[v].on_floats)
+        and any(user > position for user in flow.users.get(node, ()))
+        and (node.meta["requires_grad"] or node.meta["on_floats"])
     ]
-    return tuple(fit.spec([t.values[v].meta for t in traces]) for v in alive)
+    return tuple(fit.spec([tensor(same) for same in twins(node)]) for node in alive)
 
 
 def _cuttable(chain: Sequence[Instance]) -> bool:
@@ -208,52 +137,6 @@ def _cuttable(chain: Sequence[Instance]) -> bool:
         and len(set(paths)) == len(paths)
         and all(chain[i].sends for i in range(repeated[0], repeated[-1]))
     )
-
-
-def _parameters_by_link(
-    module: nn.Module, trace: Trace, links: Sequence[Link], names: ParameterNames
-) -> list[tuple[Parameter, ...]]:
-    """The parameters of each link: all below a repeated module's path, and those that its calls use; in the
-    first glue also those that nothing uses."""
-    tensors = {id(p): p for p in module.parameters()}
-    held: list[dict[str, int]] = []  # absolute name -> tensor
-    for link in links:
-        inside = names.below(link.path) if link.repeated else {}
-        held.append(inside | _used(trace, link, names))
-    placed = {key for entries in held for key in entries.values()}
-    glue = next((i for i, link in enumerate(links) if not link.repeated), 0)
-    held[glue] |= {aliases[0]: key for key, aliases in names.of_tensor.items() if key not in placed}
-    count: dict[int, int] = defaultdict(int)
-    for entries in held:
-        for key in entries.values():
-            count[key] += 1
-
-    def make(name: str, key: int, prefix: str) -> Parameter:
-        tensor = tensors[key]
-        return Parameter(
-            name=name.removeprefix(prefix),
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            trainable=tensor.requires_grad,
-            tied=names.of_tensor[key][0] if count[key] > 1 else "",
-        )
-
-    return [
-        tuple(make(n, key, f"{link.path}." if link.repeated else "") for n, key in entries.items())
-        for link, entries in zip(links, held, strict=True)
-    ]
-
-
-def _used(trace: Trace, link: Link, names: ParameterNames) -> dict[str, int]:
-    """Parameters that the calls of a link use, under the names that its operators call them by."""
-    used: dict[str, int] = {}
-    for index in link.calls:
-        call = trace.calls[index]
-        for value in call.inputs:
-            if trace.values[value].origin == "param" and not link.model:
-                name = names.near(trace.values[value].name, trace.frames[call.frame].path, link.path)
-                used[name] = names.tensor_of[name]
-    return used
 
 
 def _named(blocks: Sequence[Block], chain: Sequence[Instance], module: nn.Module) -> tuple[Block, ...]:
@@ -277,16 +160,12 @@ def _main_dtype(module: nn.Module) -> str:
     return max(sizes, key=lambda d: sizes[d]) if sizes else "float32"
 
 
-def _tokens_per_sample(trace: Trace) -> int:
+def _tokens_per_sample(graph: fx.Graph) -> int:
     """The length of the first (batch, length) tensor of indices that an embedding looks up; 1 without one."""
-    for call in trace.calls:
-        if call.name == "embedding":
-            for value in call.inputs:
-                meta = trace.values[value].meta
-                if (
-                    meta.dtype.startswith("int")
-                    and len(meta.shape) == 2
-                    and meta.shape[0] == trace.micro_batch
-                ):
+    for call in calls(graph):
+        if call.meta["torch_name"] == "embedding":
+            for meta in map(tensor, tensor_inputs(call)):
+                indices = meta.dtype.startswith("int") and len(meta.shape) == 2
+                if indices and meta.shape[0] == micro_batch(graph):
                     return meta.shape[1]
     return 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.costmodel.graph import Size, TensorSpec
-from autoparallel.planner.capture.records import Meta
+from autoparallel.planner.capture.nodes import Meta
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
     shared = _shared_parameters(module)
     lists: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        lists[path.rpartition(".")[0]].append(path)
+        lists[_place(module, path)].append(path)
     stood_in: dict[str, str] = {}
     pairs, lasts = [], []
     positions: dict[str, frozenset[tuple[str, str]]] = {}
@@ -68,6 +68,15 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
                 positions |= {path: indices for path in group if path not in stood_in}
     run = tuple(p for p in paths if p not in stood_in) if stood_in else ()
     return FoldPlan(stood_in=stood_in, pairs=tuple(pairs), run=run, lasts=tuple(lasts), positions=positions)
+
+
+def _place(module: nn.Module, path: str) -> str:
+    """What the paths of modules have in common that stand at one place of their list: "layers" for "layers.3", and
+    "layers.*.attention" for "layers.3.attention", which a `ModuleDict` in a list holds."""
+    parent, _, name = path.rpartition(".")
+    if isinstance(module.get_submodule(parent), nn.ModuleList | nn.Sequential):
+        return parent
+    return f"{_place(module, parent)}.*.{name}" if parent else name
 
 
 def _shared_parameters(module: nn.Module) -> frozenset[int]:
@@ -177,7 +186,7 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         original = child.forward
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            since = len(tracer.trace.calls)
+            since = len(tracer.writer.calls)
             result = original(*args, **kwargs)
             tracer.remember_call(path, args, kwargs, result, since)
             return result

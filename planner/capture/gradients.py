@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autoparallel.planner.capture.records import Launch, Trace
+from torch import fx
+
+from autoparallel.planner.capture.nodes import backward_launches, gradients, tensor
 
 
-def weight_only_launches(trace: Trace) -> frozenset[int]:
-    """Identities (`id`) of the backward launches that compute only the gradients of their own call's parameters.
+def with_weight_gradients(graph: fx.Graph) -> fx.Graph:
+    """`graph`, each backward node told by `weight_only` whether it computes only the gradients of its own call's
+    parameters.
 
-    Walks the backward pass from its end: a launch is weight-only if all its outputs are parameter gradients, or
-    are read by weight-only launches of the same call alone. What another call reads is a gradient of its input.
+    Walks the backward pass from its end: a kernel is weight-only if all its outputs are parameter gradients, or
+    are read by weight-only kernels of the same call alone. What another call reads is a gradient of its input.
     """
-    owner = {id(launch): index for index, call in enumerate(trace.calls) for launch in call.backward}
-    readers: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # storage -> (call, weight-only)
-    result: set[int] = set()
-    for launch in reversed(trace.backward):
+    wanted = {tensor(node).storage for node in gradients(graph).values()}
+    readers: dict[int, list[tuple[fx.Node, bool]]] = defaultdict(list)  # storage -> (call, weight-only)
+    for node, launch, call in reversed(list(backward_launches(graph))):
         if launch.is_view:
             continue
-        call = owner[id(launch)]
         useful = [
-            all(same == call and only for same, only in readers[m.storage])
+            all(same is call and only for same, only in readers[m.storage])
             for m in launch.outputs
-            if readers[m.storage] or m.storage in trace.parameter_gradients
+            if readers[m.storage] or m.storage in wanted
         ]
         weight_only = bool(useful) and all(useful)
-        if weight_only:
-            result.add(id(launch))
+        node.meta["weight_only"] = weight_only
         for meta in launch.inputs:
             readers[meta.storage].append((call, weight_only))
-    return frozenset(result)
+    return graph
 
 
-def gradient_of(launch: Launch, weight_only: frozenset[int]) -> str:
+def gradient_of(node: fx.Node) -> str:
     """ "weight" or "input", as `KernelSpec.gradient_of` has it."""
-    return "weight" if id(launch) in weight_only else "input"
+    return "weight" if node.meta.get("weight_only") else "input"

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
-from autoparallel.planner.capture.records import Launch, Meta
+from autoparallel.planner.capture.nodes import Launch, Meta
 
 _KINDS: dict[OpKind, frozenset[str]] = {
     OpKind.GEMM: frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoparallel.planner.capture.records import Meta
+from autoparallel.planner.capture.nodes import Meta
 
 Shapes = Sequence[Meta]
 

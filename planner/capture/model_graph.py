@@ -11,14 +11,14 @@ import torch
 
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.graph import ModelGraph, OpKind
-from autoparallel.planner.capture.build import build_graph
-from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
+from autoparallel.planner.capture.links import repeated_paths
 from autoparallel.planner.capture.loops import loop_warnings
 from autoparallel.planner.capture.on_meta import on_meta
+from autoparallel.planner.capture.passes import check_fold, lowered
 from autoparallel.planner.capture.rules import Rules
-from autoparallel.planner.capture.split import repeated_paths
 from autoparallel.planner.capture.step import trace_step
+from autoparallel.planner.capture.traced import checked_inputs, with_leaves
 
 # Two points give an affine function, the third checks it; 1 is left out because code treats it apart.
 MICRO_BATCHES = (2, 3, 5)
@@ -34,17 +34,10 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
     tensors while the module's code runs, and put back afterwards. The module's training mode is respected.
     With `fold` equal modules are traced as often as the proof needs that they are equal; without it all are.
     """
-    inputs = example_inputs if isinstance(example_inputs, Mapping | tuple) else (example_inputs,)
-    _check(module, inputs, name)
-    leaves: dict[str, str] = {}  # path -> why it cannot be traced
+    inputs = checked_inputs(module, example_inputs, name)
     take = partial(_captured, module, inputs, name, Rules())
     with on_meta(module):
-        while True:
-            try:
-                graph = _folded(module, take, tuple(leaves)) if fold else take(FoldPlan(leaves=tuple(leaves)))
-                break
-            except TraceError as error:
-                leaves |= _more_leaves(module, error, leaves)
+        graph, leaves = with_leaves(module, partial(_folded, module, take) if fold else take)
     found = (
         *_leaf_warnings(leaves),
         *loop_warnings(graph),
@@ -54,67 +47,36 @@ def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bo
     return replace(graph, warnings=(*graph.warnings, *found))
 
 
-def _check(module: torch.nn.Module, inputs: Any, name: str) -> None:
-    """Raises ModelError for what cannot be captured whatever its code does."""
-    leaves = (leaf for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-    if not any(leaf.dim() and leaf.shape[0] for leaf in leaves):
-        raise ModelError(
-            f"{name}: the example inputs hold no tensor with samples: pass at least one batch-first tensor"
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelError(
-            f"{name} is TorchScript, whose code cannot be followed: give the module that it was made from"
-        )
-    if lazy := next((n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)), None):
-        raise ModelError(
-            f"{name}: the size of {lazy} is not known yet: call the module once on its example inputs, or give the "
-            "layer its input size"
-        )
-
-
-def _folded(
-    module: torch.nn.Module, take: Callable[[FoldPlan], ModelGraph], leaves: tuple[str, ...]
-) -> ModelGraph:
+def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: FoldPlan) -> ModelGraph:
     """The graph with as little traced as can be proved to be enough."""
     # A leaf is priced whole, with what is in it.
-    within = tuple(f"{leaf}." if leaf else "" for leaf in leaves)
+    within = tuple(f"{leaf}." if leaf else "" for leaf in plan.leaves)
     paths = [path for path in repeated_paths(module) if not path.startswith(within)]
-    for last_differs in (False, True):
+    alike, last_differs = (
+        replace(fold_plan(module, paths, last_differs=differs), leaves=plan.leaves)
+        for differs in (False, True)
+    )
+    # Of an encoder and a decoder the last blocks are likely to differ: that is found out before all is traced.
+    likely = len({second.rpartition(".")[0] for second, _ in alike.pairs}) > 1
+    attempts = [(alike, likely), (last_differs, False), *([(alike, False)] if likely else [])]
+    for attempt, doubted in attempts:
         try:
-            return take(replace(fold_plan(module, paths, last_differs=last_differs), leaves=leaves))
+            return take(attempt, doubted=doubted)
         except FoldError:
             continue
-    return take(FoldPlan(leaves=leaves))
+    return take(plan)
 
 
-def _captured(module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan) -> ModelGraph:
-    traces = [trace_step(module, inputs, batch, plan) for batch in MICRO_BATCHES]
-    return build_graph(module, traces, name=name, plan=plan, rules=rules)
-
-
-def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str, str]) -> dict[str, str]:
-    """The module that failed and all of its class: what one cannot do the others cannot. One that does not run on numbers
-    of their shapes either (boxes, lengths) is part of what calls it, at last of the model, which gets the example's own."""
-    if error.path in known:
-        if not error.path:
-            raise ModelError(
-                f"{type(module).__name__} can neither be traced ({known['']}) nor run on the example inputs: {error.reason}"
-            ) from error
-        return {_caller(module, error.path): known[error.path]}
-    failed = type(module.get_submodule(error.path))
-    return {
-        path: error.reason
-        for path, part in module.named_modules()
-        if path == error.path or (type(part) is failed and failed is not type(module))
-    }
-
-
-def _caller(module: torch.nn.Module, path: str) -> str:
-    """The module around the one at `path` that has code of its own."""
-    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    while (path := path.rpartition(".")[0]) and isinstance(module.get_submodule(path), containers):
-        pass
-    return path
+def _captured(
+    module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan, *, doubted: bool = False
+) -> ModelGraph:
+    """The graph of the module folded by `plan`; where that is `doubted`, it is checked at the first micro-batch."""
+    graphs = []
+    for batch in MICRO_BATCHES:
+        graphs.append(trace_step(module, inputs, batch, plan).graph)
+        if doubted and len(graphs) == 1:
+            check_fold(graphs[0], module, plan)
+    return lowered(graphs, module, name=name, plan=plan, rules=rules)
 
 
 def _leaf_warnings(leaves: Mapping[str, str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autoparallel.costmodel.graph import sharded_dim, strided
-from autoparallel.planner.capture.records import Launch, Meta
+from autoparallel.planner.capture.nodes import Launch, Meta
 
 Row = tuple[str, ...]
 
@@ -32,15 +32,20 @@ class Rules:
         self._mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
         self._propagator = copy.copy(DTensor._op_dispatcher.sharding_propagator)
         self._tables: dict[object, dict[Row, Row]] = {}
+        self._keys: dict[
+            int, tuple[Launch, object]
+        ] = {}  # id(launch) -> itself, which keeps the id its own; its key
         self.missing: set[str] = set()  # operators on floats that have no rule
 
     def table(self, launch: Launch, parts: int = 1) -> dict[Row, Row]:
         """Legal placements of one launch, every sharded dim in `parts` parts. Empty where there is no rule:
         replicated only."""
-        func, args, kwargs = launch.signature
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (func, spec, parts, tuple(_leaf_key(leaf) for leaf in leaves))
+        if id(launch) not in self._keys:
+            self._keys[id(launch)] = (launch, _launch_key(launch))
+        key = (parts, self._keys[id(launch)][1])
         if key not in self._tables:
+            func, args, kwargs = launch.signature
+            leaves, spec = tree_flatten((args, kwargs))
             outputs = [_meta_of(m) for m in launch.outputs]
             out = outputs[0] if len(outputs) == 1 else tuple(outputs)
             self._tables[key] = self._make(func, leaves, spec, out, parts)
@@ -214,6 +219,27 @@ def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:
 
 def _meta_of(meta: Meta) -> TensorMeta:
     return TensorMeta(torch.Size(meta.shape), meta.layout[1:], getattr(torch, meta.dtype))
+
+
+class _Key:
+    """What launches with equal tables have in common, hashed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[object, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._parts == other._parts
+
+
+def _launch_key(launch: Launch) -> _Key:
+    func, args, kwargs = launch.signature
+    leaves, spec = tree_flatten((args, kwargs))
+    return _Key((func, spec, tuple(_leaf_key(leaf) for leaf in leaves)))
 
 
 def _leaf_key(leaf: Any) -> object:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from torch import fx
+
 from autoparallel.costmodel.graph import Sharding, Size, parts_of, sharded_dim
+from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
-from autoparallel.planner.capture.records import Call, Launch, Meta, Trace
+from autoparallel.planner.capture.nodes import Launch, Meta, Role, tensor, tensor_inputs, tensor_outputs
 from autoparallel.planner.capture.rules import Row, Rules
 from autoparallel.planner.capture.whole import GROUPED_PRODUCTS
 
@@ -23,28 +26,25 @@ _CANDIDATE_LIMIT = 1500
 _Environment = dict[Meta, str]
 
 
-def legal_shardings(
-    rules: Rules, traces: Sequence[Trace], calls: Sequence[Call], fit: Fit
-) -> tuple[Sharding, ...]:
-    """All legal shardings of one call, seen in each trace; first the one that replicates everything."""
-    trace, call = traces[0], calls[0]
-    inputs = [trace.values[v].meta for v in call.inputs]
-    outputs = [trace.values[v].meta for v in call.outputs]
+def legal_shardings(rules: Rules, call: fx.Node, fit: Fit) -> tuple[Sharding, ...]:
+    """All legal shardings of one call; first the one that replicates everything."""
+    name, inputs = call.meta["torch_name"], [tensor(node) for node in tensor_inputs(call)]
+    outputs = [tensor(node) for node in tensor_outputs(call)]
     everything = Sharding(inputs=("R",) * len(inputs), outputs=("R",) * len(outputs))
-    if not inputs or call.leaf is not None:
+    if not inputs or "leaf" in call.meta:
         return (everything,)
-    if call.name == "scaled_dot_product_attention":
+    if name == "scaled_dot_product_attention":
         rows = _attention_rows(rules, inputs)
         passes = [(i, o, _touched((*i, *o), 0)) for i, o in rows]
-    elif call.name in GROUPED_PRODUCTS and len(inputs) == 3:
+    elif name in GROUPED_PRODUCTS and len(inputs) == 3:
         rows = list(rules.grouped_product(*inputs).items())
         passes = [(i, o, _touched((*i, *o), 0)) for i, o in rows]
     else:
-        passes = _compose(rules, trace, call, inputs, outputs)
+        passes = _compose(rules, call, inputs, outputs)
         passes += _vocabulary(call, inputs)
     found = [everything]
     for placements, results, touched in passes:
-        divides = _divides(touched, traces, calls, fit)
+        divides = _divides(touched, call, fit)
         if divides is None:
             continue
         sharding = Sharding(inputs=placements, outputs=results, divides=divides)
@@ -53,21 +53,18 @@ def legal_shardings(
     return tuple(found)
 
 
-def sharding_of(
-    rules: Rules, traces: Sequence[Trace], calls: Sequence[Call], fit: Fit, placements: Sequence[str]
-) -> Sharding | None:
+def sharding_of(rules: Rules, call: fx.Node, fit: Fit, placements: Sequence[str]) -> Sharding | None:
     """The sharding in which a call takes its inputs in `placements`; None where it would redistribute them."""
-    trace, call = traces[0], calls[0]
-    inputs = [trace.values[v].meta for v in call.inputs]
+    inputs = [tensor(node) for node in tensor_inputs(call)]
     environment: _Environment = {}
     if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
         return None
     touched = list(_touched(placements, 0))
-    if not _walk(rules, call.forward, environment, touched):
+    if not _walk(rules, call.meta["kernels"], environment, touched):
         return None
-    results = tuple(environment.get(trace.values[v].meta, "R") for v in call.outputs)
+    results = tuple(environment.get(tensor(node), "R") for node in tensor_outputs(call))
     touched += _touched(results, len(inputs))
-    divides = _divides(tuple(touched), traces, calls, fit)
+    divides = _divides(tuple(touched), call, fit)
     if divides is None:
         return None
     return Sharding(inputs=tuple(placements), outputs=results, divides=divides)
@@ -78,20 +75,18 @@ _Touched = tuple[tuple[int, int, int, int], ...]
 _Pass = tuple[tuple[str, ...], tuple[str, ...], _Touched]
 
 
-def _compose(
-    rules: Rules, trace: Trace, call: Call, inputs: Sequence[Meta], outputs: Sequence[Meta]
-) -> list[_Pass]:
-    fixed = [trace.values[v].origin in {"param", "buffer"} for v in call.inputs]
+def _compose(rules: Rules, call: fx.Node, inputs: Sequence[Meta], outputs: Sequence[Meta]) -> list[_Pass]:
+    fixed = [node.meta["role"] in {Role.PARAM, Role.BUFFER} for node in tensor_inputs(call)]
     result = []
     # addmm's bias may join a sum of parts: DTensor turns the replicated bias into one without communication.
-    adds = any("addmm" in str(launch.signature[0]) for launch in call.forward)
+    adds = any("addmm" in str(launch.signature[0]) for launch in call.meta["kernels"])
     fixed = [held and not (adds and len(m.shape) == 1) for held, m in zip(fixed, inputs, strict=True)]
     for placements in _candidates(inputs, fixed):
         environment: _Environment = {}
         if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
             continue  # one tensor passed twice cannot be laid out in two ways
         touched = list(_touched(placements, 0))
-        if not _walk(rules, call.forward, environment, touched):
+        if not _walk(rules, call.meta["kernels"], environment, touched):
             continue
         results = tuple(environment.get(m, "R") for m in outputs)
         touched += _touched(results, len(inputs))
@@ -117,9 +112,9 @@ def _walk(
             return False
         for meta, placement in zip(launch.outputs, results, strict=True):
             environment[meta] = placement
-        for tensor, (meta, placement) in enumerate(zip(launch.outputs, results, strict=True)):
+        for place, (meta, placement) in enumerate(zip(launch.outputs, results, strict=True)):
             if placement.startswith("S") and len(meta.shape) > sharded_dim(placement):
-                touched.append((index, tensor, sharded_dim(placement), parts_of(placement)))
+                touched.append((index, place, sharded_dim(placement), parts_of(placement)))
     return True
 
 
@@ -146,13 +141,11 @@ def _candidates(inputs: Sequence[Meta], fixed: Sequence[bool]) -> Iterable[tuple
     return (tuple(dict(zip(shapes, pick, strict=True)).get(m.shape, "R") for m in inputs) for pick in alike)
 
 
-def _divides(
-    touched: _Touched, traces: Sequence[Trace], calls: Sequence[Call], fit: Fit
-) -> tuple[Size, ...] | None:
+def _divides(touched: _Touched, call: fx.Node, fit: Fit) -> tuple[Size, ...] | None:
     """The sizes that the degree must divide, without those that follow from others; None if one of them is 1."""
     sizes = set()
-    for launch, tensor, dim, parts in touched:
-        size = fit.size([_shape(t, c, launch, tensor)[dim] for t, c in zip(traces, calls, strict=True)])
+    for launch, place, dim, parts in touched:
+        size = fit.size([_shape(same, launch, place)[dim] for same in twins(call)])
         if size.const % parts or size.per_sample % parts:
             return None
         sizes.add(Size(size.const // parts, size.per_sample // parts))
@@ -170,10 +163,11 @@ def _follows(size: Size, other: Size) -> bool:
     return size.const % other.const == 0 and size.per_sample % other.const == 0
 
 
-def _shape(trace: Trace, call: Call, launch: int, tensor: int) -> tuple[int, ...]:
+def _shape(call: fx.Node, launch: int, place: int) -> tuple[int, ...]:
     if launch >= 0:
-        return call.forward[launch].outputs[tensor].shape
-    return trace.values[(*call.inputs, *call.outputs)[tensor]].meta.shape
+        shape: tuple[int, ...] = call.meta["kernels"][launch].outputs[place].shape
+        return shape
+    return tensor((*tensor_inputs(call), *tensor_outputs(call))[place]).shape
 
 
 def _attention_rows(rules: Rules, inputs: Sequence[Meta]) -> list[tuple[Row, Row]]:
@@ -189,8 +183,8 @@ def _attention_rows(rules: Rules, inputs: Sequence[Meta]) -> list[tuple[Row, Row
     return rows
 
 
-def _vocabulary(call: Call, inputs: Sequence[Meta]) -> list[_Pass]:
+def _vocabulary(call: fx.Node, inputs: Sequence[Meta]) -> list[_Pass]:
     """Cross-entropy over logits sharded by class: torch.distributed.tensor.parallel.loss_parallel runs it."""
-    if call.name != "cross_entropy_loss" or len(inputs[0].shape) != 2 or len(inputs) != 2:
+    if call.meta["torch_name"] != "cross_entropy_loss" or len(inputs[0].shape) != 2 or len(inputs) != 2:
         return []
     return [(("S1", "R"), ("R",), ((-1, 0, 1, 1),))]

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
+from autoparallel.planner.capture.nodes import Role
 from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
-from autoparallel.planner.capture.records import Trace
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The graph of a training step (see `nodes`), and the constants that it reads."""
+
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
 
 
 @contextmanager
@@ -31,24 +41,41 @@ def _trusting() -> Iterator[None]:
 
 def trace_step(
     module: torch.nn.Module, example: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
-) -> Trace:
+) -> Step:
     """Trace a forward and backward pass, on `micro_batch` samples, of a module whose parameters are on the meta device.
 
-    The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. A scalar output that needs a gradient is the loss; without one
-    all outputs that need a gradient are differentiated. Raises TraceError, FoldError.
+    The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. A scalar
+    output that needs a gradient is the loss; without one all outputs that need a gradient are differentiated. Raises
+    TraceError, FoldError.
     """
-    tracer = Tracer(module, micro_batch)
-    for name, parameter in module.named_parameters():
-        tracer.declare(parameter, "param", name)
-    for name, buffer in module.named_buffers():
-        tracer.declare(buffer, "buffer", name)
+    tracer = Tracer(module)
+    writer = tracer.writer
     inputs = with_batch(example, micro_batch)
     inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
+    for name, tensor in _named(inputs):
+        writer.input(tensor, name)
+    for role, state in ((Role.PARAM, module.named_parameters()), (Role.BUFFER, module.named_buffers())):
+        for name, tensor in state:
+            writer.hold(tensor, role, name)
     if plan.leaves:
         real = tensors(with_batch(example, micro_batch, numbers=True))
         tracer.given = {id(t): own for t, own in zip(tensors(inputs), real, strict=True) if not own.is_meta}
-    for position, tensor in enumerate(tensors(inputs)):
-        tracer.declare(tensor, "input", str(position), on_floats=tensor.is_floating_point())
+    result = _run(module, inputs, plan, tracer)
+    returned = tensors(plain(result))
+    outputs = [writer.node_of(t) for t in returned]
+    wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    differentiable = [t for t in returned if t.requires_grad]
+    loss = next((t for t in differentiable if t.numel() == 1), None)
+    if loss is not None:
+        differentiable = [loss]
+    gradients = tracer.run_backward(differentiable, wanted) if differentiable and wanted else {}
+    end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
+    end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
+    return Step(writer.graph, writer.constants)
+
+
+def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -> Any:
+    """What the module returns, every call of its code noted."""
     try:
         with (
             left_as_it_was(module),
@@ -57,19 +84,17 @@ def trace_step(
             _trusting(),
             tracer.recording(),
         ):
-            result = module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+            return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
     except (FoldError, ModelError, TraceError):
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
         raise TraceError(tracer.failed or "", reason.splitlines()[0]) from error
-    outputs = tensors(plain(result))
-    tracer.trace.outputs = [tracer.value_of(t) for t in outputs]
-    wanted: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
-    differentiable = [t for t in outputs if t.requires_grad]
-    loss = next((t for t in differentiable if t.numel() == 1), None)
-    if loss is not None:
-        tracer.trace.loss, differentiable = tracer.value_of(loss), [loss]
-    if differentiable and wanted:
-        tracer.run_backward(differentiable, wanted)
-    return tracer.trace
+
+
+def _named(inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among the inputs, in order, each with the name of the argument that holds it."""
+    items = (
+        inputs.items() if isinstance(inputs, Mapping) else ((f"input_{i}", x) for i, x in enumerate(inputs))
+    )
+    return [(name, tensor) for name, value in items for tensor in tensors(value)]

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from autoparallel.costmodel.graph import Operator, Sharding, parts_of, sharded_dim, strided
+from torch import fx
+
+from autoparallel.costmodel.graph import Sharding, parts_of, sharded_dim, strided
+from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
-from autoparallel.planner.capture.records import Call, Trace
+from autoparallel.planner.capture.links import calls_by_link
+from autoparallel.planner.capture.nodes import maker, tensor, tensor_inputs, tensor_outputs
 from autoparallel.planner.capture.rules import Rules
-from autoparallel.planner.capture.shardings import sharding_of
+from autoparallel.planner.capture.shardings import legal_shardings, sharding_of
 
 # Calls that cut one dim into parts; the runtime makes them an unflatten and an unbind (runtime/fused_parts.py).
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
@@ -25,84 +28,71 @@ _RESHAPES = frozenset({"view", "reshape", "unflatten"})
 _DIMS_WITH_PARTS = 3
 
 
-def with_strided_shardings(
-    operators: Sequence[Operator],
-    indices: Sequence[int],
-    traces: Sequence[Trace],
-    fit: Fit,
-    rules: Rules,
-) -> tuple[Operator, ...]:
-    """`operators`, made from the calls at `indices`, with the strided shardings that are legal besides theirs."""
-    if not rules.knows_parts():
-        return tuple(operators)
-    wanted: dict[int, set[str]] = defaultdict(set)  # value -> strided placements that a reader knows
-    made = list(operators)
-    for n in reversed(range(len(made))):
-        calls = [t.calls[indices[n]] for t in traces]
-        found = [*_cuts(calls, traces, fit), *_heads(rules, calls, traces, fit)]
-        found += _producing(rules, made[n], calls, traces, fit, wanted)
-        new = tuple(s for s in dict.fromkeys(found) if s not in made[n].shardings)
-        if new:
-            made[n] = replace(made[n], shardings=(*made[n].shardings, *new))
-            for sharding in new:
-                _want(wanted, traces[0], calls[0], sharding)
-    return tuple(made)
+def with_shardings(graph: fx.Graph, rules: Rules, fit: Fit) -> fx.Graph:
+    """`graph`, each call of the first link of each structure told its legal `shardings`: DTensor's, then the strided ones that are legal besides those."""
+    for link, group in calls_by_link(graph).items():
+        if not link.first:
+            continue
+        for call in group:
+            call.meta["shardings"] = legal_shardings(rules, call, fit)
+        if rules.knows_parts():
+            _add_strided(group, rules, fit)
+    return graph
 
 
-def _want(wanted: dict[int, set[str]], trace: Trace, call: Call, sharding: Sharding) -> None:
-    for value, placement in zip(call.inputs, sharding.inputs, strict=True):
-        if "/" in placement and trace.values[value].origin == "call":
-            wanted[value].add(placement)
+def _add_strided(group: Sequence[fx.Node], rules: Rules, fit: Fit) -> None:
+    wanted: dict[fx.Node, set[str]] = defaultdict(set)  # tensor -> strided placements that a reader knows
+    for call in reversed(group):
+        found = [*_cuts(call, fit), *_heads(rules, call, fit), *_producing(rules, call, fit, wanted)]
+        new = tuple(s for s in dict.fromkeys(found) if s not in call.meta["shardings"])
+        call.meta["shardings"] += new
+        for sharding in new:
+            for node, placement in zip(tensor_inputs(call), sharding.inputs, strict=True):
+                if "/" in placement and maker(node) is not None:
+                    wanted[node].add(placement)
 
 
-def _cuts(calls: Sequence[Call], traces: Sequence[Trace], fit: Fit) -> list[Sharding]:
+def _cuts(call: fx.Node, fit: Fit) -> list[Sharding]:
     """A dim cut into equal parts, each of which is sharded."""
-    call, trace = calls[0], traces[0]
-    if call.name not in CUTS or len(call.inputs) != 1 or len(call.outputs) < 2:
+    inputs, outputs = tensor_inputs(call), tensor_outputs(call)
+    if call.meta["torch_name"] not in CUTS or len(inputs) != 1 or len(outputs) < 2:
         return []
-    whole = trace.values[call.inputs[0]].meta.shape
-    shapes = {trace.values[v].meta.shape for v in call.outputs}
-    parts = len(call.outputs)
+    whole = tensor(inputs[0]).shape
+    shapes = {tensor(node).shape for node in outputs}
+    parts = len(outputs)
     part = shapes.pop()
     dims = [d for d, size in enumerate(part) if size * parts == whole[d]]
     if shapes or len(dims) != 1:
         return []
     (dim,) = dims
-    size = fit.size([t.values[c.outputs[0]].meta.shape[dim] for t, c in zip(traces, calls, strict=True)])
+    size = fit.size([tensor(tensor_outputs(same)[0]).shape[dim] for same in twins(call)])
     return [Sharding(inputs=(strided(dim, parts),), outputs=(f"S{dim}",) * parts, divides=(size,))]
 
 
-def _heads(rules: Rules, calls: Sequence[Call], traces: Sequence[Trace], fit: Fit) -> list[Sharding]:
+def _heads(rules: Rules, call: fx.Node, fit: Fit) -> list[Sharding]:
     """One dim seen as parts, heads and head size, its heads sharded."""
-    call, trace = calls[0], traces[0]
-    if call.name not in _RESHAPES or len(call.inputs) != 1 or len(call.outputs) != 1:
+    inputs, outputs = tensor_inputs(call), tensor_outputs(call)
+    if call.meta["torch_name"] not in _RESHAPES or len(inputs) != 1 or len(outputs) != 1:
         return []
-    before, after = (trace.values[v].meta.shape for v in (call.inputs[0], call.outputs[0]))
+    before, after = tensor(inputs[0]).shape, tensor(outputs[0]).shape
     dim = next((d for d, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
     if dim >= len(before) or len(after) - len(before) + 1 < _DIMS_WITH_PARTS or after[dim] < 2:
         return []
-    sharding = sharding_of(rules, traces, calls, fit, (strided(dim, after[dim]),))
+    sharding = sharding_of(rules, call, fit, (strided(dim, after[dim]),))
     return [sharding] if sharding is not None and sharding.outputs == (f"S{dim + 1}",) else []
 
 
-def _producing(
-    rules: Rules,
-    operator: Operator,
-    calls: Sequence[Call],
-    traces: Sequence[Trace],
-    fit: Fit,
-    wanted: Mapping[int, set[str]],
-) -> list[Sharding]:
-    """Shardings of an operator that leave its result as its readers want it."""
-    if len(calls[0].outputs) != 1 or calls[0].leaf is not None:
+def _producing(rules: Rules, call: fx.Node, fit: Fit, wanted: Mapping[fx.Node, set[str]]) -> list[Sharding]:
+    """Shardings of a call that leave its result as its readers want it."""
+    if len(tensor_outputs(call)) != 1 or "leaf" in call.meta:
         return []
     found = []
-    for placement in sorted(wanted.get(calls[0].outputs[0], ())):
+    for placement in sorted(wanted.get(tensor_outputs(call)[0], ())):
         parts = parts_of(placement)
-        for plain in operator.shardings:
+        for plain in call.meta["shardings"]:
             if plain.outputs == (f"S{sharded_dim(placement)}",):
                 inputs = [strided(sharded_dim(p), parts) if p.startswith("S") else p for p in plain.inputs]
-                sharding = sharding_of(rules, traces, calls, fit, inputs)
+                sharding = sharding_of(rules, call, fit, inputs)
                 if sharding is not None and sharding.outputs == (placement,):
                     found.append(sharding)
     return found

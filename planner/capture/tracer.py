@@ -1,4 +1,4 @@
-"""Runs one forward and backward pass of a module on the meta device and notes every call, kernel and storage.
+"""Runs one forward and backward pass of a module on the meta device, and has every call and kernel written down.
 
 The module's own Python code runs, as it does in training: a `TorchFunctionMode` sees the torch functions it
 calls, a dispatch mode the kernels below them, `saved_tensors_hooks` what autograd keeps, and the sequence number
@@ -10,30 +10,24 @@ from __future__ import annotations
 import bisect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.fold import FoldError, StandIn
 from autoparallel.planner.capture.leaf import measure_leaf
+from autoparallel.planner.capture.marks import run_whole, stand_in
 from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
-from autoparallel.planner.capture.records import (
-    Boundary,
-    Call,
-    Frame,
-    Launch,
-    Meta,
-    SavedStorage,
-    Trace,
-    Value,
-)
+from autoparallel.planner.capture.nodes import Frame, Launch, SavedStorage, tensor_inputs
 from autoparallel.planner.capture.trees import leaves, mapped, named_arguments, plain, tensors
-from autoparallel.planner.capture.whole import is_causal, known_index, replacement
+from autoparallel.planner.capture.whole import known_index, replacement
+from autoparallel.planner.capture.writer import Pending, Writer, meta_of
 
 _NO_OVERRIDE = {
     name: (lambda *_: False)
@@ -41,28 +35,9 @@ _NO_OVERRIDE = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without the prefix."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _sequence_number() -> int:
     """The number that the next node of the autograd graph will get."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def meta_of(tensor: torch.Tensor) -> Meta:
-    """Shape, dtype, storage and distinct elements of a tensor."""
-    distinct = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        distinct *= size if stride else min(size, 1)
-    return Meta(
-        shape=tuple(tensor.shape),
-        dtype=dtype_name(tensor.dtype),
-        distinct=distinct,
-        storage=storage_key(tensor),
-        layout=(int(tensor.storage_offset()), *tensor.stride()),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,64 +51,36 @@ class Remembered:
 
 
 class Tracer(TorchFunctionMode):
-    """Collects a `Trace`; see `trace_step`."""
+    """Runs a step and hands what it sees to a `Writer`; see `trace_step`."""
 
-    def __init__(self, module: torch.nn.Module, micro_batch: int) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self.trace = Trace(micro_batch=micro_batch, frames=[Frame(path="", parent=-1)])
         self.meta_mode = MetaMode(self._observe)
+        self.writer = Writer(self.meta_mode)
         self._paths = {id(m): path for path, m in module.named_modules()}
-        self._frame = 0
-        self._values: dict[int, int] = {}  # id(tensor) -> value
-        self._by_storage: dict[int, int] = {}  # storage -> the value that made it
-        self._alive: list[object] = []
-        self._call: Call | None = None
-        self._backward_starts: list[int] | None = None
+        self._frame = Frame(path="", class_name=type(module).__name__, parent=None)
+        self._frames = 0
+        self._pending: Pending | None = None
+        self._starts: list[int] = []  # of each call: the number of the first autograd node that it makes
+        self._runs_backward = False
         self._opened: dict[object, Callable[..., Any]] = {}
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
         self.failed: str | None = None
         self.given: dict[int, torch.Tensor] = {}  # id(input) -> the example's own numbers, for leaves alone
-        self._entered: list[dict[int, int]] = []  # of each open module call: its tensors' values on entry
-        self._returned: list[int] = []  # values returned by the repeated module that ran last
+        self._entered: list[
+            dict[int, fx.Node | None]
+        ] = []  # of each open module call: its tensors' nodes on entry
+        self._returned: list[fx.Node | None] = []  # what the repeated module that ran last returned
         self._opening: set[object] = set()  # functions whose body is running
 
-    # -- values ------------------------------------------------------------------------------------------------
-
-    def declare(self, tensor: torch.Tensor, origin: str, name: str, on_floats: bool = False) -> int:
-        """Register a tensor that exists before the step: parameter, buffer or input."""
-        return self._new_value(
-            tensor, Value(meta=meta_of(tensor), origin=origin, name=name, on_floats=on_floats)
-        )
-
-    def _new_value(self, tensor: torch.Tensor, value: Value) -> int:
-        index = len(self.trace.values)
-        value.requires_grad = tensor.requires_grad
-        self.trace.values.append(value)
-        self._values[id(tensor)] = index
-        self._alive.append(tensor)
-        self._by_storage.setdefault(value.meta.storage, index)
-        return index
-
-    def value_of(self, tensor: torch.Tensor) -> int:
-        """The value a tensor stands for; one never seen before becomes a constant or an alias of its storage."""
-        if id(tensor) in self._values:
-            return self._values[id(tensor)]
-        meta = self.meta_mode.to_meta(tensor)
-        if (storage := storage_key(meta)) in self._by_storage:
-            self._values[id(tensor)] = self._by_storage[storage]
-            self._alive.append(tensor)
-            return self._by_storage[storage]
-        constant = Value(meta=meta_of(meta), origin="constant", name=f"constant_{len(self.trace.values)}")
-        return self._new_value(tensor, constant)
-
-    # -- forward -----------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._call is not None or self._backward_starts is not None:
+        if self._pending is not None or self._runs_backward:
             return func(*args, **kwargs)
         opens = isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__)
         # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
@@ -166,82 +113,65 @@ class Tracer(TorchFunctionMode):
             name = getattr(func.__self__, "__name__", name)
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
-        call = Call(name=name, frame=self._frame, first_node=_sequence_number())
-        before = [t._version for t in tensors((args, kwargs))]
-        self._call = call
+        pending = Pending(name, self._frame, _sequence_number())
+        given = tensors((args, kwargs))
+        before = [t._version for t in given]
+        self._pending = pending
         try:
             out = (replacement(name) or func)(*args, **kwargs)
         finally:
-            self._call = None
-        results = tensors(out)
-        mutated = [
-            t for t, version in zip(tensors((args, kwargs)), before, strict=True) if t._version != version
-        ]
-        fresh = [t for t in results if all(t is not m for m in mutated)]
-        unchanged = [t for t in fresh if id(t) in self._values]
-        if not call.forward and len(unchanged) == len(fresh) and not mutated:
+            self._pending = None
+        mutated = [t for t, version in zip(given, before, strict=True) if t._version != version]
+        fresh = [t for t in tensors(out) if all(t is not m for m in mutated)]
+        if not pending.kernels and all(map(self.writer.knows, fresh)) and not mutated:
             return out  # a size, a flag, or the argument itself: nothing ran
-        call.inputs = inputs = [self.value_of(t) for t in tensors((args, kwargs))]
-        call.constants = tuple(
-            leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, int | float | bool | str)
-        )
-        call.causal = is_causal(name, args, kwargs)
-        index = len(self.trace.calls)
-        self.trace.calls.append(call)
-        on_floats = any(self.trace.values[i].on_floats for i in inputs)
+        call = self._written(func, args, kwargs, pending)
         # What changes a view changes the tensor it looks at.
-        bases = {id(t._base): t._base for t in mutated if t._base is not None and id(t._base) in self._values}
+        bases = {id(t._base): t._base for t in mutated if t._base is not None and self.writer.knows(t._base)}
         bases = {key: base for key, base in bases.items() if all(base is not t for t in mutated)}
-        for position, tensor in enumerate([*fresh, *mutated, *bases.values()]):
-            value = Value(
-                meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats
-            )
-            call.outputs.append(self._new_value(tensor, value))
+        self.writer.results(call, out, [*fresh, *mutated, *bases.values()])
         return out
 
+    def _written(self, func: Any, args: Any, kwargs: Any, pending: Pending, **notes: Any) -> fx.Node:
+        self._starts.append(pending.first_node)
+        return self.writer.call(func, args, kwargs, pending, **notes)
+
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        tensors_in, tensors_out = tensors((args, kwargs)), tensors(out)
-        metas_in, metas_out = tuple(map(meta_of, tensors_in)), tuple(map(meta_of, tensors_out))
+        if self._standing_in or (self._pending is None and not self._runs_backward):
+            return
+        metas_in, metas_out = (tuple(map(meta_of, tensors(tree))) for tree in ((args, kwargs), out))
         storages = {m.storage for m in metas_in}
-        mutates = func._schema.is_mutable
         launch = Launch(
             target=str(func),
             inputs=metas_in,
             outputs=metas_out,
-            is_view=not mutates and all(m.storage in storages for m in metas_out),
+            is_view=not func._schema.is_mutable and all(m.storage in storages for m in metas_out),
             signature=(func, args, kwargs),
         )
-        if self._standing_in:
+        if self._pending is not None:
+            self._pending.kernels.append(launch)
             return
-        if self._backward_starts is not None:
-            node: Any = torch._C._current_autograd_node()
-            if node is None:
-                return  # the gradient of the loss itself, set before the first node runs
-            owner = bisect.bisect_right(self._backward_starts, node._sequence_nr()) - 1
-            if self.trace.calls[max(owner, 0)].name not in {"stand_in", "leaf"}:
-                self.trace.calls[max(owner, 0)].backward.append(launch)
-                self.trace.backward.append(launch)
-        elif self._call is not None:
-            self._call.forward.append(launch)
+        node: Any = torch._C._current_autograd_node()
+        # Without one it is the gradient of the loss itself, set before the first node runs.
+        owner = max(bisect.bisect_right(self._starts, node._sequence_nr()) - 1, 0) if node else None
+        self.writer.backward(func, launch, out, None if owner is None else self.writer.calls[owner])
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (
-            self._backward_starts is None
-            and tensor.device.type == "meta"
-            and (self._call or self.trace.calls)
-        ):
-            # Outside a call it is a custom autograd function that saves: it belongs to the call before.
-            index = len(self.trace.calls) if self._call else len(self.trace.calls) - 1
-            call = self._call or self.trace.calls[index]
+        pending = self._pending
+        if not self._runs_backward and tensor.device.type == "meta" and (pending or self.writer.calls):
+            # Outside a call it is a custom autograd function that saves.
+            before = pending.saved if pending else self.writer.calls[-1].meta["saved"]
             saved = SavedStorage(
                 storage=storage_key(tensor),
                 storage_bytes=tensor.untyped_storage().nbytes(),
                 meta=meta_of(tensor),
-                call=index,
-                position=len(call.saved),
+                position=len(before),
             )
-            call.saved.append(saved)
-            self._alive.append(tensor)
+            self.writer.alive(tensor)
+            if pending:
+                pending.saved.append(saved)
+            else:
+                self.writer.keep(saved)
         return tensor
 
     # -- folding -----------------------------------------------------------------------------------------------
@@ -251,11 +181,11 @@ class Tracer(TorchFunctionMode):
         stands for."""
         with torch._C.DisableTorchFunction():
             arguments = self._described(args, kwargs)
-        read = {value for call in self.trace.calls[since:] for value in call.inputs}
+        read = {node for call in self.writer.calls[since:] for node in tensor_inputs(call)}
         inputs = tensors((args, kwargs))
-        used = [self._values.get(id(t)) in read for t in inputs]
+        used = [self.writer.known(t) in read for t in inputs]
         self._remembered[path] = Remembered(arguments, inputs, used, result)
-        self._returned = [self._values.get(id(t), -1) for t in tensors(result)]
+        self._returned = [self.writer.known(t) for t in tensors(result)]
 
     def _described(self, args: Any, kwargs: Any) -> list[object]:
         """Each argument by what must be equal for two calls to be alike: where a tensor comes from, its shape."""
@@ -265,8 +195,8 @@ class Tracer(TorchFunctionMode):
             if not isinstance(leaf, torch.Tensor):
                 described.append(leaf if isinstance(leaf, int | float | bool | str | None) else type(leaf))
                 continue
-            value = self.value_of(leaf)
-            place = f"previous:{previous.index(value)}" if value in previous else ""
+            node = self.writer.node_of(leaf)
+            place = f"previous:{previous.index(node)}" if node in previous else ""
             described.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, place))
         return described
 
@@ -280,9 +210,12 @@ class Tracer(TorchFunctionMode):
             result = {id(t): given[i] for i, t in enumerate(known.inputs)}  # what the model handed through
             fresh = [t for t in tensors(known.result) if id(t) not in result]
             used = [t for t, is_used in zip(given, known.used, strict=True) if is_used]
-            made = self._stood_in(model, used, fresh, [p for p in module.parameters() if p.requires_grad])
+            sources: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
+            made = self._opaque(stand_in, path, used, fresh, sources, stood_in_by=model)
+            for tensor, like in zip(made, fresh, strict=True):
+                self.writer.node_of(tensor).meta["like"] = self.writer.node_of(like)
             result |= {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
-            self._returned = [self._values.get(id(result[id(t)]), -1) for t in tensors(known.result)]
+            self._returned = [self.writer.known(result[id(t)]) for t in tensors(known.result)]
             return tree_map(lambda leaf: result.get(id(leaf), leaf), known.result)
 
     def leaf(self, module: torch.nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -290,56 +223,40 @@ class Tracer(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result, cost = measure_leaf(module, path, args, kwargs, self._values_of)
             given, fresh = tensors((args, kwargs)), tensors(result)
-            call = Call(name="leaf", frame=self._frame, leaf=cost)
-            made = self._opaque(call, [*given, *module.parameters()], fresh, [])
+            made = self._opaque(run_whole, path, [*given, *module.parameters()], fresh, [], leaf=cost)
             replaced = {id(like): tensor for like, tensor in zip(fresh, made, strict=True)}
             return mapped(lambda leaf: replaced.get(id(leaf), leaf), result)
 
     def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self.given.get(id(tensor), self.meta_mode.known(tensor) if tensor.is_meta else tensor)
 
-    def _stood_in(
-        self, model: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor], sources: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        call = Call(name="stand_in", frame=self._frame)
-        index = len(self.trace.calls)
-        self.trace.stand_ins[index] = model
-        made = self._opaque(call, inputs, fresh, sources)
-        for tensor, like in zip(made, fresh, strict=True):
-            self.trace.values[self._values[id(tensor)]].like = self.value_of(like)
-        return made
-
     def _opaque(
-        self, call: Call, inputs: list[torch.Tensor], fresh: list[torch.Tensor], sources: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of `call`. Where no input needs a
-        gradient but the outputs do, it comes from `sources`."""
-        call.first_node = _sequence_number()
-        call.inputs = [self.value_of(t) for t in inputs]
-        self._call, self._standing_in = call, True
+        self, func: Any, path: str, inputs: list[torch.Tensor], fresh: list[torch.Tensor],
+        sources: list[torch.Tensor], **notes: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Tensors like `fresh` that depend on `inputs`, noted as the outputs of a call of `func`. Where no input needs
+        a gradient but the outputs do, it comes from `sources`."""
+        pending = Pending("leaf" if func is run_whole else "stand_in", self._frame, _sequence_number())
+        self._pending, self._standing_in = pending, True
         try:
             sources = [t for t in inputs if t.requires_grad] or sources
             made = StandIn.apply(fresh, *sources) if fresh else ()
             made = [m if f.requires_grad else m.detach() for m, f in zip(made, fresh, strict=True)]
         finally:
-            self._call, self._standing_in = None, False
-        index = len(self.trace.calls)
-        self.trace.calls.append(call)
-        on_floats = any(self.trace.values[i].on_floats for i in call.inputs)
-        for position, tensor in enumerate(made):
-            value = Value(
-                meta=meta_of(tensor), origin="call", call=index, output=position, on_floats=on_floats
-            )
-            call.outputs.append(self._new_value(tensor, value))
+            self._pending, self._standing_in = None, False
+        call = self._written(func, (path, *inputs), {}, pending, **notes)
+        self.writer.results(call, tuple(made), made)
         return made
 
     # -- modules -----------------------------------------------------------------------------------------------
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if id(module) in self._paths:
-            self.trace.frames.append(Frame(path=self._paths[id(module)], parent=self._frame))
-            self._frame = len(self.trace.frames) - 1
-            self._entered.append({id(t): self._values[id(t)] for t in tensors(args) if id(t) in self._values})
+            path, known = self._paths[id(module)], self.writer.known
+            self._frames += 1
+            kind = type(module).__name__
+            self._frame = Frame(path=path, class_name=kind, parent=self._frame, index=self._frames)
+            self._entered.append({id(t): known(t) for t in tensors(args)})
 
     def _leave(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         if id(module) not in self._paths:
@@ -349,16 +266,15 @@ class Tracer(TorchFunctionMode):
         if result is None and self.failed is None and sys.exc_info()[1] is not None:
             self.failed = self._paths[id(module)]  # the innermost module that an exception leaves
         before = self._entered.pop() if self._entered else {}
-        self.trace.boundaries[self._frame] = Boundary(
-            inputs=tuple(
-                (name, before.get(id(tensor), self._values[id(tensor)]))  # what it was before it was changed
-                for name, tensor in named_arguments(module, args, kwargs)
-                if id(tensor) in self._values
-            ),
-            outputs=tuple(self._values[id(t)] for t in tensors(plain(result)) if id(t) in self._values),
-        )
-        if self._frame:
-            self._frame = self.trace.frames[self._frame].parent
+        given = [
+            (name, before.get(id(tensor)) or self.writer.known(tensor))  # what it was before it was changed
+            for name, tensor in named_arguments(module, args, kwargs)
+        ]
+        returned = [self.writer.known(t) for t in tensors(plain(result))]
+        self._frame.inputs = tuple((name, node) for name, node in given if node is not None)
+        self._frame.outputs = tuple(node for node in returned if node is not None)
+        if self._frame.parent is not None:
+            self._frame = self._frame.parent
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -375,13 +291,13 @@ class Tracer(TorchFunctionMode):
             stack.enter_context(self)
             yield
 
-    def run_backward(self, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-        """The backward pass of `outputs` towards `wanted` (the parameters)."""
-        self._backward_starts = [call.first_node for call in self.trace.calls]
+    def run_backward(
+        self, outputs: list[torch.Tensor], wanted: Mapping[str, torch.Tensor]
+    ) -> dict[str, fx.Node]:
+        """The backward pass of `outputs`: the gradients of the `wanted` parameters that have one."""
+        self._runs_backward = True
         with self.meta_mode:
             ones = [torch.ones_like(t) for t in outputs]
-            gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        for gradient in gradients:
-            if gradient is not None:
-                self._alive.append(gradient)
-                self.trace.parameter_gradients.add(storage_key(gradient))
+            found = torch.autograd.grad(outputs, list(wanted.values()), ones, allow_unused=True)
+        pairs = zip(wanted, found, strict=True)
+        return {name: self.writer.gradient(t, name) for name, t in pairs if t is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,27 @@ def _collect(tree: Any, found: list[Any]) -> None:
         found.append(tree)
 
 
+# What has no tensors in it, by far the most of what is asked.
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves."""
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _collect_tensors((tree,), found)
+    return found
+
+
+def _collect_tensors(items: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif type(item) in _ATOMS:
+            continue
+        elif isinstance(item, tuple | list):
+            _collect_tensors(item, found)
+        elif isinstance(item, dict):
+            _collect_tensors(item.values(), found)
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from torch import nn
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.alike import alike
+from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.fold import FoldPlan
+from autoparallel.planner.capture.links import links
 from autoparallel.planner.capture.load import load_model
+from autoparallel.planner.capture.on_meta import on_meta
+from autoparallel.planner.capture.passes import PASSES, Context
+from autoparallel.planner.capture.rules import Rules
+from autoparallel.planner.capture.step import trace_step
 from tests.capture.measured import saved_bytes
 from tests.capture.models import EXAMPLES, NAMES, any_small
 
@@ -79,6 +88,90 @@ def test_alternating_kinds_are_two_blocks() -> None:
     graph = capture(_alternating(12), torch.randn(2, 8), name="x")
     assert [link.block for link in graph.chain][4:10] == [2, 1, 2, 1, 2, 1] or len(graph.blocks) <= 4
     assert graph.parameter_count == 12 * 64 + 6 * 8
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def _dictionary(width: int) -> nn.Module:
+    return nn.ModuleDict({
+        "norm": nn.LayerNorm(width), "attention": _Attention(width), "mlp": nn.Linear(width, width),
+    })  # fmt: skip
+
+
+def _holder(width: int) -> nn.Module:
+    holder = nn.Module()
+    for name, child in _dictionary(width).named_children():
+        holder.add_module(name, child)
+    return holder
+
+
+class _Held(nn.Module):
+    """The model's own loop calls what its layers hold: no layer is ever called."""
+
+    def __init__(self, layers: int, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make(8) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer.get_submodule("attention")(layer.get_submodule("norm")(x))
+            x = x + torch.relu(layer.get_submodule("mlp")(x))
+        return x.sum()
+
+
+@pytest.mark.parametrize("make", [_dictionary, _holder], ids=["dictionary", "bare module"])
+def test_layers_that_only_hold_modules_are_folded_module_by_module(
+    make: Callable[[int], nn.Module],
+) -> None:
+    module, inputs = _Held(9, make), torch.randn(2, 4, 8)
+    folded, full = (capture(module, inputs, name="x", fold=fold) for fold in (True, False))
+    assert folded == full
+    assert [link.path for link in folded.chain if link.repeated][3:6] == [
+        "layers.1.norm", "layers.1.attention", "layers.1.mlp",
+    ]  # fmt: skip
+    names = [block.name for block in folded.blocks]
+    assert [names.count(name) for name in ("LayerNorm", "_Attention", "Linear")] == [1, 1, 1], names
+    assert folded.pipeline_cuts
+    traced = capture(_Held(40, make), inputs, name="x")
+    assert traced.parameter_count == 40 * sum(p.numel() for p in make(8).parameters())
+    assert len(traced.blocks) == len(folded.blocks)
+
+
+def _first_of_its_kind(name: str, layers: int) -> list[tuple[str, bool]]:
+    """Of each link, its path and whether it is the first of its structure, nothing folded."""
+    module, inputs = any_small(name, layers)
+    with on_meta(module):
+        graph = trace_step(module, inputs, 2, FoldPlan()).graph
+    context = Context(module=module, plan=FoldPlan(), fit=Fit((2,)), rules=Rules())
+    graph = alike([graph])
+    for each in PASSES[: [p.name.split(":")[0] for p in PASSES].index("costs")]:
+        graph = each.run(graph, context)
+        each.check(graph)
+    return [(link.path, link.same is None) for link in links(graph)]
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("llama", ["model.layers.0"]),
+        ("deepseek", ["model.layers.0", "model.layers.1"]),  # dense, then experts
+        # The last layer of a decoder is the first to send gradients to the encoder: it has nothing to add them to.
+        ("whisper", ["model.encoder.layers.0", "model.decoder.layers.0", "model.decoder.layers.3"]),
+    ],
+)
+def test_repetition_is_found_by_structure_in_a_whole_trace(name: str, first: list[str]) -> None:
+    found = _first_of_its_kind(name, 4)
+    assert [path for path, is_first in found if path and is_first] == first, found
 
 
 def _captured(layers: int) -> tuple[ModelGraph, float]:

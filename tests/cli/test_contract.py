@@ -173,7 +173,17 @@ def test_no_strategy_in_the_time_is_status_4(graph: Path) -> None:
 
 
 def test_every_documented_command_says_what_it_takes() -> None:
-    for command in ("plan", "score", "whatif", "report", "export", "profiles", "profile", "calibrate"):
+    for command in (
+        "plan",
+        "score",
+        "whatif",
+        "report",
+        "export",
+        "profiles",
+        "profile",
+        "calibrate",
+        "graph",
+    ):
         answer = run(command, "--help")
         assert answer.status == 0, command
         assert "Usage" in answer.out

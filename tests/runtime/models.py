@@ -318,6 +318,34 @@ def spectral(batch: int) -> Example:
     return replace(mlp(batch), module=model)
 
 
+class Held(nn.Module):
+    """Its layers only hold modules: they are called from here, one by one."""
+
+    def __init__(self, width: int = 16, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"mix": MlpBlock(width), "norm": nn.LayerNorm(width)}) for _ in range(depth)
+        )
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer["norm"](layer["mix"](x))  # type: ignore[index]
+        return self.head(x)
+
+
+def held(batch: int) -> Example:
+    return replace(
+        mlp(batch),
+        module=Held(),
+        blocks=("layers.0.mix", "layers.0.norm", "layers.1.mix", "layers.1.norm"),
+        rules=lambda _: [
+            *_column("layers.*.mix", "up", bias=True),
+            *_row("layers.*.mix", "down", hidden="replicate", bias=True),
+        ],
+    )
+
+
 def beside(batch: int) -> Example:
     return replace(mlp(batch), module=Beside())
 
@@ -336,5 +364,6 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
         entering,
         spectral,
         beside,
+        held,
     )
 }

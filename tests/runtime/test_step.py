@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 # transformers computes norms and losses of Llama and Qwen in float32 whatever the model's dtype.
 MODELS = {
     "llama": "float32", "llama_with_labels": "float32", "qwen3": "float32", "gpt2": "float64", "vit": "float64",
-    "mlp": "float64", "resnet": "float64",
+    "mlp": "float64", "resnet": "float64", "held": "float64",
 }  # fmt: skip
 ON_TWO: dict[str, dict[str, Any]] = {
     "replicated, two micro-batches": {"dp_replicate": 2, "micro_batches": 2},
