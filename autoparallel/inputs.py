@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import cluster_hash, recorded_cluster, recorded_hash
-from autoparallel.runtime.limits import graph_limits, limits
+from autoparallel.runtime.limits import graph_limits, limits, refused
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
 
@@ -271,6 +272,7 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         constraints=constraints,
         execution=Execution(**chosen),  # type: ignore[arg-type]
         allow_lossy=checked.request.allow_lossy,
+        refuses=partial(refused, graph) if checked.request.runnable else None,
     )
 
 

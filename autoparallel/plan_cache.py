@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.runtime.limits import refused
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
@@ -108,6 +110,7 @@ def find_strategy(
         execution=_told(execution, constraints),
         allow_lossy=allow_lossy,
         all_devices=True,
+        refuses=partial(refused, graph),
     )
     if cache is None:
         return _plan(problem, None, time_limit_s)

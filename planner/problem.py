@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -11,7 +11,7 @@ from typing import Protocol
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.money import rate_per_s
-from autoparallel.planner.strategy.types import Execution
+from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 
 Value = tuple[float, float]  # of the objective: what counts, and what counts among equals; less is better
@@ -38,6 +38,8 @@ class Problem:
     execution: Execution = field(default_factory=Execution)
     allow_lossy: bool = False
     all_devices: bool = False  # every one must work: processes that run already wait for a part in the plan
+    # Why whoever runs the plan refuses a strategy, None where it does not: such strategies are left out of the search.
+    refuses: Callable[[Strategy], str | None] | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -59,6 +61,10 @@ class Problem:
                 f"mesh.groups = {list(groups)} names a device group for each of {len(groups)} pipeline ranks, but "
                 f"mesh.pp = {pp}; change one of them"
             )
+
+    def is_refused(self, strategy: Strategy) -> bool:
+        """Whether whoever runs the plan refuses a strategy."""
+        return self.refuses is not None and self.refuses(strategy) is not None
 
     def rate_per_s(self, devices: int) -> float:
         """Price of one second of that many devices, of the groups that `mesh.groups` names if it does; their

@@ -36,6 +36,8 @@ def _as_good(outer: Outer, strategy: Strategy, value: Value) -> Iterator[Evaluat
     for other in _simpler(outer, strategy):
         if strategy_problems(problem.graph, problem.cluster, other) or constraint_problems(problem, other):
             continue
+        if problem.is_refused(other):
+            continue
         try:
             if not outer.fits(held_by(outer.book.expander, other)):
                 continue

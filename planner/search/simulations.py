@@ -72,6 +72,8 @@ class Simulations:
         except UserError as error:
             self.errors.append(error)
             return None
+        if outer.problem.is_refused(priced.strategy):
+            return None
         self.work += spending.PER_STAGE_PROBLEM + spending.PER_CHUNK * chosen.chunks
         if chosen.schedule_key not in self._paths:
             self.work += spending.PER_ACTION_LAID_OUT * chosen.actions

@@ -34,6 +34,8 @@ def _better(sims: Simulations, strategy: Strategy) -> bool:
     problem, outer = sims.outer.problem, sims.outer
     if strategy_problems(problem.graph, problem.cluster, strategy) or constraint_problems(problem, strategy):
         return False
+    if problem.is_refused(strategy):
+        return False
     chunks = strategy.mesh.pp * strategy.pipeline.virtual_stages
     sims.work += spending.PER_SIMULATION + spending.PER_STAGE_SIMULATED * chunks
     sims.work += spending.PER_ACTION_WALKED * 2 * chunks * strategy.micro_batches
