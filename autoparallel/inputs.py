@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from autoparallel.costmodel.graph import ModelGraph

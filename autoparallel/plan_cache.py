@@ -7,8 +7,8 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 from autoparallel import __version__
@@ -17,7 +17,6 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.runtime.limits import refused
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
@@ -26,6 +25,7 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, cluster_to_dict, device_names
 from autoparallel.profiles.record import recorded_cluster
+from autoparallel.runtime.limits import refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
