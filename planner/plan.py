@@ -59,7 +59,6 @@ MOST_WORK = 4000.0
 REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
-    "late_gathers",
     "blocking_launches",
     "merged_dispatch",
     "hidden_dispatch",

@@ -291,7 +291,7 @@ def _step_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, ex
     that the rate of either is that of all."""
     mode = strategy.execution.kernels
     updates = state.optimizer_kernel(parameters, strategy, experts)
-    gathers = state.updated_gather(parameters, strategy, experts)
+    gathers = () if strategy.execution.late_gathers else state.updated_gather(parameters, strategy, experts)
     step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
     return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
 

@@ -143,6 +143,10 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     def communicates(link: LinkPrice) -> float:
         return link.gather_s + link.reduce_s
 
+    update, gather = _update_rate(book, priced), _gather_rate(book, priced)
+    late = (
+        strategy.execution.late_gathers
+    )  # then the next step's first forwards wait for it, not this one's end
     backward = links.streamed(_backward, backward=True)
     weight = links.sums(lambda link: link.weight_s)
     end: tuple[Form, ...]
@@ -164,11 +168,11 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         weights,
         Quantity(forms=end),
         Quantity(forms=end_weight),
-        Quantity(forms=(links.sums(_step_rate(book, priced)),)),
+        Quantity(forms=(links.sums(lambda link: update(link) + (0.0 if late else gather(link))),)),
         Quantity(forms=(_sends(problem, book, strategy, links),)),
         Quantity(forms=(_tied(book, chain, priced),)),
         *(_left(links, work, none=every, beside=strategy.grad_sync.overlap) for work in (_backward, _weight)),
-        Quantity(forms=(links.constant(0),)),
+        Quantity(forms=(links.sums(gather) if late else links.constant(0),)),
     )
 
 
@@ -199,13 +203,12 @@ def _input(link: LinkPrice) -> tuple[float, float]:
     return link.input_s, link.backward_contended_s
 
 
-def _step_rate(book: PriceBook, priced: Priced) -> Value:
-    """Seconds of optimizer and of the gather of updated parameters that a link answers for: its share at the
-    rate of the whole model, as neither is faster per byte when it is smaller."""
+def _update_rate(book: PriceBook, priced: Priced) -> Value:
+    """Seconds of the optimizer that a link answers for: its share at the rate of the whole model, as no kernel is faster per
+    byte when it is smaller."""
     strategy, links = priced.strategy, priced.links
     every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
-    copies = max(links.count, 1)  # more than any stage has
-    axes, mode = mesh_axes(strategy), strategy.execution.kernels
+    copies, mode = max(links.count, 1), strategy.execution.kernels  # more than any stage has
     trainable, experts = (sum(values) * copies for values in (
         [link.trainable for link in every], [link.expert_trainable for link in every],
     ))  # fmt: skip
@@ -213,6 +216,14 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
     dense, expert = state.updates_per_parameter(strategy)
     updated = (trainable - experts) * dense + experts * expert
     update = sum(book.pricer.kernel_s(k, book.device, mode) for k in kernels) / max(updated, 1)
+    return lambda link: (link.dense_trainable * dense + link.expert_trainable * expert) * update
+
+
+def _gather_rate(book: PriceBook, priced: Priced) -> Value:
+    """Seconds of the gather of updated parameters that a link answers for, likewise."""
+    strategy, links = priced.strategy, priced.links
+    every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
+    copies, axes = max(links.count, 1), mesh_axes(strategy)
 
     def gather_rate(count: int, *, of_experts: bool) -> float:
         gathers = state.updated_gather(count, strategy, count if of_experts else 0)
@@ -220,11 +231,7 @@ def _step_rate(book: PriceBook, priced: Priced) -> Value:
 
     gather = gather_rate(sum(link.dense for link in every) * copies, of_experts=False)
     gather_experts = gather_rate(sum(link.experts for link in every) * copies, of_experts=True)
-    return lambda link: (
-        (link.dense_trainable * dense + link.expert_trainable * expert) * update
-        + link.dense * gather
-        + link.experts * gather_experts
-    )
+    return lambda link: link.dense * gather + link.experts * gather_experts
 
 
 def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
