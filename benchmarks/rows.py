@@ -25,7 +25,7 @@ from autoparallel.planner.strategy.types import (
 from autoparallel.profiles import load_device
 from autoparallel.profiles.constants import KERNEL_MODES
 from autoparallel.profiles.hardware import Cluster, Group
-from autoparallel.profiles.parts import evenly_filled
+from autoparallel.profiles.parts import at_nodes, bounded, evenly_filled
 from benchmarks.beside import Beside
 from benchmarks.frameworks import BLOCKING_LAUNCHES, DROPOUT, DROPPING, framework_of
 from benchmarks.models import Shape
@@ -156,13 +156,13 @@ def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
     devices = _int(row, "devices")
     gbps = _float(row, "inter_node_gbps_per_node")
     per_node = min(per_node, devices)
-    *inner, outer = device.levels
+    *inner, outer = at_nodes(device.levels, device.devices_per_node, per_node)
     if gbps and inner:
         ports = max(1, round(gbps / PORT_GBPS))
         rate = gbps * 1e9 / 8 / per_node
         outer = replace(outer, bytes_per_s=rate, nics=ports if ports < per_node else 0)
     group = Group(device=device, nodes=-(-devices // per_node), devices_per_node=per_node)
-    levels = evenly_filled((*inner, outer), devices)
+    levels = bounded(evenly_filled((*inner, outer), devices), devices)
     return Cluster(name=f"{device.name}x{devices}", groups=(group,), levels=levels)
 
 

@@ -20,16 +20,33 @@ def published(name: str) -> list[dict[str, str]]:
 
 
 FURTHER = published("further_rows")
+RELEASED = published("released_rows")
 
 
-def test_every_further_row_is_scorable_and_says_where_it_was_read() -> None:
-    assert len({row["id"] for row in FURTHER}) == len(FURTHER)
-    assert all(row["origin"] for row in FURTHER)
-    assert len([rows.parse(row, [DEVICES]) for row in FURTHER]) == len(FURTHER)
+@pytest.mark.parametrize("of", [FURTHER, RELEASED], ids=["further", "released"])
+def test_every_row_is_scorable_and_says_where_it_was_read(of: list[dict[str, str]]) -> None:
+    assert len({row["id"] for row in of}) == len(of)
+    assert all(row["origin"] for row in of)
+    assert len([rows.parse(row, [DEVICES]) for row in of]) == len(of)
+
+
+def test_one_device_a_node_has_no_link_of_its_box() -> None:
+    lone = next(row for row in RELEASED if row["devices_per_node"] == "1" and row["devices"] == "48")
+    inner, outer = rows.cluster_of(lone).levels
+    assert (inner.size, outer.size, outer.bytes_per_s) == (1, 48, 1.25e9)
+
+
+def test_a_job_smaller_than_its_rack_has_all_of_it() -> None:
+    row = next(row for row in RELEASED if row["device"] == "gb300" and row["devices"] == "64")
+    assert [level.size for level in rows.cluster_of(row).levels] == [64]
 
 
 def test_no_framework_is_listed_that_no_row_has_run() -> None:
-    run = {row["framework"] for name in ("training_rows", "further_rows") for row in published(name)}
+    run = {
+        row["framework"]
+        for name in ("training_rows", "further_rows", "released_rows")
+        for row in published(name)
+    }
     assert set(FRAMEWORKS) <= run
 
 
