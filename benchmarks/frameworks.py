@@ -106,7 +106,7 @@ FRAMEWORKS = {
     # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining
     # configuration until it was removed in 2024 (c26309de5); its A100 tables are of 2023. loss_fn: fused_crossentropy,
     # whose kernel reads the half-precision logits.
-    "composer-fsdp": Framework(loss="half", early_flash_on=("a100-sxm-40gb", "a100-sxm-80gb")),
+    "composer-fsdp": Framework(loss="half", early_flash_on=("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm")),
     # Aleph-Alpha/scaling@737f855: core/nn/linear/column_parallel_linear.py gathers the logits (parallel_output is
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
