@@ -57,7 +57,7 @@ GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), o
 # --attention-dropout and --hidden-dropout of Megatron-LM's scripts where they are not given (megatron/arguments.py), and whose
 # runs say that they kept them, by a part of their origin: bigscience, train/tr11-176B-ml/README.md.
 DROPOUT = 0.1
-DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf")
+DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf", "DS3Lab/Decentralized_FM_alpha")
 
 # Megatron-Bridge, perf_recipes/llama: tp_comm_overlap = False in every nvfp4 recipe. Transformer Engine refused MXFP8
 # under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
@@ -87,6 +87,12 @@ FRAMEWORKS = {
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
     "nemo": NEMO,
+    # mlcommons/training_results_v5.0, NVIDIA/benchmarks/llama31_405b: NeMo with tp_comm_overlap, overlap_param_gather and
+    # overlap_grad_reduce (config_common.sh), as its recipes have them.
+    "mlperf": NEMO,
+    # NVIDIA/Megatron-LM since core 0.5, arguments.py: --overlap-param-gather and --overlap-grad-reduce, as the model zoo's
+    # scripts set them; what dispatches tokens is in each row's note.
+    "megatron-core": Framework(async_gradients=True, late_gathers=True),
     # Google's recipes for A3 run NeMo with ub_tp_comm_overlap = false (gpu-recipes, src/frameworks).
     "nemo-plain-tp": replace(NEMO, async_tp=False, in_line_tp=()),
     # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
@@ -128,6 +134,9 @@ FRAMEWORKS = {
     # jzhang38/TinyLlama, pretrain/tinyllama.py: Lightning's FSDP in bf16-mixed; flash_attn's second kernels, and its fused
     # cross-entropy, which reads the half-precision logits.
     "lit-gpt": Framework(flash="flash-v2", full_parameters=True, loss="half"),
+    # IST-DASLab/llmq@b77d969, README: gradients and both moments in bf16; the loss's kernel reads bf16 logits and writes
+    # their gradients in place, chunk by chunk.
+    "llmq": Framework(half_gradients=True, loss="half"),
     # karpathy/llm.c, train_gpt2.cu: gradients in floatX (bf16), written over the logits by the loss's kernel.
     "llm.c": Framework(half_gradients=True, loss="half"),
     # pytorch/torchtitan, torchtitan/config: mixed_precision_param bfloat16 over fp32 parameters, mixed_precision_reduce

@@ -117,6 +117,11 @@ def _assumed(row: Row) -> bool:
     return "vocabulary, dtype, recomputation and attention kernel are assumptions" in row.get("note", "")
 
 
+def _says(row: Row, *words: str) -> bool:
+    """Whether the row's software or note names one of these."""
+    return any(word in row.get("software", "") + row.get("note", "") for word in words)
+
+
 def _dropout(row: Row) -> float:
     kept = any(place in row.get("origin", "") for place in DROPPING)
     return DROPOUT if kept else framework_of(row.get("framework", "")).dropout
@@ -223,8 +228,8 @@ def _execution(row: Row) -> Execution:
         dropout=_dropout(row),
         async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
-        merged_dispatch=framework.merged_dispatch,
-        hidden_dispatch=framework.hidden_dispatch,
+        merged_dispatch=framework.merged_dispatch or _says(row, "DeepEP", "HybridEP"),
+        hidden_dispatch=framework.hidden_dispatch or _says(row, "A2A overlap"),
         late_gathers=framework.late_gathers and _flag(row, "overlap_dp", False),
         added_gradients=framework.added_gradients,
         dtensor=framework.dtensor,

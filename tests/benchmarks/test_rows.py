@@ -178,3 +178,13 @@ def test_ranks_that_a_row_does_not_speak_of_are_replicas() -> None:
     mesh = rows.parse({**silent, "zero": "0"}).strategies[0].mesh
     assert mesh.devices == int(row["devices"])
     assert (mesh.tp, mesh.pp, mesh.dp_shard) == (int(row["tp"]), int(row["pp"]), 1)
+
+
+def test_what_a_note_says_of_experts_tokens_is_done() -> None:
+    by_id = {row["id"]: rows.strategies_of(row)[0] for row in RELEASED if "modelzoo" in row["id"]}
+    merged = {name: strategy.execution.merged_dispatch for name, strategy in by_id.items()}
+    assert merged == {f"new:modelzoo:{i}": i != 3 for i in range(7)}
+    assert [name for name, s in by_id.items() if s.execution.hidden_dispatch] == [
+        "new:modelzoo:1",
+        "new:modelzoo:6",
+    ]
