@@ -33,6 +33,7 @@ class Framework:
     dropout: float = 0.0  # of attention's probabilities and after attention and MLP
     attention: Literal["", "unfused"] = ""  # what its launcher runs, where a row's kernel is an assumption
     parameter_gathers: bool = False  # of ZeRO-3, one by one
+    joined_pieces: bool = False  # of those gathers
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     kept_outputs: bool = False  # what a stage has sent, until its backward pass
     late_gathers: bool = False  # of ZeRO-1's updated parameters, beside the first forwards
@@ -86,6 +87,9 @@ FRAMEWORKS = {
     # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
+    # microsoft/Megatron-DeepSpeed, examples/azure/run-175b.sh: stage3_prefetch_bucket_size 5e7, a tenth of its parameters;
+    # runtime/zero/partitioned_param_coordinator.py (fetch_sub_module), stage3_max_reuse_distance 3e9.
+    "deepspeed": Framework(parameter_gathers=True, joined_pieces=True, added_gradients=True),
     "nemo": NEMO,
     # mlcommons/training_results_v5.0, NVIDIA/benchmarks/llama31_405b: NeMo with tp_comm_overlap, overlap_param_gather and
     # overlap_grad_reduce (config_common.sh), as its recipes have them.

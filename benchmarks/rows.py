@@ -237,6 +237,7 @@ def _execution(row: Row) -> Execution:
         kept_outputs=framework.kept_outputs,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,
+        joined_pieces=framework.joined_pieces and sharded,
     )
 
 
