@@ -7,6 +7,7 @@ that software generation do by default. Nothing here depends on a row's measurem
 from __future__ import annotations
 
 import csv
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from autoparallel.planner.strategy.types import (
     Shard,
     Strategy,
 )
-from autoparallel.profiles import load_device
+from autoparallel.profiles import load_cluster, load_device
 from autoparallel.profiles.constants import KERNEL_MODES
 from autoparallel.profiles.hardware import Cluster, Group
 from autoparallel.profiles.parts import at_nodes, bounded, evenly_filled
@@ -69,6 +70,14 @@ class Run:
 # A node with less network than this for each of its devices has fewer ports than devices. Kind: formula. Source:
 # of the published clusters, p3.16xlarge has one port of 25 Gbit/s, Jean Zay four of 100.
 PORT_GBPS = 100.0
+
+
+# Why rows are not scored, by id.
+SET_ASIDE: dict[str, str] = {
+    row_id: entry["reason"]
+    for entry in tomllib.loads(Path(__file__).with_name("set_aside.toml").read_text(encoding="utf-8"))["rows"]
+    for row_id in entry["ids"]
+}
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -162,7 +171,9 @@ def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
     gbps = _float(row, "inter_node_gbps_per_node")
     per_node = min(per_node, devices)
     *inner, outer = at_nodes(device.levels, device.devices_per_node, per_node)
-    if gbps and inner:
+    if _says(row, "(TCPX)"):
+        outer = replace(load_cluster("a3-high").levels[-1], size=outer.size)
+    elif gbps and inner:
         ports = max(1, round(gbps / PORT_GBPS))
         rate = gbps * 1e9 / 8 / per_node
         outer = replace(outer, bytes_per_s=rate, nics=ports if ports < per_node else 0)
@@ -334,6 +345,8 @@ def _peak_memory_gib(row: Row) -> float | None:
 
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     """A run from its row. Raises Unscorable with the reason."""
+    if reason := SET_ASIDE.get(row.get("id", "")):
+        raise Unscorable(f"set aside: {reason}")
     shape = shape_of(row)
     if "LoRA" in row.get("note", ""):
         raise Unscorable("fine-tuning with adapters (LoRA), whose rank and targets are not stated")
