@@ -116,6 +116,8 @@ class Scorer:
             predicted_gib=shown_bytes(held, run.memory_kind, run.cluster.device) / GIB,
             measured_gib=run.peak_memory_gib,
             memory_kind=run.memory_kind,
+            fits_judged=run.fits_judged,
+            mfu=prediction.mfu,
         )
 
 

@@ -64,6 +64,7 @@ class Run:
     step_time_s: float | None
     peak_memory_gib: float | None
     memory_kind: str
+    fits_judged: bool  # whether what it held is what its strategy says
     beside: Callable[[Strategy], Beside]
 
 
@@ -72,6 +73,8 @@ class Run:
 PORT_GBPS = 100.0
 
 
+# What notes say of runs whose memory is not that of the strategy they are scored as.
+OTHER_MEMORY = ("memory not comparable", "needs less memory than")
 # Why rows are not scored, by id.
 SET_ASIDE: dict[str, str] = {
     row_id: entry["reason"]
@@ -362,5 +365,6 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
         step_time_s=_float(row, "step_time_s"),
         peak_memory_gib=_peak_memory_gib(row),
         memory_kind=row.get("memory_kind", ""),
+        fits_judged=not _says(row, *OTHER_MEMORY),
         beside=framework_of(row.get("framework", "")).beside,
     )
