@@ -43,6 +43,7 @@ class Home:
     parent: str
     files: tuple[Path, ...]
     prior: Mapping[str, FigureTable]
+    written: bool = True  # by the fit; else its files keep what was tuned by hand
     follows: bool = False  # its generation: its priors are that one's by a formula
 
 
@@ -80,6 +81,7 @@ def read_priors(path: Path = PRIORS) -> Priors:
                 key: check_figure(figure, f"{path.name}: {name}")
                 for key, figure in table["prior"].get(name, {}).items()
             },
+            written=entry.get("written", True),
             follows=entry.get("follows", False),
         )
         for name, entry in table["home"].items()

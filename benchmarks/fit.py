@@ -201,7 +201,8 @@ def main() -> None:
     print_moves(priors, at)
     if options.write:
         for home in priors.homes.values():
-            write_home(home, priors, at, runs)
+            if home.written:
+                write_home(home, priors, at, runs)
 
 
 if __name__ == "__main__":

@@ -85,19 +85,23 @@ def _alone_s(
     return factor * _compressed_s(collective, path, methods, cluster.device, constants)
 
 
+def _share_of_usual(path: Sequence[Crossing], cluster: Cluster) -> float:
+    """What a node's ports to the outermost level that a group crosses carry, relative to its usual box's; at most 1."""
+    device, far = cluster.device, path[-1].level
+    usual, per_node = device.levels[-1], max(group.devices_per_node for group in cluster.groups)
+    return min(1.0, far.bytes_per_s * per_node / (usual.bytes_per_s * device.devices_per_node))
+
+
 def _of_network(path: Sequence[Crossing], cluster: Cluster) -> Mapping[str, float]:
     """The device's constants; where a node has less network than its usual box, with a ramp as much shorter.
 
     Filling a pipeline of chunks takes 2 sqrt(l S / B) for hops of latency l, a ramp of 4 l B bytes: through a tenth of the
     port a tenth of the bytes are on their way.
     """
-    device, far = cluster.device, path[-1].level
-    usual, per_node = device.levels[-1], max(group.devices_per_node for group in cluster.groups)
-    node_bytes_per_s = far.bytes_per_s / far.oversubscription * per_node
-    slower = node_bytes_per_s / (usual.bytes_per_s * device.devices_per_node)
-    if not path[-1].index or slower >= 1.0:
-        return device.constants
-    return {**device.constants, "collective.ramp_bytes": device.constants["collective.ramp_bytes"] * slower}
+    constants, share = cluster.device.constants, _share_of_usual(path, cluster)
+    if not path[-1].index or share == 1.0:
+        return constants
+    return {**constants, "collective.ramp_bytes": constants["collective.ramp_bytes"] * share}
 
 
 def _plain_s(
