@@ -27,7 +27,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 accuracy: $(VENV)/.installed
-	$(BIN)/python benchmarks/accuracy.py benchmarks/published/training_rows.csv
+	$(BIN)/python benchmarks/accuracy.py $(wildcard benchmarks/published/*_rows.csv)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache demo-out

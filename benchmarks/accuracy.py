@@ -116,6 +116,8 @@ class Scorer:
             predicted_gib=shown_bytes(held, run.memory_kind, run.cluster.device) / GIB,
             measured_gib=run.peak_memory_gib,
             memory_kind=run.memory_kind,
+            fits_judged=run.fits_judged,
+            mfu=prediction.mfu,
         )
 
 
@@ -161,7 +163,7 @@ def calibrated(runs: Sequence[Run], scorer: Scorer, rows: int) -> list[Run]:
 
 
 def score_rows(
-    rows: Sequence[Row], scorer: Scorer, dirs: Sequence[Path], calibrate_rows: int = 0
+    rows: Sequence[Row], scorer: Scorer, dirs: Sequence[Path], calibrate_rows: int = 0, leave_out: str = ""
 ) -> tuple[list[Scored], list[dict[str, str]]]:
     """Every row scored, or skipped with the reason."""
     scored: list[Scored] = []
@@ -176,6 +178,10 @@ def score_rows(
             runs.append(parse(row, dirs))
         except (Unscorable, UserError) as error:
             skip(row.get("id") or "", row.get("group") or "", error)
+    if leave_out:
+        from benchmarks.leave_out import left_out
+
+        runs = left_out(rows, runs, leave_out, dirs, scorer.graphs.cache)
     if calibrate_rows:
         runs = calibrated(runs, scorer, calibrate_rows)
     for run in runs:
@@ -235,6 +241,19 @@ def print_table(scored: Sequence[Scored], skipped: Sequence[dict[str, str]], *, 
         reasons.setdefault(entry["skipped"], []).append(entry["id"])
     for reason, ids in reasons.items():
         print(f"skipped {len(ids)} rows ({', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}): {reason}")
+
+
+def print_publishers(scored: Sequence[Scored]) -> None:
+    """The summary per publisher on standard output."""
+    from benchmarks.leave_out import publisher_summary
+
+    summary = publisher_summary(scored)
+    table = {**summary["publishers"], "mean over publishers": {"rows": len(scored), **summary["mean"]}}
+    for name, s in table.items():
+        figures = "".join(
+            f" {100 * s[key]:+6.1f}" for key in ("mean_absolute_error", "p95_absolute_error", "bias")
+        )
+        print(f"{name:24} {s['rows']:5}{figures}")
 
 
 def order_cells(order: Mapping[str, float]) -> str:
@@ -298,12 +317,21 @@ def main() -> None:
         metavar="N",
         help="first correct each source's device on N of its rows; score the rest",
     )
+    parser.add_argument(
+        "--leave-out",
+        choices=("publisher", "generation"),
+        default="",
+        help="predict each publisher's rows, or each generation's, with constants fitted to all the others",
+    )
     options = parser.parse_args()
     start = time.perf_counter()
     rows = [r for r in read_rows(options.rows) if not options.only or options.only in (r.get("source") or "")]
     scorer = Scorer(Graphs(options.cache))
-    scored, skipped = score_rows(rows, scorer, (*options.cluster_dir, DEVICES), options.calibrate_rows)
+    scored, skipped = score_rows(
+        rows, scorer, (*options.cluster_dir, DEVICES), options.calibrate_rows, options.leave_out
+    )
     print_table(scored, skipped, each_row=options.each_row)
+    print_publishers(scored)
     print(f"{len(scored)} rows in {time.perf_counter() - start:.1f} s")
     if options.json:
         partial = options.json.with_suffix(".partial")

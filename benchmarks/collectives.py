@@ -39,8 +39,8 @@ def skip_reason(row: Row) -> str:
         return "message size not stated"
     if not row["time_us"]:
         return "time not stated"
-    if "TCPX" in row["network"]:
-        return "GPUDirect-TCPX hop latency is published nowhere"
+    if "TCPXO" in row["network"]:
+        return "GPUDirect-TCPXO hop latency is published nowhere"
     return ""
 
 
@@ -53,6 +53,8 @@ def cluster_of(row: Row) -> Cluster:
         return load_cluster(f"gb200:{nodes}x{per_node}")
     if "MI300X" in gpu:
         return load_cluster(f"mi300x:{nodes}x{per_node}")
+    if "A3 High" in gpu:
+        return load_cluster("a3-high")
     if gpu.startswith("H100"):
         return load_cluster(f"h100-sxm:{nodes}x{per_node}")
     return load_cluster(f"a100-sxm-40gb:{nodes}x{per_node}")

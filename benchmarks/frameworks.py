@@ -33,6 +33,7 @@ class Framework:
     dropout: float = 0.0  # of attention's probabilities and after attention and MLP
     attention: Literal["", "unfused"] = ""  # what its launcher runs, where a row's kernel is an assumption
     parameter_gathers: bool = False  # of ZeRO-3, one by one
+    joined_pieces: bool = False  # of those gathers
     blocking_sends: bool = False  # of messages between pipeline stages, where it runs with ZeRO
     kept_outputs: bool = False  # what a stage has sent, until its backward pass
     late_gathers: bool = False  # of ZeRO-1's updated parameters, beside the first forwards
@@ -57,7 +58,7 @@ GATHERED_LOGITS = (TensorRule(module="head", params=(("weight", "shard(0)"),), o
 # --attention-dropout and --hidden-dropout of Megatron-LM's scripts where they are not given (megatron/arguments.py), and whose
 # runs say that they kept them, by a part of their origin: bigscience, train/tr11-176B-ml/README.md.
 DROPOUT = 0.1
-DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf")
+DROPPING = ("bigscience-workshop/bigscience", "Oneflow-Inc/DLPerf", "DS3Lab/Decentralized_FM_alpha")
 
 # Megatron-Bridge, perf_recipes/llama: tp_comm_overlap = False in every nvfp4 recipe. Transformer Engine refused MXFP8
 # under Userbuffers until its #1711 (April 2025), and since then sends the scales in blocking collectives.
@@ -86,7 +87,16 @@ FRAMEWORKS = {
     # Megatron-LM of 2021 (arXiv:2104.04473) has no ZeRO: its ZeRO-3 runs are DeepSpeed's of that spring
     # (DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py), which fetched each parameter by itself.
     "megatron-2021": Framework(parameter_gathers=True, added_gradients=True),
+    # microsoft/Megatron-DeepSpeed, examples/azure/run-175b.sh: stage3_prefetch_bucket_size 5e7, a tenth of its parameters;
+    # runtime/zero/partitioned_param_coordinator.py (fetch_sub_module), stage3_max_reuse_distance 3e9.
+    "deepspeed": Framework(parameter_gathers=True, joined_pieces=True, added_gradients=True),
     "nemo": NEMO,
+    # mlcommons/training_results_v5.0, NVIDIA/benchmarks/llama31_405b: NeMo with tp_comm_overlap, overlap_param_gather and
+    # overlap_grad_reduce (config_common.sh), as its recipes have them.
+    "mlperf": NEMO,
+    # NVIDIA/Megatron-LM since core 0.5, arguments.py: --overlap-param-gather and --overlap-grad-reduce, as the model zoo's
+    # scripts set them; what dispatches tokens is in each row's note.
+    "megatron-core": Framework(async_gradients=True, late_gathers=True),
     # Google's recipes for A3 run NeMo with ub_tp_comm_overlap = false (gpu-recipes, src/frameworks).
     "nemo-plain-tp": replace(NEMO, async_tp=False, in_line_tp=()),
     # Its mixture-of-experts recipes dispatch through HybridEP or DeepEP (moe_flex_dispatcher_backend, perf_recipes/qwen).
@@ -106,7 +116,7 @@ FRAMEWORKS = {
     # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining
     # configuration until it was removed in 2024 (c26309de5); its A100 tables are of 2023. loss_fn: fused_crossentropy,
     # whose kernel reads the half-precision logits.
-    "composer-fsdp": Framework(loss="half", early_flash_on=("a100-sxm-40gb", "a100-sxm-80gb")),
+    "composer-fsdp": Framework(loss="half", early_flash_on=("a100-sxm-40gb", "a100-sxm-80gb", "h100-sxm")),
     # Aleph-Alpha/scaling@737f855: core/nn/linear/column_parallel_linear.py gathers the logits (parallel_output is
     # False by default, and the language-model head does not set it); losses/cross_entropy.py computes the loss on
     # their fp32 copy, which the accuracy metric and the returned output keep; core/optimizer/parameter_group.py takes gradients as autograd left them, in bf16.
@@ -128,6 +138,9 @@ FRAMEWORKS = {
     # jzhang38/TinyLlama, pretrain/tinyllama.py: Lightning's FSDP in bf16-mixed; flash_attn's second kernels, and its fused
     # cross-entropy, which reads the half-precision logits.
     "lit-gpt": Framework(flash="flash-v2", full_parameters=True, loss="half"),
+    # IST-DASLab/llmq@b77d969, README: gradients and both moments in bf16; the loss's kernel reads bf16 logits and writes
+    # their gradients in place, chunk by chunk.
+    "llmq": Framework(half_gradients=True, loss="half"),
     # karpathy/llm.c, train_gpt2.cu: gradients in floatX (bf16), written over the logits by the loss's kernel.
     "llm.c": Framework(half_gradients=True, loss="half"),
     # pytorch/torchtitan, torchtitan/config: mixed_precision_param bfloat16 over fp32 parameters, mixed_precision_reduce

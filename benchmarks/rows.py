@@ -7,6 +7,7 @@ that software generation do by default. Nothing here depends on a row's measurem
 from __future__ import annotations
 
 import csv
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,10 @@ from autoparallel.planner.strategy.types import (
     Shard,
     Strategy,
 )
-from autoparallel.profiles import load_device
+from autoparallel.profiles import load_cluster, load_device
 from autoparallel.profiles.constants import KERNEL_MODES
 from autoparallel.profiles.hardware import Cluster, Group
-from autoparallel.profiles.parts import evenly_filled
+from autoparallel.profiles.parts import at_nodes, bounded, evenly_filled
 from benchmarks.beside import Beside
 from benchmarks.frameworks import BLOCKING_LAUNCHES, DROPOUT, DROPPING, framework_of
 from benchmarks.models import Shape
@@ -63,12 +64,23 @@ class Run:
     step_time_s: float | None
     peak_memory_gib: float | None
     memory_kind: str
+    fits_judged: bool  # whether what it held is what its strategy says
     beside: Callable[[Strategy], Beside]
 
 
 # A node with less network than this for each of its devices has fewer ports than devices. Kind: formula. Source:
 # of the published clusters, p3.16xlarge has one port of 25 Gbit/s, Jean Zay four of 100.
 PORT_GBPS = 100.0
+
+
+# What notes say of runs whose memory is not that of the strategy they are scored as.
+OTHER_MEMORY = ("memory not comparable", "needs less memory than")
+# Why rows are not scored, by id.
+SET_ASIDE: dict[str, str] = {
+    row_id: entry["reason"]
+    for entry in tomllib.loads(Path(__file__).with_name("set_aside.toml").read_text(encoding="utf-8"))["rows"]
+    for row_id in entry["ids"]
+}
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -117,6 +129,11 @@ def _assumed(row: Row) -> bool:
     return "vocabulary, dtype, recomputation and attention kernel are assumptions" in row.get("note", "")
 
 
+def _says(row: Row, *words: str) -> bool:
+    """Whether the row's software or note names one of these."""
+    return any(word in row.get("software", "") + row.get("note", "") for word in words)
+
+
 def _dropout(row: Row) -> float:
     kept = any(place in row.get("origin", "") for place in DROPPING)
     return DROPOUT if kept else framework_of(row.get("framework", "")).dropout
@@ -156,13 +173,15 @@ def cluster_of(row: Row, dirs: Sequence[Path] = ()) -> Cluster:
     devices = _int(row, "devices")
     gbps = _float(row, "inter_node_gbps_per_node")
     per_node = min(per_node, devices)
-    *inner, outer = device.levels
-    if gbps and inner:
+    *inner, outer = at_nodes(device.levels, device.devices_per_node, per_node)
+    if _says(row, "(TCPX)"):
+        outer = replace(load_cluster("a3-high").levels[-1], size=outer.size)
+    elif gbps and inner:
         ports = max(1, round(gbps / PORT_GBPS))
         rate = gbps * 1e9 / 8 / per_node
         outer = replace(outer, bytes_per_s=rate, nics=ports if ports < per_node else 0)
     group = Group(device=device, nodes=-(-devices // per_node), devices_per_node=per_node)
-    levels = evenly_filled((*inner, outer), devices)
+    levels = bounded(evenly_filled((*inner, outer), devices), devices)
     return Cluster(name=f"{device.name}x{devices}", groups=(group,), levels=levels)
 
 
@@ -223,8 +242,8 @@ def _execution(row: Row) -> Execution:
         dropout=_dropout(row),
         async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
         async_gradients=framework.async_gradients,
-        merged_dispatch=framework.merged_dispatch,
-        hidden_dispatch=framework.hidden_dispatch,
+        merged_dispatch=framework.merged_dispatch or _says(row, "DeepEP", "HybridEP"),
+        hidden_dispatch=framework.hidden_dispatch or _says(row, "A2A overlap"),
         late_gathers=framework.late_gathers and _flag(row, "overlap_dp", False),
         added_gradients=framework.added_gradients,
         dtensor=framework.dtensor,
@@ -232,6 +251,7 @@ def _execution(row: Row) -> Execution:
         kept_outputs=framework.kept_outputs,
         blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
         parameter_gathers=framework.parameter_gathers and sharded,
+        joined_pieces=framework.joined_pieces and sharded,
     )
 
 
@@ -328,6 +348,8 @@ def _peak_memory_gib(row: Row) -> float | None:
 
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     """A run from its row. Raises Unscorable with the reason."""
+    if reason := SET_ASIDE.get(row.get("id", "")):
+        raise Unscorable(f"set aside: {reason}")
     shape = shape_of(row)
     if "LoRA" in row.get("note", ""):
         raise Unscorable("fine-tuning with adapters (LoRA), whose rank and targets are not stated")
@@ -343,5 +365,6 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
         step_time_s=_float(row, "step_time_s"),
         peak_memory_gib=_peak_memory_gib(row),
         memory_kind=row.get("memory_kind", ""),
+        fits_judged=not _says(row, *OTHER_MEMORY),
         beside=framework_of(row.get("framework", "")).beside,
     )

@@ -28,6 +28,8 @@ class Scored:
     predicted_gib: float
     measured_gib: float | None
     memory_kind: str
+    fits_judged: bool = True  # whether its memory is that of the strategy it is scored as
+    mfu: float = 0.0  # predicted
 
     @property
     def error(self) -> float | None:
@@ -110,6 +112,7 @@ def order_summary(rows: Sequence[Scored]) -> dict[str, float]:
 
 def fit_summary(rows: Sequence[Scored]) -> dict[str, float]:
     """How well runs that died are told from runs that did not."""
+    rows = [r for r in rows if r.fits_judged]
     died = [r for r in rows if r.outcome == "oom"]
     ran = [r for r in rows if r.outcome == "ok"]
     wrong = sum(r.feasible for r in died) + sum(not r.feasible for r in ran)

@@ -17,7 +17,7 @@ from autoparallel.costmodel.links import pattern_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.costmodel.topology import Crossing, crossings, message_bytes_per_s
 from autoparallel.errors import UserError
-from autoparallel.profiles.hardware import Cluster
+from autoparallel.profiles.hardware import Cluster, Device
 
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "nvls", "parameter-server")
 _PROTOCOL_KEYS = tuple(
@@ -68,7 +68,8 @@ def _alone_s(
     if collective.op == CollectiveOp.SEND:
         rate = message_bytes_per_s(path[-1], collective.axes, axes, cluster)
         path = (*path[:-1], replace(path[-1], device_bytes_per_s=rate))
-    factor = cluster.device.constants[_FACTORS[collective.op]]
+    constants = _of_network(path, cluster)
+    factor = constants[_FACTORS[collective.op]]
     methods = tuple(
         collective.compression[c.index] if c.index < len(collective.compression) else "none" for c in path
     )
@@ -78,10 +79,29 @@ def _alone_s(
             float(collective.size_bytes),
             path,
             collective.algorithm,
-            cluster,
+            constants,
             collective.copies,
         )
-    return factor * _compressed_s(collective, path, methods, cluster)
+    return factor * _compressed_s(collective, path, methods, cluster.device, constants)
+
+
+def _share_of_usual(path: Sequence[Crossing], cluster: Cluster) -> float:
+    """What a node's ports to the outermost level that a group crosses carry, relative to its usual box's; at most 1."""
+    device, far = cluster.device, path[-1].level
+    usual, per_node = device.levels[-1], max(group.devices_per_node for group in cluster.groups)
+    return min(1.0, far.bytes_per_s * per_node / (usual.bytes_per_s * device.devices_per_node))
+
+
+def _of_network(path: Sequence[Crossing], cluster: Cluster) -> Mapping[str, float]:
+    """The device's constants; where a node has less network than its usual box, with a ramp as much shorter.
+
+    Filling a pipeline of chunks takes 2 sqrt(l S / B) for hops of latency l, a ramp of 4 l B bytes: through a tenth of the
+    port a tenth of the bytes are on their way.
+    """
+    constants, share = cluster.device.constants, _share_of_usual(path, cluster)
+    if not path[-1].index or share == 1.0:
+        return constants
+    return {**constants, "collective.ramp_bytes": constants["collective.ramp_bytes"] * share}
 
 
 def _plain_s(
@@ -89,10 +109,9 @@ def _plain_s(
     size_bytes: float,
     path: Sequence[Crossing],
     algorithm: str,
-    cluster: Cluster,
+    constants: Mapping[str, float],
     copies: int = 1,
 ) -> float:
-    constants = cluster.device.constants
     if op == CollectiveOp.SEND:
         return _send_s(size_bytes, path, constants)
     if op == CollectiveOp.ALL_TO_ALL:
@@ -288,7 +307,11 @@ def _filled_s(
 
 
 def _compressed_s(
-    collective: Collective, path: Sequence[Crossing], methods: Sequence[str], cluster: Cluster
+    collective: Collective,
+    path: Sequence[Crossing],
+    methods: Sequence[str],
+    device: Device,
+    constants: Mapping[str, float],
 ) -> float:
     """Fewer bytes on the wire, and encoding and decoding around it.
 
@@ -301,11 +324,11 @@ def _compressed_s(
     coding = 0.0
     for crossing, method in zip(path, methods, strict=True):
         again = 1 if parse_method(method).summable or collective.op not in _REDUCING else 2
-        coding += again * coding_s(method, size / crossing.inside, item, cluster.device)
+        coding += again * coding_s(method, size / crossing.inside, item, device)
         if len(set(methods)) == 1:
             break
     if len(set(methods)) == 1:
-        return coding + _plain_s(collective.op, wires[0], path, collective.algorithm, cluster)
+        return coding + _plain_s(collective.op, wires[0], path, collective.algorithm, constants)
     if collective.op in (CollectiveOp.SEND, CollectiveOp.ALL_TO_ALL):
-        return coding + _plain_s(collective.op, max(wires), path, "auto", cluster)
-    return coding + _hierarchical_s(collective.op, wires, path, cluster.device.constants)
+        return coding + _plain_s(collective.op, max(wires), path, "auto", constants)
+    return coding + _hierarchical_s(collective.op, wires, path, constants)

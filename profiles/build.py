@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from autoparallel.errors import UserError
@@ -11,7 +12,7 @@ from autoparallel.profiles.constants import CONSTANTS, DIVISORS, UNLESS_SET, UNS
 from autoparallel.profiles.figures import Figures
 from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Group, Level, Residual, ValueKind
 from autoparallel.profiles.network import with_network
-from autoparallel.profiles.parts import bounded, evenly_filled
+from autoparallel.profiles.parts import at_nodes, bounded, evenly_filled
 from autoparallel.profiles.schema import (
     ClusterFile,
     DeviceFile,
@@ -84,14 +85,16 @@ def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> 
     count = sum(group.devices for group in groups)
     irregular = bool(table.switch or table.link)
     if table.level:
-        levels = _levels(table.level, "level", figures)
+        levels = _inside_nodes(_levels(table.level, "level", figures), groups)
         if levels[-1].size < count and not irregular:
             raise UserError(
                 f"{where}: the outermost level `{levels[-1].name}` joins {levels[-1].size} devices, "
                 f"but the cluster has {count}; raise its size, or leave it out"
             )
     else:
-        levels = _box_levels(devices[0], groups[0].devices_per_node, count)
+        common = gcd(*(group.devices_per_node for group in groups))
+        levels = _box_levels(devices[0], common, count)
+        groups = tuple(group if group.devices_per_node == common else _joined(group) for group in groups)
     cluster = Cluster(name=table.name or where, groups=groups, levels=levels, provenance=figures.provenance)
     if irregular:
         return with_network(cluster, table, figures)
@@ -100,6 +103,21 @@ def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> 
             f"{where}: `nics` here counts a node's ports to [[switch]]es and [[link]]s; there is none"
         )
     return replace(cluster, levels=bounded(levels, count))
+
+
+def _joined(group: Group) -> Group:
+    """The group with its box's levels as its own, where it states none: those of the cluster are of smaller nodes."""
+    own = group.levels or _box_levels(group.device, group.devices_per_node, group.devices)
+    return replace(group, levels=own)
+
+
+def _inside_nodes(levels: tuple[Level, ...], groups: Sequence[Group]) -> tuple[Level, ...]:
+    """The levels of a file whose nodes hold fewer devices than their usual box: a level no larger than that box ends at
+    the node, for it is the box's own (NVLink, PCI Express) and joins no two nodes."""
+    box = min(group.device.devices_per_node for group in groups)
+    most = max(group.devices_per_node for group in groups)
+    inner = tuple(replace(level, size=most) if most < level.size <= box else level for level in levels[:-1])
+    return (*inner, levels[-1])
 
 
 def _group(table: GroupTable, device: Device, key: str, figures: Figures) -> Group:
@@ -222,15 +240,10 @@ def _box_levels(device: Device, per_node: int, count: int) -> tuple[Level, ...]:
 
     Processes that outnumber their node's cores also take turns to communicate.
     """
-    box = device.devices_per_node
     share = min(1.0, device.cores / per_node) if device.cores else 1.0
-    scaled = [
-        replace(level, size=min(level.size, per_node) if level.size <= box else level.size // box * per_node)
-        for level in device.levels
-    ]
     turns = [
         replace(level, bytes_per_s=level.bytes_per_s * share, latency_s=level.latency_s / share)
-        for level in scaled
+        for level in at_nodes(device.levels, device.devices_per_node, per_node)
     ]
     return bounded(evenly_filled(turns, count), count)
 

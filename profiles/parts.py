@@ -35,6 +35,15 @@ def evenly_filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
     return tuple(filled)
 
 
+def at_nodes(levels: Sequence[Level], box: int, per_node: int) -> tuple[Level, ...]:
+    """The levels of a device's usual `box` for nodes that hold `per_node` devices: what ends at the box or inside it ends
+    at a smaller node too, and a level of whole boxes joins as many nodes."""
+    return tuple(
+        replace(level, size=min(level.size, per_node) if level.size <= box else level.size // box * per_node)
+        for level in levels
+    )
+
+
 def devices_of_nodes(cluster: Cluster) -> tuple[int, ...]:
     """Devices of every node, numbered through the groups."""
     return tuple(devices for group in cluster.groups for devices in group.devices_of_nodes)

@@ -1,4 +1,4 @@
-"""ZeRO-3 that fetches each parameter by itself and waits for it, as DeepSpeed did until October 2021.
+"""ZeRO-3 that fetches each parameter by itself and waits for it, as DeepSpeed does; until October 2021 piece by piece.
 
 Every parameter but the small ones, which stay whole on every rank, is gathered alone before the pass that needs it
 (forward, recomputation, backward), and its gradient is reduced and scattered alone after the backward pass. The
@@ -7,7 +7,10 @@ a copy of each piece is a launch of its own, whose number grows with the ranks.
 
 Source: DeepSpeed@c83e49f9e, runtime/zero/partition_parameters.py (`_allgather_param`: torch.cuda.synchronize, a list
 of world_size partitions; `_reduce_scatter_gradient` likewise) and stage3.py (`_synchronize_communication`,
-`param_persistence_threshold`). DeepSpeed@c0eeb69df (31 October 2021) gathers in one piece.
+`param_persistence_threshold`). DeepSpeed@c0eeb69df (31 October 2021) gathers in one piece (`execution.joined_pieces`), and keeps what a
+recomputation has fetched for the backward that follows (`stage3_max_reuse_distance`). What it fetches ahead, one parameter
+where they are larger than `stage3_prefetch_bucket_size`, hid nothing: its steps on Azure (docs/_posts/2022-07-26-deepspeed-azure.md) are
+those of its computation and of its collectives one after the other, from micro-batches of 1 to 32.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def fetches(strategy: Strategy) -> bool:
 def with_fetches(work: BlockWork, numels: Iterable[int], strategy: Strategy) -> BlockWork:
     """A block's work with its parameters (`numels`: numbers in each on this device) fetched one by one, in line.
 
-    On top of the block live a parameter beside the buffer that it was gathered in, and backwards the block's whole
+    On top of the block live a parameter, beside pieces the buffer that it was gathered in, and backwards the block's whole
     gradients, which are scattered when a bucket of them is full.
     """
     large = [n for n in numels if n >= WHOLE_BELOW]
@@ -46,7 +49,10 @@ def with_fetches(work: BlockWork, numels: Iterable[int], strategy: Strategy) -> 
     fetched = _steps(CollectiveOp.ALL_GATHER, [n * item for n in large], strategy, backward=False)
     scattered = _steps(CollectiveOp.REDUCE_SCATTER, [n * gradient for n in large], strategy, backward=True)
     again = tuple(replace(s, backward=True) if isinstance(s, Kernel) else s for s in fetched)
-    live = 2 * max(large) * item
+    joined = strategy.execution.joined_pieces
+    if joined and work.recompute:
+        again = ()
+    live = (1 if joined else 2) * max(large) * item
     return replace(
         work,
         forward=(*fetched, *work.forward),
@@ -64,6 +70,8 @@ def _steps(op: CollectiveOp, sizes: Iterable[int], strategy: Strategy, *, backwa
     found: list[Step] = []
     for size in sizes:
         found.append(Collective(op=op, axes=axes, size_bytes=size, label="dp"))
+        if strategy.execution.joined_pieces:
+            continue
         found.append(
             Kernel(
                 kind=PIECES, dtype="fp32", flops=0, bytes_moved=-(-PASSES[op] * size // ranks),

@@ -124,6 +124,10 @@ class ExecutionSection(Section):
     parameter_gathers: bool | None = Field(
         None, description="ZeRO-3 fetches each parameter by itself and waits for it"
     )
+    joined_pieces: bool | None = Field(
+        None,
+        description="parameter_gathers in one piece, not one of each rank (DeepSpeed since October 2021)",
+    )
     late_gathers: bool | None = Field(
         None, description="ZeRO-1 and 2 gather updated parameters beside the next step's first forwards"
     )

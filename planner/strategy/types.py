@@ -104,6 +104,9 @@ class Execution:
     blocking_launches: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
     late_gathers: bool = False  # ZeRO-1 and 2 gather updated parameters beside the next step's first forwards
     parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
+    joined_pieces: bool = (
+        False  # with parameter_gathers: in one piece, not one of each rank (DeepSpeed since October 2021)
+    )
     added_gradients: bool = False  # with fused kernels: a kernel of its own adds a micro-batch's gradients to the sum (Megatron until 2022)
     dtensor: bool = (
         False  # tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator

@@ -20,16 +20,40 @@ def published(name: str) -> list[dict[str, str]]:
 
 
 FURTHER = published("further_rows")
+RELEASED = published("released_rows")
 
 
-def test_every_further_row_is_scorable_and_says_where_it_was_read() -> None:
-    assert len({row["id"] for row in FURTHER}) == len(FURTHER)
-    assert all(row["origin"] for row in FURTHER)
-    assert len([rows.parse(row, [DEVICES]) for row in FURTHER]) == len(FURTHER)
+@pytest.mark.parametrize("of", [FURTHER, RELEASED], ids=["further", "released"])
+def test_every_row_is_scorable_and_says_where_it_was_read(of: list[dict[str, str]]) -> None:
+    assert len({row["id"] for row in of}) == len(of)
+    assert all(row["origin"] for row in of)
+    kept = [row for row in of if row["id"] not in rows.SET_ASIDE]
+    assert len([rows.parse(row, [DEVICES]) for row in kept]) == len(kept) >= len(of) - 19
+
+
+def test_one_device_a_node_has_no_link_of_its_box() -> None:
+    lone = next(row for row in RELEASED if row["devices_per_node"] == "1" and row["devices"] == "48")
+    inner, outer = rows.cluster_of(lone).levels
+    assert (inner.size, outer.size, outer.bytes_per_s) == (1, 48, 1.25e9)
+
+
+def test_rows_that_are_set_aside_exist_and_say_why() -> None:
+    assert set(rows.SET_ASIDE) <= {row["id"] for row in RELEASED}
+    with pytest.raises(rows.Unscorable, match="set aside: a power-limited B200"):
+        rows.parse(next(row for row in RELEASED if row["id"] == "new:torchao:7"))
+
+
+def test_a_job_smaller_than_its_rack_has_all_of_it() -> None:
+    row = next(row for row in RELEASED if row["device"] == "gb300" and row["devices"] == "64")
+    assert [level.size for level in rows.cluster_of(row).levels] == [64]
 
 
 def test_no_framework_is_listed_that_no_row_has_run() -> None:
-    run = {row["framework"] for name in ("training_rows", "further_rows") for row in published(name)}
+    run = {
+        row["framework"]
+        for name in ("training_rows", "further_rows", "released_rows")
+        for row in published(name)
+    }
     assert set(FRAMEWORKS) <= run
 
 
@@ -161,3 +185,20 @@ def test_ranks_that_a_row_does_not_speak_of_are_replicas() -> None:
     mesh = rows.parse({**silent, "zero": "0"}).strategies[0].mesh
     assert mesh.devices == int(row["devices"])
     assert (mesh.tp, mesh.pp, mesh.dp_shard) == (int(row["tp"]), int(row["pp"]), 1)
+
+
+def test_what_a_note_says_of_experts_tokens_is_done() -> None:
+    by_id = {row["id"]: rows.strategies_of(row)[0] for row in RELEASED if "modelzoo" in row["id"]}
+    merged = {name: strategy.execution.merged_dispatch for name, strategy in by_id.items()}
+    assert merged == {f"new:modelzoo:{i}": i != 3 for i in range(7)}
+    assert [name for name, s in by_id.items() if s.execution.hidden_dispatch] == [
+        "new:modelzoo:1",
+        "new:modelzoo:6",
+    ]
+
+
+def test_runs_that_held_less_than_a_strategy_can_say_do_not_judge_what_fits() -> None:
+    parsed = [rows.parse(row, [DEVICES]) for row in RELEASED if row["id"] not in rows.SET_ASIDE]
+    assert {run.source for run in parsed if not run.fits_judged} == {
+        "LLMQ benchmarks (4090, L40S, H100)", "Megatron-MoE-ModelZoo, Qwen3-235B",
+    }  # fmt: skip

@@ -155,6 +155,16 @@ def test_oversubscription_divides_a_level() -> None:
     assert slow / cost(CollectiveOp.ALL_GATHER, 1 << 32, cluster, line(32)) == pytest.approx(4, rel=0.05)
 
 
+def test_a_tenth_of_the_network_takes_at_most_ten_times_as_long() -> None:
+    usual = load_cluster("v100-sxm2-16gb:4x8")
+    outer = usual.levels[-1]
+    slow = replace(usual, levels=(*usual.levels[:-1], replace(outer, bytes_per_s=outer.bytes_per_s / 10)))
+    for size in (1 << 20, 1 << 24, 1 << 28):
+        fast_s = cost(CollectiveOp.ALL_REDUCE, size, usual, line(32))
+        slow_s = cost(CollectiveOp.ALL_REDUCE, size, slow, line(32))
+        assert fast_s < slow_s < 10 * fast_s  # the pipeline of chunks fills ten times as soon
+
+
 def test_in_switch_reduction_pays_on_large_messages_only() -> None:
     with_sharp = CLUSTERS["h100-sxm:4x8"]
     levels = tuple(replace(level, in_network_reduction=False) for level in with_sharp.levels)

@@ -95,6 +95,22 @@ def test_a_cluster_file_without_levels_has_those_of_its_device(tmp_path: Path) -
     assert load_cluster(write(tmp_path, "c.toml", text)).levels == load_cluster("a100-sxm-80gb:4x8").levels
 
 
+def test_a_box_s_own_links_end_at_a_node_that_holds_fewer_devices(tmp_path: Path) -> None:
+    lone = CLUSTER.replace("devices_per_node = 8", "devices_per_node = 1")
+    for text in (lone, lone.split("[[level]]")[0]):
+        assert load_cluster(write(tmp_path, "c.toml", text)).levels[0].size == 1, text
+    rack = CLUSTER.replace("a100-sxm-80gb", "gb200").replace("devices_per_node = 8", "devices_per_node = 4")
+    assert load_cluster(write(tmp_path, "c.toml", rack)).levels[0].size == 8  # NVLink that joins nodes
+
+
+def test_unequal_groups_share_a_box_that_each_node_holds_and_keep_their_own(tmp_path: Path) -> None:
+    nodes = "[[group]]\ndevice = '{}'\nnodes = {}\ndevices_per_node = {}\n"
+    text = "schema = 1\n" + nodes.format("a100-sxm-80gb", 2, 8) + nodes.format("v100-sxm2-16gb", 4, 1)
+    cluster = load_cluster(write(tmp_path, "c.toml", text))
+    assert [level.size for level in cluster.levels] == [1, 20]
+    assert [[level.size for level in group.levels] for group in cluster.groups] == [[8, 16], []]
+
+
 def test_a_level_beyond_the_cluster_is_dropped() -> None:
     assert [level.name for level in load_cluster("h100-sxm:1x8").levels] == ["nvlink"]
     assert [level.size for level in load_cluster("h100-sxm:3x2").levels] == [2, 6]

@@ -54,6 +54,14 @@ def test_every_rank_is_a_launch() -> None:
     assert {kernel.count for kernel in pieces} == {64}
 
 
+def test_in_one_piece_nothing_is_copied_and_a_recomputation_s_parameters_stay_for_the_backward() -> None:
+    block = repeated_block(replace(ALONE, execution=replace(ALONE.execution, joined_pieces=True)))
+    assert not [s for s in block.forward if isinstance(s, Kernel) and s.kind == PIECES]
+    assert collectives(block.forward) == collectives(repeated_block(ALONE).forward)
+    assert collectives(block.recompute)
+    assert not [c for c in collectives(block.backward_input) if c.op is CollectiveOp.ALL_GATHER]
+
+
 def test_fetching_one_by_one_costs_more_the_more_ranks_there_are() -> None:
     def lost_s(ranks: int) -> float:
         cluster = load_cluster(f"a100-sxm-80gb:{ranks // 8}x8")

@@ -1,0 +1,124 @@
+"""The constants that training rows decide, and what they start from (`priors.toml`), before any row is seen.
+
+    log(constant) = log(prior) + x[family, home],    x[family, home] ~ N(x[family, parent], between^2)
+                                                     x[family]       ~ N(0, shared^2)
+
+A home is the file that a constant stands in: a generation's, or a device's own, whose parent is its generation. The parent of
+a generation is what all generations share, so that one of which nothing was measured follows the others.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import exp
+from pathlib import Path
+
+from autoparallel.profiles.hardware import Device
+from autoparallel.profiles.schema import FigureTable, check_figure
+
+PRIORS = Path(__file__).with_name("priors.toml")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Constants that move together, by one factor."""
+
+    name: str
+    keys: tuple[str, ...]
+    shared: float
+    between: float
+
+    def holds(self, key: str) -> bool:
+        return any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Files that state the same constants; `parent` is the generation of a device's own."""
+
+    name: str
+    parent: str
+    files: tuple[Path, ...]
+    prior: Mapping[str, FigureTable]
+    written: bool = True  # by the fit; else its files keep what was tuned by hand
+    follows: bool = False  # its generation: its priors are that one's by a formula
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priors:
+    """Families and homes, as the file has them."""
+
+    families: tuple[Family, ...]
+    homes: Mapping[str, Home]
+
+    def home_of(self, family: Family, device: str, generation: str) -> str | None:
+        """Where a device's constants of a family stand; None where no prior says that they may move."""
+        for home in self.homes.values():
+            if device in [path.stem for path in home.files] and self.states(home.name, family):
+                return home.name
+        return generation if self.states(generation, family) else None
+
+    def states(self, home: str, family: Family) -> bool:
+        return home in self.homes and any(map(family.holds, self.homes[home].prior))
+
+
+def read_priors(path: Path = PRIORS) -> Priors:
+    """The families, homes and priors of a file."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    families = tuple(
+        Family(name=f["name"], keys=tuple(f["keys"]), shared=f["shared"], between=f["between"])
+        for f in table["family"]
+    )
+    homes = {
+        name: Home(
+            name=name,
+            parent=entry.get("of", ""),
+            files=tuple(ROOT / file for file in entry["files"]),
+            prior={
+                key: check_figure(figure, f"{path.name}: {name}")
+                for key, figure in table["prior"].get(name, {}).items()
+            },
+            written=entry.get("written", True),
+            follows=entry.get("follows", False),
+        )
+        for name, entry in table["home"].items()
+    }
+    return Priors(families=families, homes=homes)
+
+
+Moves = Mapping[tuple[str, str], float]  # log factors on priors, by family and home
+
+
+def unknown_of(priors: Priors, home: str) -> str:
+    """Whose factor a home's constants have: its generation's, where it follows that by a formula."""
+    return priors.homes[home].parent if priors.homes[home].follows else home
+
+
+def values(priors: Priors, moves: Moves, home: str) -> dict[str, float]:
+    """The constants of a home under `moves`, to three digits."""
+    factor_of, found = unknown_of(priors, home), {}
+    for key, figure in priors.homes[home].prior.items():
+        for family in priors.families:
+            if family.holds(key):
+                found[key] = float(f"{figure.value * exp(moves.get((family.name, factor_of), 0.0)):.3g}")
+    return found
+
+
+def moved(device: Device, generation: str, priors: Priors, moves: Moves) -> Device:
+    """A device with the constants that stand in its homes under `moves`."""
+    found: dict[str, float] = {}
+    for family in priors.families:
+        home = priors.home_of(family, device.name, generation)
+        if home is not None:
+            own = values(priors, moves, home)
+            found |= {key: value for key, value in own.items() if family.holds(key)}
+    return replace(device, constants={**device.constants, **found})
+
+
+def scaled(device: Device, family: Family, factor: float) -> Device:
+    """A device with the constants of one family times a factor."""
+    changed = {key: value * factor for key, value in device.constants.items() if family.holds(key)}
+    return replace(device, constants={**device.constants, **changed})
