@@ -59,6 +59,7 @@ MOST_WORK = 4000.0
 REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
+    "joined_pieces",
     "blocking_launches",
     "merged_dispatch",
     "hidden_dispatch",
