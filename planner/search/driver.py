@@ -32,6 +32,7 @@ TRIES = 4  # variants of one size tried until one fits
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 STARTS = 12  # strategies simulated before the search proper
 DUAL_SHARE = 2.0  # work of the dual half for each unit of the local search. Kind: measured
+SMALL = 512  # actions of a schedule that is simulated in a millisecond or two. Kind: measured
 FIRST_DUAL = 150.0  # work of the dual half before the local search begins: easy problems are proved by then
 
 
@@ -81,7 +82,7 @@ class Search:
             before = self.work
             if proving <= climbing * DUAL_SHARE:
                 if not self.dual.step():
-                    if self.climbs and self.incumbent is not polished:
+                    if self.incumbent is not polished and (self.climbs or self._is_small()):
                         self._polish()
                     return
                 proving += self.work - before
@@ -93,6 +94,10 @@ class Search:
                 climbing += self.work - before
             else:
                 climbing = proving + FIRST_DUAL  # until something better is found to climb from
+
+    def _is_small(self) -> bool:
+        """Whether the incumbent is simulated in no time."""
+        return self.sims.chosen is not None and self.sims.chosen.actions <= SMALL
 
     def _polish(self) -> None:
         """Improve what of the incumbent no candidate tells apart: its partition, and details."""

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from autoparallel import Strategy, UserError, auto_parallelize
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.costmodel.program import Program
+from autoparallel.planner import plan as search
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.search import plan as search
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard
 from autoparallel.planner.strategy.write import write_strategy

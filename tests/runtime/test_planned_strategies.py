@@ -23,7 +23,7 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.strategy.legal import least_blocks, strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.limits import limits
+from autoparallel.runtime.limits import limits, refused
 from tests.runtime.compare import TOLERANCE, run_strategy
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.harness import Processes
@@ -75,7 +75,7 @@ def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None)
         if deal is None:
             continue
         strategy = strategy_of(problem, chosen, deal)
-        if not strategy_problems(graph, cluster, strategy):
+        if not strategy_problems(graph, cluster, strategy) and refused(graph, strategy) is None:
             found.append(strategy)
     return found
 
