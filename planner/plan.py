@@ -55,7 +55,7 @@ __all__ = [
 
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
 # machine (`Search.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
-MOST_WORK = 4000.0
+MOST_WORK = 5000.0
 REPORT_EVERY_S = 0.1
 SCORED_ONLY = (
     "parameter_gathers",
@@ -110,7 +110,12 @@ def plan(
         result = plan_tiers(problem, expander, on_devices, watch.check_time)
     elif has_parts(problem):
         result = plan_parts(
-            without_tables(problem), watch.check, explain=explain, share=watch.share, within=within
+            without_tables(problem),
+            watch.check,
+            explain=explain,
+            share=watch.share,
+            within=within,
+            advise=advise,
         )
     else:
         bare = without_tables(problem)

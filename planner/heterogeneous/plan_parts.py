@@ -22,7 +22,7 @@ from autoparallel.planner.explain.result import explored, proof_of, result_of
 from autoparallel.planner.heterogeneous.assign import assign, talks
 from autoparallel.planner.heterogeneous.irregular import every_part, on_nodes
 from autoparallel.planner.heterogeneous.mixed import Part
-from autoparallel.planner.outcome import Alternative, Explored, PlanResult, SearchTimeout
+from autoparallel.planner.outcome import Alternative, Explored, InfeasiblePlan, PlanResult, SearchTimeout
 from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
 from autoparallel.planner.score import completed, score
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
@@ -58,6 +58,7 @@ def plan_parts(
     explain: bool,
     share: Callable[[float, float], None],
     within: float = 0.0,
+    advise: bool = True,
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
     waiting = deque(_promising_first(every_part(problem), check))
@@ -89,7 +90,7 @@ def plan_parts(
             value = min(value, found.search.value)
     winners = [one for one in done if one.search.incumbent is not None and not one.part.loose]
     if not winners:
-        raise _nothing(problem, done, errors, stopped=stopped)
+        raise _nothing(problem, done, errors, stopped=stopped, advise=advise)
     bound = (0.0, 0.0) if stopped and waiting else _bound(done)
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     told = explain and not stopped
@@ -176,9 +177,13 @@ def _search(
     return Searched(part=part, outer=outer, search=search, bound=bound, best=best)
 
 
-def _nothing(problem: Problem, done: list[Searched], errors: list[UserError], *, stopped: bool) -> Exception:
+def _nothing(
+    problem: Problem, done: list[Searched], errors: list[UserError], *, stopped: bool, advise: bool
+) -> Exception:
     if stopped or any(one.search.bound() < NOTHING for one in done):
         return SearchTimeout("no strategy found in the time given; allow more, or fix some keys")
+    if done and not advise:
+        return InfeasiblePlan("memory of the devices")
     if done:
         return explain_infeasible(done[-1].outer)
     return errors[0] if errors else explain_empty(problem)

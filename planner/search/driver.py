@@ -28,6 +28,7 @@ from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
+CLIMBS = 6  # neighbourhoods looked at before the incumbent is polished
 TRIES = 4  # variants of one size tried until one fits
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 STARTS = 12  # strategies simulated before the search proper
@@ -77,6 +78,7 @@ class Search:
         climb = Climb(sims=self.sims, only=self.only, most_actions=self.most_actions)
         proving, climbing = 0.0, FIRST_DUAL if self.climbs else inf  # work of either half
         polished: Evaluation | None = None
+        climbed = 0  # since the incumbent was polished
         while True:
             self.check(self)
             before = self.work
@@ -86,11 +88,12 @@ class Search:
                         self._polish()
                     return
                 proving += self.work - before
+            elif (self.incumbent is polished or climbed < CLIMBS) and climb.step():
+                climbed += 1
+                climbing += self.work - before
             elif self.incumbent is not polished:
                 self._polish()
-                polished = self.incumbent
-                climbing += self.work - before
-            elif climb.step():
+                polished, climbed = self.incumbent, 0
                 climbing += self.work - before
             else:
                 climbing = proving + FIRST_DUAL  # until something better is found to climb from

@@ -45,13 +45,17 @@ def fixed_by_rules(
 ) -> list[Fixed]:
     """What the entries fix in each distinct block. Raises UserError naming the entry that cannot hold."""
     found = [Fixed(params={}, nodes={}, pins=frozenset(), source={}) for _ in problems]
+    names = [_names(graph, block) for block in range(len(problems) if rules else 0)]
+    alike: dict[object, list[re.Pattern[str]]] = {}  # the names of entries that say the same
+    for rule in rules:
+        alike.setdefault(_said(rule), []).append(_pattern(rule.module))
     for rule in rules:
         # A module of the glue may stand in several blocks: each key of its entry must hold in one of them.
         absent: dict[str, str] = {}
         held: set[str] = set()
         matched = False
         for b, problem in enumerate(problems):
-            for module in _matches(graph, b, rule, rules):
+            for module in _matches(names[b], rule, alike[_said(rule)]):
                 matched = True
                 missing = _missing(problem, module, rule)
                 held |= {key for key in _keys(rule) if key not in missing}
@@ -114,21 +118,31 @@ def _joined(path: str, module: str) -> str:
     return ".".join(part for part in (path, module) if part)
 
 
-def _matches(graph: ModelGraph, block: int, rule: TensorRule, rules: Sequence[TensorRule]) -> Iterator[str]:
+def _names(graph: ModelGraph, block: int) -> dict[str, list[str]]:
+    """By module of a distinct block, its names in all of the block's instances."""
+    paths = [link.path for link in graph.chain if link.block == block]
+    return {module: [_joined(path, module) for path in paths] for module in modules_of(graph.blocks[block])}
+
+
+def _said(rule: TensorRule) -> object:
+    return rule.params, rule.inputs, rule.outputs
+
+
+def _matches(
+    names_of: Mapping[str, Sequence[str]], rule: TensorRule, alike: Sequence[re.Pattern[str]]
+) -> Iterator[str]:
     """Modules of a distinct block that the entry names. It must name them in all of its instances, alone or
     together with entries that say the same of the others."""
     own = _pattern(rule.module)
-    alike = [_pattern(r.module) for r in rules if replace(r, module="") == replace(rule, module="")]
-    paths = [link.path for link in graph.chain if link.block == block]
-    for module in modules_of(graph.blocks[block]):
-        names = [_joined(path, module) for path in paths]
+    for module, names in names_of.items():
         if not any(own.fullmatch(name) for name in names):
             continue
         covered = [name for name in names if any(pattern.fullmatch(name) for pattern in alike)]
         if len(covered) < len(names):
+            path = names[0].removesuffix(module).rstrip(".")
             raise UserError(
                 f"{_entry(rule)}: names {len(covered)} of {len(names)} equal blocks, which are planned alike; "
-                f'write "{_joined(_starred(paths[0]), module)}"'
+                f'write "{_joined(_starred(path), module)}"'
             )
         yield module
 

@@ -13,6 +13,7 @@ from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import Candidate
 
+MOST_SIMULATED = 24  # partitions in all. Kind: formula
 MOVES_TRIED = 8  # moves of a partition that are simulated. Kind: formula
 
 
@@ -26,14 +27,14 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
         blocks=strategy.pipeline.stage_blocks,
         recomputed=strategy.recompute.per_stage or (0,) * problem.chunks,
     )
-    better = True
-    while better:
+    better, left = True, MOST_SIMULATED
+    while better and left > 0:
         better = False
         if found.path is None:
             return
         (path,) = on_devices(problem, [found.path])
         for moved in islice(moves(problem, deal, path), MOVES_TRIED):
-            tried = sims.simulate(chosen, problem, moved)
+            tried, left = sims.simulate(chosen, problem, moved), left - 1
             if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
                 found, deal, better = tried, moved, True
                 break

@@ -16,7 +16,7 @@ from autoparallel.planner.search.space.meshes import Bools, Ints, joined
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
 VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
 SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
-MOST_ACTIONS = 20_000  # of a schedule: larger ones take over a sixth of a second to lay out. Kind: measured
+MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out. Kind: measured
 
 
 def starts(

@@ -62,8 +62,14 @@ def quick_deal(problem: StageProblem) -> Deal | None:
     tried = [problem.blocks or problem.likely or even_blocks(problem)]
     if tried[0] not in (problem.blocks, problem.likely) and len(set(problem.kinds)) > 1:
         tried.append(balanced_blocks(problem) or tried[0])
-    if problem.blocks is None and problem.recompute and problem.recomputed is None:
-        tried.append(balanced_blocks(problem, again=True) or tried[0])
+    found = _fitting(problem, tried)
+    if not found and problem.blocks is None and problem.recompute and problem.recomputed is None:
+        found = _fitting(problem, [balanced_blocks(problem, again=True) or tried[0]])
+    return min(found, key=lambda deal: deal_value(problem, deal), default=None)
+
+
+def _fitting(problem: StageProblem, tried: Sequence[tuple[int, ...]]) -> list[Deal]:
+    """Deals of these blocks that fit, with as many recomputed as that takes."""
     found = []
     for blocks in dict.fromkeys(tried):
         deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
@@ -71,7 +77,7 @@ def quick_deal(problem: StageProblem) -> Deal | None:
             deal = _recomputed(problem, deal)
         if deal_fits(problem, deal):
             found.append(deal)
-    return min(found, key=lambda deal: deal_value(problem, deal), default=None)
+    return found
 
 
 def balanced_blocks(problem: StageProblem, *, again: bool = False) -> tuple[int, ...] | None:
