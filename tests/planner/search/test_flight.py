@@ -1,0 +1,43 @@
+"""Micro-batches in flight, in closed form, are what the schedules' own actions hold when a rank's first backward comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from autoparallel.costmodel.program import ActionKind
+from autoparallel.planner.expand.schedules import build_schedule, schedule_problem
+from autoparallel.planner.search.bounds.flight import in_flight
+from autoparallel.planner.search.space.build import SCHEDULES
+
+CASES = [
+    (name, ranks, chunks, micro)
+    for name in SCHEDULES[1:]
+    for ranks in (2, 3, 4)
+    for chunks in (1, 2, 3)
+    for micro in (1, 2, 4, 6, 8, 12)
+    if schedule_problem(name, ranks, chunks, micro) is None
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_more_is_said_to_be_in_flight_than_a_rank_ever_holds(case: tuple[str, int, int, int]) -> None:
+    name, ranks, chunks, micro = case
+    for rank, actions in enumerate(build_schedule(*case)):
+        one = np.array([1])
+        said = in_flight(SCHEDULES.index(name) * one, chunks * one, micro * one, np.array([[rank]]), ranks)
+        held: Counter[int] = Counter()
+        fullest: list[list[int]] = []
+        for action in actions:
+            if action.kind is ActionKind.FORWARD:
+                held[action.stage] += 1
+                fullest.append(sorted(held.values()))
+            elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+                held[action.stage] -= 1
+        moments = [m for m in fullest if len(m) == chunks or chunks == 1]
+        least, most, total = (int(np.ravel(x)[0]) for x in (said.least, said.most, said.all))
+        assert any(m[0] >= least and m[-1] >= most and sum(m) >= total for m in moments or [[0]]), (
+            rank, least, most, total, fullest[-3:],
+        )  # fmt: skip
