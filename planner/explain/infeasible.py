@@ -27,7 +27,7 @@ from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Search.work`, about milliseconds) that goes into the smallest strategy: bounds on memory are close.
 # Kind: formula.
-CLOSEST_WORK = 500.0
+CLOSEST_WORK = 800.0
 VALUES_SHOWN = 8
 UNLIMITED_BYTES = float(2**60)
 SHAPES_TRIED = 64  # of those with the least bound on memory
