@@ -22,12 +22,12 @@ from autoparallel.plan_cache import StrategySource, find_strategy, read_source
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
-from autoparallel.runtime.accelerator import device_name
-from autoparallel.runtime.expert_modules import expert_modules
-from autoparallel.runtime.experts import can_share
+from autoparallel.runtime.experts.modules import expert_modules
+from autoparallel.runtime.experts.parallel import can_share
 from autoparallel.runtime.limits import entered_blocks, limits
-from autoparallel.runtime.lower import Dtypes, dtype_name, module_dtypes
-from autoparallel.runtime.mesh import start_ranks, world_size
+from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
+from autoparallel.runtime.ranks.accelerator import device_name
+from autoparallel.runtime.ranks.mesh import start_ranks, world_size
 from autoparallel.runtime.start import parallelize
 
 

@@ -63,7 +63,7 @@ def _leave(status: int) -> None:
     """End the process. Tearing torch and transformers down takes a second in which nothing more happens."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        sys.exit(status)  # groups are left first (runtime/leaving.py)
+        sys.exit(status)  # groups are left first (runtime/ranks/leaving.py)
     try:
         sys.stdout.flush()
         sys.stderr.flush()

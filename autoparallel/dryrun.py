@@ -23,11 +23,11 @@ from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.record import recorded_cluster
-from autoparallel.runtime.expert_modules import expert_modules
-from autoparallel.runtime.messages import Message, program_messages, sent_bytes
+from autoparallel.runtime.check.messages import Message, program_messages, sent_bytes
+from autoparallel.runtime.experts.modules import expert_modules
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.dryrun import LoweredStage
+    from autoparallel.runtime.check.dryrun import LoweredStage
 
 MEMORY = ("parameters", "gradients", "optimizer")
 
@@ -84,7 +84,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
 
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
-    from autoparallel.runtime.dryrun import dry_run
+    from autoparallel.runtime.check.dryrun import dry_run
     from autoparallel.runtime.limits import check_tables, entered_blocks
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from autoparallel.costmodel.program import CollectiveOp, Program
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.report.numbers import gib, percent, significant
-from autoparallel.runtime.messages import Message, Place, priced_places, program_messages, sent_bytes
+from autoparallel.runtime.check.messages import Message, Place, priced_places, program_messages, sent_bytes
 
 if TYPE_CHECKING:
     from autoparallel.dryrun import Pair, RankComparison
-    from autoparallel.runtime.dryrun import LoweredStage
+    from autoparallel.runtime.check.dryrun import LoweredStage
 
 # Share of a rank's predicted memory, and of what it sends over an axis, by which the two may differ. The second is what
 # is left of parameters that do not divide evenly.

@@ -11,7 +11,7 @@ from autoparallel.planner.expand.state import zero_level
 from autoparallel.planner.strategy.types import Strategy
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.dryrun import LoweredStage
+    from autoparallel.runtime.check.dryrun import LoweredStage
 
 _FORWARD = (ActionKind.FORWARD,)
 _BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)

@@ -1,1 +1,20 @@
-"""Lowers a strategy to torch modules and collectives, and runs it."""
+"""Lowers a strategy to torch modules and collectives, and runs it.
+
+One way through the rooms, each of which imports only from those named before it:
+
+- `ranks/`: who takes part: the device of a rank, its process groups, the mesh whose axes a strategy names.
+- `tensor/`: tensor and sequence parallelism, and the small questions that DTensors raise.
+- `context/`: context parallelism.
+- `experts/`: expert parallelism.
+- `gradients/`: data parallelism: FSDP2, replicas, buckets, what is reduced how; backward passes in two halves.
+- `loading/`: values for parameters: initialised, from safetensors, from and to checkpoints.
+- `memory/`: recomputation, activations and optimizer state on the host, the optimizer.
+- `lowering/`: one module, whole or a stage, with all of the above applied in place.
+- `stages/`: a module cut into pipeline stages.
+- `pipeline/`: stages driven by the actions of a program.
+- `limits.py`: what of the planner's space is not run, and why.
+- `start.py`: from strategy and module to a running module: `parallelize`.
+- `check/`: dry runs, and what a rank sends against what was priced.
+- `profiling/`: measures a machine; needs `ranks/` and `tensor/` alone.
+- `torch_private.py`: the one file that touches torch's private names.
+"""

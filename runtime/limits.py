@@ -9,7 +9,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.file import strategy_to_constraints
 from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
-from autoparallel.runtime.expert_modules import expert_modules
+from autoparallel.runtime.experts.modules import expert_modules
 
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
 

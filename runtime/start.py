@@ -14,23 +14,29 @@ from torch import nn
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.runtime.accelerator import CPU, generator_state, set_generator_state
-from autoparallel.runtime.compiled import check_kernels
-from autoparallel.runtime.compression import check_compression
-from autoparallel.runtime.expert_modules import ExpertModule
-from autoparallel.runtime.experts import check_experts
+from autoparallel.runtime.experts.modules import ExpertModule
+from autoparallel.runtime.experts.parallel import check_experts
+from autoparallel.runtime.gradients.compression import check_compression
+from autoparallel.runtime.gradients.replicas import check_algorithm, with_levels
 from autoparallel.runtime.limits import check_tables
-from autoparallel.runtime.lower import Dtypes, broadcast_state, check_rules, lower_module, module_dtypes
-from autoparallel.runtime.materialise import check_initialisable, common_seed, on_meta
-from autoparallel.runtime.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
-from autoparallel.runtime.micro_batches import shared_by_samples
-from autoparallel.runtime.offload import check_offload
-from autoparallel.runtime.optimizer import Optimizers
-from autoparallel.runtime.parallel_module import Run, check_members, make_parallel
-from autoparallel.runtime.recompute import MODES
-from autoparallel.runtime.replicas import check_algorithm, with_levels
+from autoparallel.runtime.loading.materialise import check_initialisable, common_seed, on_meta
+from autoparallel.runtime.loading.weights import find_weights
+from autoparallel.runtime.lowering.compiled import check_kernels
+from autoparallel.runtime.lowering.lower import (
+    Dtypes,
+    broadcast_state,
+    check_rules,
+    lower_module,
+    module_dtypes,
+)
+from autoparallel.runtime.lowering.micro_batches import shared_by_samples
+from autoparallel.runtime.lowering.parallel_module import Run, check_members, make_parallel
+from autoparallel.runtime.memory.offload import check_offload
+from autoparallel.runtime.memory.optimizer import Optimizers
+from autoparallel.runtime.memory.recompute import MODES
+from autoparallel.runtime.ranks.accelerator import CPU, generator_state, set_generator_state
+from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
 from autoparallel.runtime.torch_private import draw_without_broadcast
-from autoparallel.runtime.weights import find_weights
 
 
 def parallelize(
@@ -65,7 +71,7 @@ def parallelize(
     mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
     _share_generators(mesh)
     if strategy.mesh.pp > 1:
-        from autoparallel.runtime.pipeline_module import pipeline_module
+        from autoparallel.runtime.pipeline.module import pipeline_module
 
         return pipeline_module(
             module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program,

@@ -21,7 +21,7 @@ from autoparallel.planner.capture.nodes import maker, tensor, tensor_inputs, ten
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.shardings import legal_shardings, sharding_of
 
-# Calls that cut one dim into parts; the runtime makes them an unflatten and an unbind (runtime/fused_parts.py).
+# Calls that cut one dim into parts; the runtime makes them an unflatten and an unbind (runtime/tensor/fused_parts.py).
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
 # Calls that give a dim other dims: three out of one are parts, heads and head size.
 _RESHAPES = frozenset({"view", "reshape", "unflatten"})

@@ -8,7 +8,7 @@ Everything but attention works on one's own tokens.
                       in the backward pass, together with their gradients; only one's own share is kept
 
 Fused and compiled, each rank holds the queries of two chunks of the sequence, one from its start and one from its end,
-so that under a causal mask all compare equally many pairs (Megatron, torchtitan). Eager is what `runtime/context.py`
+so that under a causal mask all compare equally many pairs (Megatron, torchtitan). Eager is what `runtime/context/functions.py`
 runs: each rank holds one piece of the sequence, whatever the model's code does with positions, so that the rank with the
 last piece compares most pairs, and the others wait for it.
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autoparallel.runtime.accelerator import current_device, device_module
 from autoparallel.runtime.profiling.case import random
 from autoparallel.runtime.profiling.timing import on_accelerator
+from autoparallel.runtime.ranks.accelerator import current_device, device_module
 
 SIDE = {False: 384, True: 4096}  # of the square products that a burst is made of
 TRIALS = 5

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autoparallel.costmodel.program import Kernel
-from autoparallel.runtime.accelerator import current_device, device_module
 from autoparallel.runtime.profiling.timing import Call, device_name, on_accelerator
+from autoparallel.runtime.ranks.accelerator import current_device, device_module
 
 COLD_BYTES = 48e6  # more than a processor's last cache
 MOST_COPIES = {False: 12, True: 64}  # on an accelerator, whose memory is larger than its host's caches by far

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.kernels import DTENSOR
 from autoparallel.costmodel.program import Kernel
-from autoparallel.runtime.accelerator import own_backend
 from autoparallel.runtime.profiling.case import Case, random
 from autoparallel.runtime.profiling.timing import Call, device_name
-from autoparallel.runtime.tensor_mode import run_with_rules
+from autoparallel.runtime.ranks.accelerator import own_backend
+from autoparallel.runtime.tensor.functions import run_with_rules
 
 TINY = 4  # numbers: nothing to compute, all overhead
 CHAIN = 16  # tiny layers between two readings of the clock

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.costmodel.fit import Sample
-from autoparallel.runtime.accelerator import current_device, device_module, device_name
 from autoparallel.runtime.profiling import launches, memory_bound, products
 from autoparallel.runtime.profiling.case import Case
 from autoparallel.runtime.profiling.timing import measure_s, on_accelerator
+from autoparallel.runtime.ranks.accelerator import current_device, device_module, device_name
 
 # Seconds of repetitions per case.
 BUDGET_S = 0.25

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.costmodel.fit_collectives import OverlapSample
-from autoparallel.runtime.accelerator import current_device, device_module
 from autoparallel.runtime.profiling.bursts import Burst, clock_s, make_burst, slowest
 from autoparallel.runtime.profiling.timing import device_name, on_accelerator
+from autoparallel.runtime.ranks.accelerator import current_device, device_module
 
 BURST_S = {False: 0.03, True: 0.01}
 BYTES = {False: 1 << 22, True: 1 << 26}  # of each all-reduce: a bucket of gradients

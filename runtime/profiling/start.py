@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from autoparallel.runtime.accelerator import backends, own_backend, take_device
+from autoparallel.runtime.ranks.accelerator import backends, own_backend, take_device
 
 # Rank 0 measures kernels while the others wait.
 WAIT = timedelta(minutes=30)

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-from autoparallel.runtime.accelerator import accelerator_type, current_device, device_module
+from autoparallel.runtime.ranks.accelerator import accelerator_type, current_device, device_module
 
 Call = Callable[[], object]
 

@@ -91,7 +91,7 @@ def test_the_planner_loops_over_nothing_whose_order_a_process_decides() -> None:
     assert not found, found
 
 
-MAPPED = ("profiles", "costmodel", "planner")  # and the packages inside
+MAPPED = ("profiles", "costmodel", "planner", "runtime")  # and the packages inside
 
 
 def mapped_packages() -> list[Path]:
@@ -107,6 +107,54 @@ def test_a_package_that_lists_its_files_lists_them_all(folder: Path) -> None:
     there = {p.name for p in folder.glob("*.py")} - {"__init__.py"}
     there |= {f"{p.parent.name}/" for p in folder.glob("*/__init__.py")}
     assert named == there, f"not named: {sorted(there - named)}; not there: {sorted(named - there)}"
+
+
+# Each imports from those before it; `profiling` from the first two alone.
+ROOMS = (
+    "torch_private",
+    "ranks",
+    "tensor",
+    "context",
+    "experts",
+    "gradients",
+    "loading",
+    "memory",
+    "lowering",
+    "stages",
+    "pipeline",
+    "limits",
+    "start",
+    "check",
+)
+
+
+def places_in_runtime(module: str) -> tuple[str, str] | None:
+    """The room and, where it is a package, the file in it that a dotted import lands in; None: not in the runtime."""
+    parts = module.split(".")
+    if parts[:2] != ["autoparallel", "runtime"] or len(parts) < 3:
+        return None
+    inside = (ROOT / "runtime" / parts[2]).is_dir() and len(parts) > 3
+    return parts[2], parts[3] if inside else ""
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "profiling"])
+def test_rooms_of_the_runtime_are_entered_by_their_doors(room: str) -> None:
+    """Imports go one way, and to files that the other room's first page says are open."""
+    before = ROOMS[: ROOMS.index(room)] if room in ROOMS else ROOMS[:3]
+    folder = ROOT / "runtime" / room
+    for path in sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]:
+        for module in imports(ast.parse(path.read_text())):
+            place = places_in_runtime(module)
+            if place is None or place[0] == room:
+                continue
+            other, file = place
+            assert other in before, f"{path}: {module} is not before {room}"
+            if file:
+                page = (
+                    ast.get_docstring(ast.parse((ROOT / "runtime" / other / "__init__.py").read_text())) or ""
+                )
+                doors = re.findall(r"`(\w+)`", page.split("Open to other rooms:")[1])
+                assert file in doors, f"{path}: {module} is not open to other rooms"
 
 
 def test_every_test_folder_mirrors_a_source_folder() -> None:

@@ -22,7 +22,7 @@ from autoparallel.planner.strategy.types import (
     Strategy,
     TensorRule,
 )
-from autoparallel.runtime.micro_batches import as_call, loss_of
+from autoparallel.runtime.lowering.micro_batches import as_call, loss_of
 from autoparallel.runtime.start import parallelize
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.models import EXAMPLES, Example

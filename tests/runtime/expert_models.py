@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
-from autoparallel.runtime.expert_modules import ExpertModule
+from autoparallel.runtime.experts.modules import ExpertModule
 from tests.runtime.models import (
     CLASSES,
     VOCABULARY,

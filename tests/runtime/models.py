@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
-from autoparallel.runtime.expert_modules import ExpertModule
+from autoparallel.runtime.experts.modules import ExpertModule
 
 VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Pipeline, Strategy
-from autoparallel.runtime.messages import Message
+from autoparallel.runtime.check.messages import Message
+from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.start import parallelize
-from autoparallel.runtime.traffic import TrafficRecorder
 from tests.runtime.compare import (
     LEARNING_RATE,
     STEPS,

@@ -9,7 +9,7 @@ MODULES = (
     "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.export", "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes", "networkx", "sympy.combinatorics.named_groups",
     *(f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES),
-    "autoparallel.api", "autoparallel.runtime.start", "autoparallel.runtime.pipeline_module",
+    "autoparallel.api", "autoparallel.runtime.start", "autoparallel.runtime.pipeline.module",
     "tests.runtime.compare", "tests.runtime.pipelines",
 )  # fmt: skip
 

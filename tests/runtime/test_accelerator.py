@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.errors import UserError
-from autoparallel.runtime import accelerator, leaving
-from autoparallel.runtime.accelerator import CPU, backends, forked_generators, generator_state, take_device
+from autoparallel.runtime.ranks import accelerator, leaving
+from autoparallel.runtime.ranks.accelerator import (
+    CPU,
+    backends,
+    forked_generators,
+    generator_state,
+    take_device,
+)
 
 LAUNCHERS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
 

@@ -7,7 +7,7 @@ import torch
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Strategy
-from autoparallel.runtime.compiled import check_kernels
+from autoparallel.runtime.lowering.compiled import check_kernels
 from tests.runtime.compare import TOLERANCE, Difference, compare
 from tests.runtime.harness import Processes
 

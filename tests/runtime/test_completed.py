@@ -24,7 +24,7 @@ from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.dryrun import dry_run
+from autoparallel.runtime.check.dryrun import dry_run
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.compression import check_compression, method_between
-from autoparallel.runtime.reductions import make_reducer
+from autoparallel.runtime.gradients.compression import check_compression, method_between
+from autoparallel.runtime.gradients.reductions import make_reducer
 from tests.runtime.compare import compare
 from tests.runtime.harness import Processes
 

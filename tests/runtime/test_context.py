@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
-from autoparallel.runtime.dryrun import dry_run
-from autoparallel.runtime.messages import Message
+from autoparallel.runtime.check.dryrun import dry_run
+from autoparallel.runtime.check.messages import Message
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import TOLERANCE, Difference, compare
 from tests.runtime.harness import Processes

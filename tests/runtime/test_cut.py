@@ -10,8 +10,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.cut import StageModule, cut, release
-from autoparallel.runtime.micro_batches import as_call
+from autoparallel.runtime.lowering.micro_batches import as_call
+from autoparallel.runtime.stages.cut import StageModule, cut, release
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

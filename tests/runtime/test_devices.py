@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from autoparallel.runtime.parallel_module import ParallelModule
-from autoparallel.runtime.pipeline_module import PipelineModule
+from autoparallel.runtime.lowering.parallel_module import ParallelModule
+from autoparallel.runtime.pipeline.module import PipelineModule
 from tests.runtime.compare import TOLERANCE, compare
 from tests.runtime.harness import Processes
 from tests.runtime.pipelines import run_pipeline

@@ -28,12 +28,12 @@ from autoparallel.planner.strategy.types import (
     Strategy,
 )
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime import dryrun
-from autoparallel.runtime.dryrun import LoweredStage, dry_run
-from autoparallel.runtime.lower import lower_module
-from autoparallel.runtime.messages import Message
+from autoparallel.runtime.check import dryrun
+from autoparallel.runtime.check.dryrun import LoweredStage, dry_run
+from autoparallel.runtime.check.messages import Message
+from autoparallel.runtime.check.traffic import TrafficRecorder
+from autoparallel.runtime.lowering.lower import lower_module
 from autoparallel.runtime.start import parallelize
-from autoparallel.runtime.traffic import TrafficRecorder
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES, Example
 from tests.runtime.shared import no_program

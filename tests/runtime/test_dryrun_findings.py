@@ -16,8 +16,8 @@ from autoparallel.costmodel.program import (
 from autoparallel.dryrun import compare
 from autoparallel.dryrun_findings import findings
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Strategy
-from autoparallel.runtime.dryrun import LoweredStage
-from autoparallel.runtime.messages import Message, Place
+from autoparallel.runtime.check.dryrun import LoweredStage
+from autoparallel.runtime.check.messages import Message, Place
 
 STRATEGY = Strategy(
     batch=Batch(global_=2, micro=1), mesh=Mesh(pp=2, tp=2), execution=Execution(kernels="eager"),

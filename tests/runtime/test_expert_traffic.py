@@ -17,11 +17,11 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.dryrun import dry_run
-from autoparallel.runtime.expert_modules import ExpertModule, expert_modules
-from autoparallel.runtime.messages import Message, program_messages
+from autoparallel.runtime.check.dryrun import dry_run
+from autoparallel.runtime.check.messages import Message, program_messages
+from autoparallel.runtime.check.traffic import TrafficRecorder
+from autoparallel.runtime.experts.modules import ExpertModule, expert_modules
 from autoparallel.runtime.start import parallelize
-from autoparallel.runtime.traffic import TrafficRecorder
 from tests.runtime.expert_models import mixtral
 from tests.runtime.harness import Processes
 from tests.runtime.shared import no_program

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autoparallel.runtime.accelerator import CPU
-from autoparallel.runtime.expert_modules import expert_modules
-from autoparallel.runtime.expert_trial import Trial
+from autoparallel.runtime.experts.modules import expert_modules
+from autoparallel.runtime.experts.trial import Trial
 from autoparallel.runtime.limits import graph_limits
+from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.torch_private import shard_in_parts
 from tests.capture.models import captured
 from tests.runtime.expert_models import EXPERT_EXAMPLES, LoopedExperts

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import mesh_axes
 from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
-from autoparallel.runtime.accelerator import CPU
-from autoparallel.runtime.experts import can_share, check_experts
-from autoparallel.runtime.mesh import expert_ranks
+from autoparallel.runtime.experts.parallel import can_share, check_experts
+from autoparallel.runtime.ranks.accelerator import CPU
+from autoparallel.runtime.ranks.mesh import expert_ranks
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import TOLERANCE, build, compare, part, strategy_of
 from tests.runtime.expert_models import EXPERT_EXAMPLES, LoopedExperts, routed

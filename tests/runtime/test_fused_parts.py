@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.start import parallelize
-from autoparallel.runtime.tensor_tools import local
+from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import knows_parts
 from tests.runtime.compare import TOLERANCE, compare, strategy_of
 from tests.runtime.harness import Processes

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.live_bytes import LiveBytes
+from autoparallel.runtime.check.live_bytes import LiveBytes
 
 KIB = 1024
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.micro_batches import loss_of, scalar, shared_by_samples, split
+from autoparallel.runtime.lowering.micro_batches import loss_of, scalar, shared_by_samples, split
 
 
 def test_what_a_loss_function_returns_is_one_number_of_any_shape() -> None:

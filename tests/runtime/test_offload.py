@@ -17,7 +17,7 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Offload, Pipeline, Recompute, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.offload import check_offload, offload_blocks
+from autoparallel.runtime.memory.offload import check_offload, offload_blocks
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import TOLERANCE, compare
 from tests.runtime.harness import Processes

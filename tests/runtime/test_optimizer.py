@@ -19,9 +19,9 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Offload, Pipeline, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime import optimizer as under_test
-from autoparallel.runtime.host_copies import HostCopies
-from autoparallel.runtime.optimizer import Optimizers, ParallelOptimizer, hosted
+from autoparallel.runtime.memory import optimizer as under_test
+from autoparallel.runtime.memory.host_copies import HostCopies
+from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer, hosted
 from autoparallel.runtime.start import parallelize
 from tests.runtime.models import EXAMPLES
 from tests.runtime.shared import no_program

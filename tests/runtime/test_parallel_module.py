@@ -11,7 +11,7 @@ from torch import nn
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Batch, Mesh, Offload, Pipeline, Recompute, Shard, TensorRule
-from autoparallel.runtime.lower import Dtypes
+from autoparallel.runtime.lowering.lower import Dtypes
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import build, largest_difference, part, reference_step, strategy_of
 from tests.runtime.harness import Processes

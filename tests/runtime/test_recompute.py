@@ -17,7 +17,7 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Recompute, Strategy
 from autoparallel.profiles.load import load_cluster
-from autoparallel.runtime.recompute import is_kept, recompute_blocks
+from autoparallel.runtime.memory.recompute import is_kept, recompute_blocks
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.models import EXAMPLES
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Shard, Strategy
-from autoparallel.runtime.mesh import build_mesh, groups_along
-from autoparallel.runtime.reductions import two_levels
-from autoparallel.runtime.replicas import check_algorithm, replica_reducer, with_levels
+from autoparallel.runtime.gradients.reductions import two_levels
+from autoparallel.runtime.gradients.replicas import check_algorithm, replica_reducer, with_levels
+from autoparallel.runtime.ranks.mesh import build_mesh, groups_along
 from tests.runtime.harness import Processes
 
 BY_TWO = (2, 4)  # four ranks, two below each port

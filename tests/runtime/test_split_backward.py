@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.runtime.split_backward import backward_input, backward_input_recomputed
+from autoparallel.runtime.gradients.split_backward import backward_input, backward_input_recomputed
 
 
 class _Kernels(TorchDispatchMode):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Pipeline
+from autoparallel.runtime.loading.weights import find_weights, share_ranges
 from autoparallel.runtime.start import parallelize
-from autoparallel.runtime.weights import find_weights, share_ranges
 from tests.runtime.compare import strategy_of
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES, Mlp

@@ -16,7 +16,7 @@ MIB = 2**20
 # hops of a collective cost more than the bytes of a small bucket. Kind: formula.
 BUCKETS_MIB = (GradSync().bucket_mib, 100.0, 400.0)
 WASTE = 0.25  # share of the network's time that a bucket may lose against the largest one. Kind: formula
-# Methods tried where lossy ones are allowed: those that the runtime runs (runtime/compression.py).
+# Methods tried where lossy ones are allowed: those that the runtime runs (runtime/gradients/compression.py).
 METHODS = ("bf16",)
 
 

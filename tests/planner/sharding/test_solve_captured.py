@@ -15,7 +15,7 @@ from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
-from autoparallel.runtime.tensor import resolve_rules
+from autoparallel.runtime.tensor.rules import resolve_rules
 
 # Fused query, key and value sharded each: what older DTensor rules do not keep apart.
 needs_parts = pytest.mark.skipif(not Rules().knows_parts(), reason="torch 2.12 or newer")

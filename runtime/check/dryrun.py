@@ -1,0 +1,383 @@
+"""A dry run: the module lowered for one rank of a strategy and run for one step, on tensors without memory.
+
+Everything is what `parallelize` does — the same shards, hooks and collectives — but the process group is a fake
+one, whose collectives return at once, and the tensors are fake ones. Stages of a pipeline are lowered and run one
+after another in this one process; what they would send each other is handed over and noted. The rank is the first
+of each data- and tensor-parallel group: where sizes do not divide, it is the one that holds most.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.module_tracker import ModuleTracker
+
+from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
+from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.strategy.types import AXES, Execution, Strategy
+from autoparallel.runtime.check.live_bytes import Live, LiveBytes
+from autoparallel.runtime.check.messages import Message, Place
+from autoparallel.runtime.check.traffic import TrafficRecorder
+from autoparallel.runtime.experts.modules import ExpertModule
+from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
+from autoparallel.runtime.gradients.replicas import with_levels
+from autoparallel.runtime.gradients.split_backward import WeightHalf
+from autoparallel.runtime.loading.materialise import all_names
+from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
+from autoparallel.runtime.lowering.micro_batches import as_call
+from autoparallel.runtime.lowering.parallel_module import numerics
+from autoparallel.runtime.memory.optimizer import hosted
+from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
+from autoparallel.runtime.pipeline.module import rules_within
+from autoparallel.runtime.pipeline.ties import separate_ties
+from autoparallel.runtime.ranks.accelerator import CPU
+from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
+from autoparallel.runtime.stages.alike import alike_stages
+from autoparallel.runtime.stages.cut import StageModule, cut
+from autoparallel.runtime.start import check_strategy
+from autoparallel.runtime.tensor.questions import local, to_plain
+from autoparallel.runtime.torch_private import accumulated_bytes, as_one_of, fake_tensors, traced_as
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredStage:
+    """What one stage (chunk) holds on one rank, bytes, and what a step of it communicates.
+
+    `gathered_bytes` are whole parameters that data parallelism has gathered, beside the `parameter_bytes` that the
+    rank owns, at the end of a forward pass; `gradient_bytes` the most that is held at the end of a micro-batch.
+    `places` says where its messages but those over pp come from, `live` what lived in F, B and REDUCE_GRAD of the
+    last micro-batch.
+    """
+
+    parameter_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    traffic: Counter[Message]
+    places: Mapping[Message, Counter[Place]] = field(default_factory=dict)
+    live: Mapping[str, Live] = field(default_factory=dict)
+
+
+def dry_run(
+    module: nn.Module,
+    example_inputs: Any,
+    strategy: Strategy,
+    *,
+    blocks: Sequence[str],
+    level_sizes: tuple[int, ...] = (),
+    experts: Sequence[ExpertModule] | None = (),
+    entered: Collection[str] = (),
+    kinds: Mapping[str, int] | None = None,
+) -> tuple[LoweredStage, ...]:
+    """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
+
+    `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) and `entered` are as in
+    `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all.
+    Raises UserError for a strategy that does not fit, and for a model
+    whose forward reads values of its tensors, which are not there.
+    """
+    dtypes = _dtypes(strategy.execution)
+    planned = {parameter.dtype for parameter in module.parameters()}
+    module.to(dtypes.param)
+    with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
+        check_strategy(module, strategy, blocks, level_sizes, given=all_names(module))
+        sharings = check_experts(module, strategy.mesh, experts, CPU)
+        mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
+        inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
+        stages = _stages(module, inputs, strategy, blocks, mesh)
+        memory = fake_tensors()
+        alike = alike_stages(stages, strategy, kinds or {})
+        lowered = {
+            i: _lowered(stages[i], module, strategy, blocks, mesh, dtypes, memory, sharings, entered)
+            for i in sorted({*alike})
+        }
+        with memory:
+            return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(_on_cpu(inputs))
+
+
+def _dtypes(execution: Execution) -> Dtypes:
+    return Dtypes(
+        compute=torch_dtype(execution.dtype),
+        param=torch_dtype(execution.param_dtype),
+        grad=torch_dtype(execution.grad_dtype),
+    )
+
+
+def _one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """The inputs with `micro` samples, without values, on the meta device, cast as the parameters were."""
+    samples = next(
+        leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim()
+    )
+
+    def sized(leaf: Tensor) -> Tensor:
+        shape = (micro, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == samples else leaf.shape
+        return torch.empty(shape, dtype=casts.get(leaf.dtype, leaf.dtype), device="meta")
+
+    return tree_map_only(Tensor, sized, example_inputs)
+
+
+def _on_cpu(inputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), inputs)
+
+
+def _stages(
+    module: nn.Module, inputs: Any, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh
+) -> tuple[nn.Module, ...]:
+    """The whole module, or with a pipeline all of its stages, each with parameters of its own."""
+    if strategy.mesh.pp == 1:
+        return (module,)
+    stages = cut(
+        module, inputs, repeated_paths=blocks, stage_blocks=strategy.pipeline.stage_blocks, device=mesh.device
+    )
+    separate_ties(stages)
+    return stages
+
+
+def _lowered(
+    stage: nn.Module, module: nn.Module, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh, dtypes: Dtypes,
+    memory: Any, experts: Sequence[Sharing], entered: Collection[str],
+) -> Lowered:  # fmt: skip
+    full, rules = strategy.recompute.per_stage, strategy.tensor
+    if isinstance(stage, StageModule):
+        blocks, index = stage.stage_cut.blocks, stage.stage_cut.index
+        rules = rules_within(rules, stage) if strategy.mesh.tp > 1 else ()
+    else:
+        index = 0
+    return lower_module(
+        stage, blocks, strategy, mesh, dtypes,
+        recomputed_in_full=full[index] if full else 0, rules=rules, origin=module, memory=memory,
+        experts=experts_within(experts, stage), entered=entered,
+    )  # fmt: skip
+
+
+class _Step:
+    """Runs the stages of a step in model order, and back, noting what each of them holds and sends.
+
+    `alike[i]` is the stage that is `lowered` and run for stage i.
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module], lowered: Mapping[int, Lowered], alike: Sequence[int], strategy: Strategy,
+        mesh: RankMesh, dtypes: Dtypes,
+    ) -> None:  # fmt: skip
+        self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
+        self._mesh, self._dtypes = mesh, dtypes
+        self._axes = _group_names(mesh, strategy.shard.zero)
+        self._sharded = sharding_axes(mesh.sizes, strategy.shard.zero)
+        self._activation_mesh = mesh.activation_mesh()
+        pipeline = strategy.pipeline
+        self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
+        self._owned = {i: _bytes_of(stages[i].parameters()) for i in lowered}
+        self._gathered = [0] * len(stages)
+        self._gradients = [0] * len(stages)
+        self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
+        self._sends: list[Counter[Message]] = [Counter() for _ in stages]
+        self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
+        self._tracker = ModuleTracker()
+        self._live = LiveBytes(self._module)
+        self._lived: list[dict[str, Live]] = [{} for _ in stages]
+
+    def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
+        """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
+        gc.freeze()  # what is there already need not be looked at before every action
+        try:
+            with self._tracker, self._live.watching_sizes(), self._live:
+                self._micro_batches(inputs)
+        finally:
+            gc.unfreeze()
+        self._exchange_tied()
+        optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
+        return tuple(
+            LoweredStage(
+                parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
+                traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
+                live=self._lived[i],
+            )
+            for stage, i in enumerate(self._alike)
+        )  # fmt: skip
+
+    def _micro_batches(self, inputs: Any) -> None:
+        count = self._strategy.micro_batches
+        for lowered in self._lowered.values():
+            lowered.begin(min(count, 3))
+        if count > 1:
+            self._micro_batch(inputs)
+        if count > 2:
+            self._micro_batch(inputs, often=count - 2)
+        self._micro_batch(inputs, last=True)
+        for stage, lowered in self._lowered.items():
+            with self._counting(stage, "REDUCE_GRAD"):
+                lowered.finish()
+
+    def _exchange_tied(self) -> None:
+        """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
+        first = self._stages[0]
+        for tie in first.stage_cut.ties if isinstance(first, StageModule) else ():
+            for stage, name in zip(tie.stages, tie.names, strict=True):
+                if len({self._homes[s] for s in tie.stages}) > 1:
+                    size = local(self._stages[stage].get_parameter(name)).nbytes
+                    self._sends[stage][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += 1
+
+    def _micro_batch(self, inputs: Any, *, last: bool = False, often: int = 1) -> None:
+        """Forward and backward of one micro-batch, which stands for `often` equal ones."""
+        received: list[Tensor] = []
+        flights: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for stage, i in enumerate(self._alike):
+            if i not in flights:
+                flights[i] = received, self._forward_of(i, received, inputs, last=last, often=often)
+            outputs = flights[i][1]
+            received = [value.detach().requires_grad_(value.requires_grad) for value in outputs]
+            self._sent(stage, stage + 1, [local(value) for value in outputs], often)
+        gradients: list[Tensor | None] = [None]
+        parts: dict[int, list[Tensor]] = {}
+        for stage, i in reversed(list(enumerate(self._alike))):
+            received, outputs = flights[i]
+            wanted = [t for t in received if t.requires_grad]
+            if i not in parts:
+                with self._counting(i, "B", often):
+                    torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
+                    self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
+                parts[i] = [gradient_part(t.grad, t) for t in wanted]
+                self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
+            self._sent(stage, stage - 1, parts[i], often)
+            gradients = [
+                rebuild(p, describe(t), self._activation_mesh) for p, t in zip(parts[i], wanted, strict=True)
+            ]
+
+    def _forward_of(
+        self, index: int, received: list[Tensor], inputs: Any, *, last: bool, often: int
+    ) -> list[Tensor]:
+        self._lowered[index].announce(last=last)
+        with self._counting(index, "F", often):
+            outputs = self._forward(index, received, inputs)
+        self._gathered[index] = max(self._gathered[index], self._whole_bytes(index))
+        return outputs
+
+    @contextmanager
+    def _counting(self, stage: int, action: str, often: int = 1) -> Iterator[None]:
+        gc.collect()  # what the action before left in cycles
+        self._live.begin()
+        with TrafficRecorder(self._axes, self._module) as recorder:
+            yield
+        self._lived[stage][action] = self._live.end()
+        self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
+        for message, modules in recorder.modules.items():
+            places = self._places[stage].setdefault(message, Counter())
+            for module, count in modules.items():
+                places[Place(action=action, module=module)] += count * often
+
+    def _module(self) -> str:
+        """The module that runs, forward or backward, by its path."""
+        innermost = max(self._tracker.parents, key=lambda name: (name.count("."), name))
+        return innermost.partition(".")[2]
+
+    def _forward(self, index: int, received: list[Tensor], inputs: Any) -> list[Tensor]:
+        stage, is_last = self._stages[index], index == len(self._stages) - 1
+        args, kwargs = ((received, inputs), {}) if isinstance(stage, StageModule) else as_call(inputs)
+        with numerics(self._strategy, self._dtypes, self._mesh):
+            try:
+                output = stage(*args, **kwargs)
+            except Exception as error:
+                raise UserError(
+                    "the model's forward does not run on tensors without values "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]}): run it under torchrun instead"
+                ) from error
+            return [_loss(output)] if is_last else list(output)
+
+    def _sent(self, source: int, target: int, parts: Sequence[Tensor], often: int) -> None:
+        """Note a message between two stages, if they are on two ranks."""
+        if 0 <= target < len(self._homes) and self._homes[source] != self._homes[target]:
+            size = sum(part.nbytes for part in parts)
+            self._sends[source][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += often
+
+    def _whole_bytes(self, index: int) -> int:
+        """Parameters that stand gathered in the module now, other than those that the rank owns."""
+        owned = set() if self._sharded else {id(p) for p in self._stages[index].parameters()}
+        whole = [p for p in self._stages[index].parameters() if id(p) not in owned and not self._is_share(p)]
+        return _bytes_of(whole)
+
+    def _is_share(self, parameter: nn.Parameter) -> bool:
+        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        return any(name in (names or ()) for name in (joined_name(self._sharded), EXPERT_SHARD))
+
+    def _gradient_bytes(self, index: int) -> int:
+        stage, lowered = self._stages[index], self._lowered[index]
+        held = [p.grad for p in stage.parameters() if p.grad is not None]
+        return max(_bytes_of(held), lowered.buffer_bytes()) + accumulated_bytes(stage)
+
+
+def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
+    """The axis, or joined axes, of each process group of this rank, by the group's name."""
+    found: dict[str, str] = {
+        mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
+    }
+    for axes in (sharding_axes(mesh.sizes, zero), replica_axes(mesh.sizes, zero)):
+        if len(axes) > 1:
+            found[mesh.group(*axes).group_name] = " x ".join(axes)
+    for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
+        found[mesh.expert_axis(axis).get_group().group_name] = axis
+    for group in mesh.levels or ():
+        found[group.group_name] = "dp_replicate"
+    return found
+
+
+def _loss(output: Any) -> Tensor:
+    """The output's loss, or a stand-in for one: the sum of the means of its floating-point tensors."""
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return to_plain(loss)  # type: ignore[no-any-return]
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return to_plain(output.reshape(()))  # type: ignore[no-any-return]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([to_plain(leaf).float().mean() for leaf in leaves]).sum()
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this rank's parts, a tensor that several names stand for once."""
+    return sum(local(tensor).nbytes for tensor in {id(t): t for t in tensors}.values())
+
+
+def optimizer_bytes(stage: nn.Module, strategy: Strategy) -> int:
+    """Bytes of the state that the optimizer keeps for this rank's parameters on the device, after an update."""
+    trained = [p for p in dict.fromkeys(stage.parameters()) if p.requires_grad]
+    away, execution = hosted(trained, strategy.offload.optimizer), strategy.execution
+    parameters = [nn.Parameter(local(p)) for p in trained if p not in away]
+    copies = 0
+    if execution.master_weights and execution.param_dtype in ("bf16", "fp16"):
+        parameters = [nn.Parameter(p.detach().float()) for p in parameters]
+        copies = _bytes_of(parameters)
+    optimizer = _optimizer(execution.optimizer, parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    with traced_as(eager=False):  # the count of steps stays a tensor: its value is not there to be read
+        optimizer.step()
+    state = [
+        value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)
+    ]
+    return copies + _bytes_of(state)
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if not parameters:
+        parameters = [nn.Parameter(torch.zeros(0))]
+    kinds = {
+        "adamw": lambda: torch.optim.AdamW(parameters, foreach=False),
+        "adam": lambda: torch.optim.Adam(parameters, foreach=False),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-3),
+        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(parameters, foreach=False),
+    }
+    return kinds[name]()

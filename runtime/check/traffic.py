@@ -1,0 +1,67 @@
+"""What a rank sends: the collectives that run while a recorder is active, by mesh axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.runtime.check.messages import Message
+from autoparallel.runtime.torch_private import group_name_of
+
+# Operators of collectives by name, and which of their arguments is the full tensor (None: the result).
+_OPS: Mapping[str, tuple[CollectiveOp, int | None]] = {
+    "allreduce_": (CollectiveOp.ALL_REDUCE, 0),
+    "_allgather_base_": (CollectiveOp.ALL_GATHER, 0),
+    "_reduce_scatter_base_": (CollectiveOp.REDUCE_SCATTER, 1),
+    "alltoall_base_": (CollectiveOp.ALL_TO_ALL, 1),
+    "broadcast_": (CollectiveOp.BROADCAST, 0),
+    "all_reduce": (CollectiveOp.ALL_REDUCE, 0),
+    "all_reduce_": (CollectiveOp.ALL_REDUCE, 0),
+    "all_gather_into_tensor": (CollectiveOp.ALL_GATHER, None),
+    "reduce_scatter_tensor": (CollectiveOp.REDUCE_SCATTER, 0),
+    "all_to_all_single": (CollectiveOp.ALL_TO_ALL, 0),
+    "shard_dim_alltoall": (CollectiveOp.ALL_TO_ALL, 0),
+    "broadcast": (CollectiveOp.BROADCAST, 0),
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+class TrafficRecorder(TorchDispatchMode):
+    """Counts collectives while it is active; `axes` names the mesh axis of each process group, by its name, and `where`
+    says in which module the process is."""
+
+    def __init__(self, axes: Mapping[str, str], where: Callable[[], str] = str) -> None:
+        super().__init__()
+        self._axes, self._where = axes, where
+        self.found: Counter[Message] = Counter()
+        self.modules: dict[Message, Counter[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # to see what it does inside
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        if func.namespace in _NAMESPACES and name in _OPS:
+            op, position = _OPS[name]
+            whole = result if position is None else args[position]
+            group = _group_of(args)
+            size = sum(leaf.nbytes for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
+            axis = self._axes.get(group, "other")
+            message = Message(op=op, axis=axis, size_bytes=size)
+            self.found[message] += 1
+            self.modules.setdefault(message, Counter())[self._where()] += 1
+        return result
+
+
+def _group_of(args: Any) -> str:
+    """The name of the group among an operator's arguments: boxed, or the last string of them."""
+    boxed = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+    return group_name_of(boxed[0] if boxed else [a for a in args if isinstance(a, str)][-1])

@@ -1,0 +1,268 @@
+"""Gradients: accumulated over micro-batches, averaged over replicas in buckets, measured and clipped.
+
+Sharded data parallelism (FSDP2) averages over the ranks that it shards over by itself. What is left is done here, the same way for
+plain, tensor-parallel and FSDP2 parameters: the mean over the replicas, in buckets that start on their way as
+soon as their last gradient has arrived; and partial sums over tp that autograd leaves on replicated
+parameters (norms under sequence parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoparallel.runtime.gradients.reductions import Reducer, Reduction
+from autoparallel.runtime.tensor.questions import local
+from autoparallel.runtime.torch_private import after_backward, dtensor_like, norms_of, scale_all
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Bucket:
+    """Parameters whose gradients travel together, in one flat buffer of `dtype`."""
+
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    arrived: dict[nn.Parameter, int] = field(default_factory=dict)
+    buffer: Tensor | None = None
+    reduction: Reduction | None = None
+
+    def views(self) -> list[Tensor]:
+        """The buffer cut into one tensor per parameter, allocated zero if it is not there."""
+        numels = [local(p).numel() for p in self.parameters]
+        if self.buffer is None:
+            device = local(self.parameters[0]).device
+            self.buffer = torch.zeros(sum(numels), dtype=self.dtype, device=device)
+        parts = self.buffer.split(numels)
+        return [part.view(local(p).shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+class GradientSync:
+    """Brings `.grad` of a module's parameters to the mean over the replicas.
+
+    Between `begin` and `finish` each gradient is expected `arrivals` times and its bucket starts when the
+    last has come; `finish` waits for all. A backward pass outside of the two is followed by the same, at once
+    (the mean of what is already averaged is itself, so that accumulating this way stays right).
+
+    Memory: one buffer of `grad_dtype` for all gradients, which `.grad` are views of where the dtypes agree;
+    where they differ, the buffer beside `.grad`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        reducer: Reducer | None,
+        *,
+        group: dist.ProcessGroup | None,
+        grad_dtype: torch.dtype,
+        bucket_bytes: float,
+        overlap: bool,
+        copied: Container[nn.Parameter] = (),
+        copied_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        self._reducer, self._group, self._overlap = reducer, group, overlap
+        # What FSDP2 leaves alone (scalars): its mean over the ranks that shard is taken here.
+        self._copied_group = copied_group
+        self._copied = [p for p in self._parameters if p in copied]
+        self._arrivals = 0  # expected of each parameter; 0 outside of a step
+        self._scheduled = False
+        self._next = 0  # buckets start in order, the same on every rank
+        self._known_flags: tuple[tuple[int, ...], Tensor] | None = None  # of the last step, and on the device
+        accumulate = reducer is not None or any(p.dtype != grad_dtype for p in self._parameters)
+        self._buckets = _buckets(self._parameters, grad_dtype, bucket_bytes) if accumulate else []
+        self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        if accumulate or self._copied or any(isinstance(p, DTensor) for p in self._parameters):
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that are there now; `.grad` are views of them where dtypes agree."""
+        return sum(bucket.buffer.nbytes for bucket in self._buckets if bucket.buffer is not None)
+
+    def begin(self, arrivals: int) -> None:
+        """Start a step in which each gradient arrives `arrivals` times."""
+        self._arrivals = arrivals
+        for bucket in self._buckets:
+            self._fill(bucket)
+
+    def finish(self) -> None:
+        """End a step: every `.grad` is the mean over the replicas of what has arrived, added to what was."""
+        for bucket in self._buckets[self._next :]:
+            self._start(bucket)
+        flags, work = self._start_flags()
+        for bucket in self._buckets:
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+        if work is not None:
+            work.wait()
+        if not all(bucket.arrived.get(p) for bucket in self._buckets for p in bucket.parameters):
+            flags = flags.cpu()  # waits for the device, once, and only where the flags are read
+        position = 0
+        for bucket in self._buckets:
+            self._hand_over(bucket, flags[position : position + len(bucket.parameters)])
+            position += len(bucket.parameters)
+        self._arrivals = self._next = 0
+        for parameter in self._parameters:
+            _reduce_partial(parameter)
+        for parameter in self._copied:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local(parameter.grad), group=self._copied_group)
+            local(parameter.grad).div_(dist.get_world_size(self._copied_group))
+
+    def _fill(self, bucket: _Bucket) -> None:
+        """Put what `.grad` holds into the buffer and, where dtypes agree, `.grad` onto the buffer."""
+        bucket.arrived.clear()
+        bucket.reduction = None
+        for parameter, view in zip(bucket.parameters, bucket.views(), strict=True):
+            _reduce_partial(parameter)
+            before = parameter.grad
+            if before is not None and local(before).data_ptr() == view.data_ptr():
+                continue
+            view.zero_() if before is None else view.copy_(local(before))
+            parameter.grad = None
+            if parameter.dtype == bucket.dtype:
+                parameter.grad = _like(parameter, view)
+
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        if not self._arrivals:
+            if not self._scheduled:
+                self._scheduled = True
+                after_backward(self._sync_now)
+            return
+        bucket = self._home.get(parameter)
+        if bucket is None:
+            return
+        if parameter.dtype != bucket.dtype and parameter.grad is not None:
+            _reduce_partial(parameter)
+            index = next(i for i, p in enumerate(bucket.parameters) if p is parameter)
+            bucket.views()[index].add_(local(parameter.grad))
+            parameter.grad = None
+        bucket.arrived[parameter] = bucket.arrived.get(parameter, 0) + 1
+        while self._overlap and self._next < len(self._buckets) and self._complete(self._buckets[self._next]):
+            self._start(self._buckets[self._next])
+
+    def _complete(self, bucket: _Bucket) -> bool:
+        return all(bucket.arrived.get(p, 0) >= self._arrivals for p in bucket.parameters)
+
+    def _start(self, bucket: _Bucket) -> None:
+        self._next += 1
+        if self._reducer is not None:
+            assert bucket.buffer is not None
+            bucket.reduction = self._reducer.start(_as_real(bucket.buffer))
+
+    def _sync_now(self) -> None:
+        self._scheduled = False
+        arrived = [p for p in self._parameters if p.grad is not None]
+        for bucket in self._buckets:
+            self._fill(bucket)
+            bucket.arrived.update({p: 1 for p in arrived if self._home.get(p) is bucket})
+        self.finish()
+
+    def _start_flags(self) -> tuple[Tensor, dist.Work | None]:
+        """Which parameters got a gradient on some replica, in the order of the buckets; still on its way."""
+        ordered = [p for bucket in self._buckets for p in bucket.parameters]
+        here = tuple(1 if self._home[p].arrived.get(p) else 0 for p in ordered)
+        device = local(ordered[0]).device if ordered else None
+        if self._known_flags is None or self._known_flags[0] != here:  # a copy to the device waits for it
+            self._known_flags = here, torch.tensor(here, device=device, dtype=torch.int32)
+        flags = self._known_flags[1].clone()
+        if not ordered or self._group is None:
+            return flags, None
+        return flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _hand_over(self, bucket: _Bucket, used: Tensor) -> None:
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views(), strict=True)):
+            # Without any gradient, here or on a replica or from before, `.grad` stays None.
+            if not bucket.arrived.get(parameter) and not bool(used[index]) and not bool(view.any()):
+                parameter.grad = None
+            elif parameter.dtype != bucket.dtype:
+                parameter.grad = _like(parameter, view.to(parameter.dtype))
+            elif parameter.grad is None:
+                parameter.grad = _like(parameter, view)
+        bucket.buffer = bucket.buffer if bucket.dtype == bucket.parameters[0].dtype else None
+
+
+def _buckets(parameters: Sequence[nn.Parameter], dtype: torch.dtype, size_bytes: float) -> list[_Bucket]:
+    """Buckets of about `size_bytes` in the order in which gradients arrive: the last parameters first."""
+    buckets: list[_Bucket] = []
+    filled = float("inf")
+    for parameter in reversed(parameters):
+        numel = local(parameter).numel()
+        # Parameters of several dtypes need one bucket each: `.grad` has its parameter's dtype.
+        if filled + numel * dtype.itemsize > size_bytes or buckets[-1].parameters[0].dtype != parameter.dtype:
+            buckets.append(_Bucket(parameters=[], dtype=parameter.dtype if parameter.is_complex() else dtype))
+            filled = 0.0
+        buckets[-1].parameters.append(parameter)
+        filled += numel * dtype.itemsize
+    return buckets
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers: what is summed and squared alike."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """A gradient for `parameter` whose local part is `part`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return dtensor_like(part, parameter)
+
+
+def _reduce_partial(parameter: nn.Parameter) -> None:
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def gradient_norm_squared(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sum of squares of all gradients, in float32 or wider, over every axis that shards them; collective.
+
+    Each tensor counts once, however many ranks hold a copy of it.
+    """
+    held: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for parameter in dict.fromkeys(parameters):
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            sharded = tuple(i for i, p in enumerate(gradient.placements) if not p.is_replicate())
+            held.setdefault((gradient.device_mesh, sharded), []).append(local(gradient))
+        elif gradient is not None:
+            held.setdefault((None, ()), []).append(gradient.detach())
+    squares = []
+    for (mesh, sharded), parts in held.items():
+        square = _sum_of_squares(parts)
+        for dim in sharded:
+            assert mesh is not None
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return torch.stack(squares).sum() if squares else torch.zeros(())
+
+
+def _sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
+    """Of all numbers in `parts`; as few kernels as there are dtypes, where the device has them for many tensors."""
+    wide = torch.float64 if any(_as_real(p).dtype == torch.float64 for p in parts) else torch.float32
+    norms = [norm for same in _by_dtype([_as_real(part) for part in parts]) for norm in norms_of(same, wide)]
+    return torch.stack(norms).square().sum()
+
+
+def _by_dtype(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        found.setdefault(part.dtype, []).append(part)
+    return list(found.values())
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply every gradient by `factor`, in place."""
+    parts = [local(p.grad) for p in dict.fromkeys(parameters) if p.grad is not None]
+    for same in _by_dtype(parts):
+        scale_all(same, factor.to(same[0].device))

@@ -1,0 +1,271 @@
+"""One module (the whole model, or one pipeline stage of it) made parallel by a strategy, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup as Group
+
+from autoparallel.errors import UserError
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
+from autoparallel.planner.strategy.types import Strategy, TensorRule
+from autoparallel.runtime.context.functions import run_in_shares
+from autoparallel.runtime.experts.on_shares import run_on_shares
+from autoparallel.runtime.experts.parallel import Sharing, share_experts
+from autoparallel.runtime.gradients.fsdp import (
+    announce_micro_batch,
+    reductions_per_step,
+    run_weights,
+    shard_data,
+)
+from autoparallel.runtime.gradients.reductions import Reducer
+from autoparallel.runtime.gradients.replicas import group_reducer, method_along, replica_reducer
+from autoparallel.runtime.gradients.replicated import GradientSync
+from autoparallel.runtime.gradients.split_backward import WeightHalf
+from autoparallel.runtime.loading.materialise import all_names, materialise, on_meta
+from autoparallel.runtime.loading.weights import Weights, load_weights
+from autoparallel.runtime.lowering.compiled import compile_blocks
+from autoparallel.runtime.memory.host_copies import OffloadCount
+from autoparallel.runtime.memory.offload import offload_blocks
+from autoparallel.runtime.memory.recompute import recompute_blocks
+from autoparallel.runtime.ranks.mesh import RankMesh, replica_axes, sharding_axes
+from autoparallel.runtime.tensor.plain_blocks import PlainBlocks
+from autoparallel.runtime.tensor.questions import as_bytes
+from autoparallel.runtime.tensor.rules import resolve_rules, shard_tensors
+from autoparallel.runtime.torch_private import reduce_accumulated
+
+_MIB = 2**20
+_DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """What is computed in, what `parameters()` hold, and what gradients are accumulated and reduced in."""
+
+    compute: torch.dtype
+    param: torch.dtype
+    grad: torch.dtype
+    tf32: bool = False  # products of float32 may be taken in TF32, where the device has it
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A dtype by its name in strategy files; UserError for those that the runtime does not run."""
+    if name not in _DTYPES:
+        raise UserError(f'dtype "{name}": the runtime runs {", ".join(_DTYPES)}; choose one of them')
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in strategy files."""
+    return next((name for name, known in _DTYPES.items() if known == dtype), str(dtype))
+
+
+def module_dtypes(
+    module: nn.Module, dtype: str | None = None, param_dtype: str | None = None, grad_dtype: str | None = None
+) -> Dtypes:
+    """The module's own dtype for all three, unless told otherwise."""
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    param = torch_dtype(param_dtype) if param_dtype else own
+    return Dtypes(
+        compute=torch_dtype(dtype) if dtype else param,
+        param=param,
+        grad=torch_dtype(grad_dtype) if grad_dtype else param,
+        tf32=dtype == "tf32",
+    )
+
+
+class Lowered:
+    """A module after lowering: what a driver of steps has to do around forward and backward passes.
+
+    Per step: `begin(micro_batches)`, then per micro-batch `announce(last)`, forward and backward, at the end
+    `finish()`. A driver that makes FSDP2 reduce once per step whatever the ZeRO level (torch's pipeline
+    schedules do) passes `reductions=1`.
+    """
+
+    def __init__(
+        self, module: nn.Module, strategy: Strategy, *, sharded: bool, syncs: Sequence[GradientSync],
+        offloaded: OffloadCount, plain: PlainBlocks | None = None,
+    ) -> None:  # fmt: skip
+        self.module, self.offloaded, self.plain, self._syncs = module, offloaded, plain, syncs
+        self._zero, self._sharded = strategy.shard.zero, sharded
+        # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
+        self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
+
+    def begin(self, micro_batches: int, *, reductions: int | None = None) -> None:
+        """Start a step of `micro_batches` forward and backward passes."""
+        own = reductions_per_step(self._zero, micro_batches, sharded=self._sharded)
+        for sync in self._syncs:
+            sync.begin(own if reductions is None else reductions)
+
+    def announce(self, *, last: bool) -> None:
+        """Say that the next micro-batch comes, and whether it is the step's last."""
+        if self._deferred:
+            announce_micro_batch(self.module, zero=1, last=False)
+        elif self._sharded:
+            announce_micro_batch(self.module, zero=self._zero, last=last)
+
+    def run_weights(self, half: WeightHalf) -> None:
+        """The second half of a split backward pass."""
+        if self._sharded and self._zero == 2:
+            run_weights(self.module, half)
+        else:
+            half.run()
+
+    def finish(self) -> None:
+        """End the step: `.grad` holds the mean over all data-parallel ranks."""
+        if self._deferred:
+            reduce_accumulated(self.module)
+        for sync in self._syncs:
+            sync.finish()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers for gradients that are there now; `.grad` are views of them where dtypes agree."""
+        return sum(sync.buffer_bytes() for sync in self._syncs)
+
+
+def check_rules(module: nn.Module, strategy: Strategy) -> None:
+    """Refuse tensor rules that do not fit the module, before anything is changed."""
+    if strategy.mesh.tp > 1:
+        resolve_rules(module, strategy.tensor, strategy.mesh.tp)
+
+
+def lower_module(
+    module: nn.Module,
+    blocks: Sequence[str],
+    strategy: Strategy,
+    mesh: RankMesh,
+    dtypes: Dtypes,
+    *,
+    recomputed_in_full: int = 0,
+    rules: Sequence[TensorRule] | None = None,
+    origin: nn.Module | None = None,
+    seed: int = 0,
+    weights: Weights | None = None,
+    memory: AbstractContextManager[object] | None = None,
+    experts: Sequence[Sharing] = (),
+    entered: Collection[str] = (),
+) -> Lowered:
+    """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
+
+    `blocks` are the paths of its repeated blocks in model order, `recomputed_in_full` of which are recomputed
+    wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
+    the model of which `module` is a stage. Every rank must hold the same values before (see
+    `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
+    `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
+    get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`: see `entered_blocks`.
+    """
+    zero = strategy.shard.zero
+    sharded = sharding_axes(mesh.sizes, zero)
+    if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
+        module.to(dtypes.param)
+    compiled, plain = strategy.execution.kernels == "compiled", None
+    cast = dtypes.compute if sharded else None
+    shared = experts if mesh.sizes.ep > 1 else ()
+    layers = share_experts(module, shared, mesh, dtype=cast, compiled=compiled)
+    if mesh.sizes.tp > 1:
+        rules = strategy.tensor if rules is None else rules
+        plain = _shard_tensors(module, rules, mesh, blocks, tried=_may_run_plain(mesh, experts, memory))
+    if not layers:
+        run_on_shares(module, experts, mesh)
+    if mesh.sizes.cp > 1 and (activations := mesh.activation_mesh()) is not None:
+        run_in_shares(module, blocks, activations)
+    recompute_blocks(
+        module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
+        attention=strategy.execution.attention,
+    )  # fmt: skip
+    if compiled:
+        compile_blocks(module, blocks)
+    offloaded = offload_blocks(
+        module, blocks, strategy.offload.activations if memory is None else 0.0, mesh.device
+    )
+    if plain:
+        plain.try_first()
+    copied = shard_data(
+        module, blocks, mesh, zero=zero, compression=method_along(sharded, strategy, mesh), dtype=dtypes.compute,
+        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered,
+    )  # fmt: skip
+    copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
+    _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
+    copied = {module.get_parameter(name) for name in copied_names}
+    syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
+    return Lowered(module, strategy, sharded=bool(sharded), syncs=syncs, offloaded=offloaded, plain=plain)
+
+
+def _shard_tensors(
+    module: nn.Module, rules: Sequence[TensorRule], mesh: RankMesh, blocks: Sequence[str], *, tried: bool
+) -> PlainBlocks | None:
+    """Tensor parallelism; and what tries whether blocks run without DTensor, where they are to be tried."""
+    hooked = shard_tensors(module, rules, mesh.axis("tp"), blocks)
+    return PlainBlocks(module, blocks, hooked, mesh.axis("tp")) if tried else None
+
+
+def _may_run_plain(mesh: RankMesh, experts: Sequence[Sharing], memory: object) -> bool:
+    """Experts, and shares of the sequence, are cut by other means than layout hooks; a dry run (`memory`) has no numbers to try."""
+    return mesh.sizes.cp == 1 and not experts and memory is None
+
+
+def _fill(
+    module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module | None, weights: Weights | None,
+    memory: AbstractContextManager[object] | None,
+) -> None:  # fmt: skip
+    """Give the module's shares their values on `device`; see `lower_module`."""
+    if on_meta(module):
+        given = weights or () if memory is None else all_names(module)
+        with memory or nullcontext():
+            materialise(module, device, seed=seed, origin=module if origin is None else origin, given=given)
+    else:
+        module.to(device)
+    if weights is not None:
+        load_weights(module, weights)
+
+
+def _gradient_syncs(
+    module: nn.Module, strategy: Strategy, mesh: RankMesh, dtypes: Dtypes, copied: set[nn.Parameter],
+    experts: Sequence[nn.Module],
+) -> list[GradientSync]:  # fmt: skip
+    """What brings gradients to the mean over the replicas; `copied` are parameters that FSDP2 leaves alone.
+
+    Where FSDP2 does not shard, those of `experts` have other replicas than the rest.
+    """
+    zero, sync = strategy.shard.zero, strategy.grad_sync
+    replicas, sharded = replica_axes(mesh.sizes, zero), sharding_axes(mesh.sizes, zero)
+    apart = dict.fromkeys(p for layer in experts for p in layer.parameters() if not sharded)
+
+    def over(
+        parameters: Iterable[nn.Parameter], reducer: Reducer | None, group: Group | None
+    ) -> GradientSync:
+        return GradientSync(
+            parameters, reducer, group=group, grad_dtype=dtypes.grad, bucket_bytes=sync.bucket_mib * _MIB,
+            overlap=sync.overlap, copied=copied, copied_group=mesh.group(*sharded) if sharded else None,
+        )  # fmt: skip
+
+    dense = [parameter for parameter in module.parameters() if parameter not in apart]
+    found = [over(dense, replica_reducer(strategy, mesh), mesh.group(*replicas) if replicas else None)]
+    if apart:
+        group = mesh.expert_replicas()
+        found.append(over(apart, group_reducer(group, strategy, mesh) if group else None, group))
+    return found
+
+
+def broadcast_state(module: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's parameters and buffers; collective over all ranks. Meta tensors stay."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not tensor.is_meta:
+                _broadcast(tensor, device)
+
+
+def _broadcast(tensor: Tensor, device: torch.device) -> None:
+    sent = tensor.detach().to(device).contiguous()
+    dist.broadcast(as_bytes(sent), src=0)
+    tensor.copy_(sent)

@@ -1,0 +1,218 @@
+"""`ParallelModule`: what `auto_parallelize` returns without a pipeline — the user's module, still itself.
+
+The class of the user's module gets `ParallelModule` in front of its bases, as FSDP2 does with its own mixin:
+names, `state_dict`, `train`/`eval`, attributes and the call signature stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoparallel.costmodel.program import Program
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.gradients.replicated import gradient_norm_squared, scale_gradients
+from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
+from autoparallel.runtime.loading.materialise import share_of
+from autoparallel.runtime.lowering.lower import Dtypes, Lowered
+from autoparallel.runtime.lowering.micro_batches import Shared, as_call, loss_of, scalar, split, to_device
+from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer
+from autoparallel.runtime.memory.recompute import attention_kernel
+from autoparallel.runtime.ranks.mesh import RankMesh, sharding_axes
+from autoparallel.runtime.tensor.questions import to_plain
+
+LossFn = Callable[[Any, Any], Tensor]
+_MEMBERS = (
+    "step", "optimizer", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict",
+    "full_gradients", "strategy", "program",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How a module is run: what was decided, where, and what lowering made of it."""
+
+    strategy: Strategy
+    mesh: RankMesh
+    dtypes: Dtypes
+    lowered: Lowered
+    program: Callable[[], Program]
+    optimizers: Optimizers
+    shared: Shared = frozenset()  # inputs that are not samples
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """What forward passes run under."""
+        return numerics(self.strategy, self.dtypes, self.mesh)
+
+
+class ParallelModule(nn.Module):
+    """Put in front of the bases of the user's class; see `docs` of `auto_parallelize` for its members."""
+
+    _run: Run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; whatever the strategy, the output is plain tensors."""
+        with self._run.numerics():
+            return to_plain(super().__call__(*args, **kwargs))
+
+    def step(self, inputs: Any, targets: Any = None, *, loss_fn: LossFn | None = None) -> Tensor:
+        """Forward and backward of one optimizer step, in the strategy's micro-batches.
+
+        `inputs` (a tensor, a tuple, or a dict of keyword arguments) and `targets` are this data-parallel
+        rank's share of the global batch. `loss_fn(output, target)` gets the module's output; without it the
+        output is the loss or has `.loss`. Adds to `.grad` the gradient of the mean loss over the global
+        batch, and returns that mean on every rank. Raises UserError for a share of another size.
+        """
+        run, count = self._run, self._run.strategy.micro_batches
+        run.optimizers.check()
+        micro = run.strategy.batch.micro
+        batches = split(inputs, micro=micro, count=count, what="inputs", shared=run.shared)
+        wanted = split(targets, micro=micro, count=count, what="targets")
+        run.lowered.begin(count)
+        losses = []
+        for index, (batch, target) in enumerate(zip(batches, wanted, strict=True)):
+            run.lowered.announce(last=index == count - 1)
+            batch, target = to_device((batch, target), run.mesh.device)
+            loss = self._loss(batch, target, loss_fn)
+            (loss / count).backward()
+            losses.append(loss.detach())
+        run.lowered.finish()
+        return mean_over_replicas(torch.stack(losses).mean(), run.mesh)
+
+    def _loss(self, batch: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
+        args, kwargs = as_call(batch)
+        if loss_fn is not None:
+            return scalar(to_plain(loss_fn(self(*args, **kwargs), target)))
+        # Only the loss is made plain: logits sharded over tp are never gathered.
+        with self._run.numerics():
+            return to_plain(loss_of(super().__call__(*args, **kwargs)))  # type: ignore[no-any-return]
+
+    def optimizer(
+        self, kind: type[Optimizer], parameters: Any = None, /, **options: Any
+    ) -> ParallelOptimizer:
+        """`kind(parameters, **options)` with its state where the strategy wants it, which any strategy loads.
+
+        `parameters` (or groups of them) are all of this rank's by default. See `runtime.optimizer`.
+        """
+        return self._run.optimizers.make(kind, parameters, options)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the global batch this rank's data loader reads."""
+        return self._run.mesh.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many shares the global batch is cut."""
+        return self._run.mesh.data_parallel_size
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy this module runs."""
+        return self._run.strategy
+
+    @property
+    def program(self) -> Program:
+        """The program that the planner prices for this strategy."""
+        return self._run.program()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; that norm."""
+        return clip_gradients(list(self.parameters()), gradient_norm_squared(self.parameters()), max_norm)
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """The whole model's state under the original names on rank 0, `{}` elsewhere; collective."""
+        return gather_full(self.state_dict(), self._run.mesh.rank)
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The whole model's gradients by parameter name on rank 0 (tied ones once), `{}` elsewhere; collective."""
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        return gather_full(gradients, self._run.mesh.rank)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's state under the original names."""
+        return with_chunks(super().state_dict(*args, **kwargs))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's state (what `state_dict` gave), or the whole model's, of which it takes its share."""
+        held = self.state_dict()
+        return super().load_state_dict(
+            {name: fitting(value, held.get(name)) for name, value in state_dict.items()}, strict, assign
+        )
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise UserError("a parallel module cannot be copied; copy the original before auto_parallelize")
+
+
+def fitting(value: Any, held: Any) -> Any:
+    """A whole tensor as the share that this rank holds of it; what is such a share already as it is."""
+    whole = isinstance(held, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return share_of(value.to(held.device, held.dtype), held) if whole and value.shape == held.shape else value
+
+
+def make_parallel(module: nn.Module, run: Run) -> nn.Module:
+    """`module` with `ParallelModule` in front of its class."""
+    own = type(module)
+    module.__class__ = type(f"Parallel{own.__name__}", (ParallelModule, own), {})
+    object.__setattr__(module, "_run", run)
+    return module
+
+
+def check_members(module: nn.Module) -> None:
+    """Refuse a module that has members of its own under the names that a ParallelModule gives meaning to."""
+    taken = [name for name in _MEMBERS if hasattr(module, name)]
+    if taken:
+        raise UserError(
+            f"{type(module).__name__} already has {', '.join(taken)}, which auto_parallelize adds: rename them"
+        )
+
+
+def clip_gradients(parameters: list[nn.Parameter], norm_squared: Tensor, max_norm: float) -> Tensor:
+    """Scale gradients whose whole norm is `sqrt(norm_squared)` down to `max_norm`; the norm before."""
+    norm = norm_squared.sqrt()
+    scale_gradients(
+        parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    )  # as torch.nn.utils.clip_grad_norm_
+    return norm
+
+
+def gather_full(values: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Every tensor whole and on the CPU on rank 0; `{}` elsewhere. Collective, in the order of `values`."""
+    full: dict[str, Any] = {}
+    for name, value in values.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if rank == 0:
+            full[name] = whole.detach().cpu().clone() if isinstance(whole, Tensor) else whole
+    return full
+
+
+def mean_over_replicas(value: Tensor, mesh: RankMesh) -> Tensor:
+    """The mean of `value` over the ranks that read different samples."""
+    for axis in ("dp_shard", "dp_replicate"):
+        if getattr(mesh.sizes, axis) > 1:
+            dist.all_reduce(value, group=mesh.group(axis))
+    return value / mesh.data_parallel_size
+
+
+@contextmanager
+def numerics(strategy: Strategy, dtypes: Dtypes, mesh: RankMesh) -> Iterator[None]:
+    """Attention kernel and, where FSDP2 does not cast, autocast to the compute dtype."""
+    with ExitStack() as stack:
+        stack.enter_context(attention_kernel(strategy.execution.attention))
+        if dtypes.compute != dtypes.param and not sharding_axes(mesh.sizes, strategy.shard.zero):
+            stack.enter_context(torch.autocast(mesh.device.type, dtype=dtypes.compute))
+        yield

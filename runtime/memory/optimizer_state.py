@@ -1,0 +1,87 @@
+"""What an optimizer knows, by the names that parameters have in the user's model: saved under one strategy, it is loaded
+under another.
+
+    state.NAME.KEY          a tensor of the state (a share of it is a DTensor), or a number such as the count of steps
+    param_groups.NAME.KEY   an option of the group that the parameter is in
+
+These are the keys of torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict`. A tensor that is tied
+stands under each of its names, as in the model's `state_dict`: stages hold it under different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoparallel.errors import UserError
+from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
+from autoparallel.runtime.loading.materialise import share_of
+from autoparallel.runtime.tensor.questions import local
+
+MASTER = "master"  # the key of a float32 copy of a parameter in 16 bits
+_NO_OPTIONS = ("params", "param_names")
+
+
+def named_state(optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+    """State and options of every parameter of `optimizer`, this rank's shares."""
+    options = _options(optimizer)
+    found: dict[str, Any] = {}
+    for name, parameter in named:
+        if parameter not in options:
+            continue
+        held = optimizer.state.get(parameter, {})
+        found |= {f"state.{name}.{key}": value for key, value in held.items() if value is not None}
+        own = options[parameter].items()
+        found |= {f"param_groups.{name}.{key}": value for key, value in own if key not in _NO_OPTIONS}
+    return with_chunks(found)
+
+
+@torch.no_grad()
+def load_named_state(
+    optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]], given: Mapping[str, Any]
+) -> None:
+    """Inverse of `named_state`; `given` may hold whole tensors, and names that `optimizer` does not have. Raises
+    UserError, before anything is changed, for state that is missing."""
+    options = _options(optimizer)
+    places = [(name, parameter) for name, parameter in named if parameter in options]
+    missing = [
+        wanted
+        for name, parameter in places
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None and (wanted := f"state.{name}.{key}") not in given
+    ]
+    if missing:
+        raise UserError(
+            f"load_state_dict: nothing for {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; give what "
+            "state_dict() of an optimizer of the same class, made with model.optimizer, returned"
+        )
+    for name, parameter in places:
+        held = optimizer.state.get(parameter, {})
+        for key, value in held.items():
+            if value is not None:
+                held[key] = _taken(given[f"state.{name}.{key}"], value)
+        group = options[parameter]
+        for key in group:
+            if key not in _NO_OPTIONS:
+                group[key] = given.get(f"param_groups.{name}.{key}", group[key])
+
+
+def _taken(value: Any, held: Any) -> Any:
+    """`held` with the numbers of `value`, of which it takes its share."""
+    if not isinstance(held, Tensor) or not isinstance(value, Tensor):
+        return value
+    if value is not held:
+        whole = isinstance(held, DTensor) and not isinstance(value, DTensor) and value.shape == held.shape
+        share = share_of(value.to(local(held)), held) if whole else value
+        local(held).copy_(local(share))
+    return held
+
+
+def _options(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """The group of each parameter."""
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
