@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from autoparallel.planner.strategy.file import (
     read_strategy_file,
 )
 from autoparallel.planner.strategy.legal import constraint_problems
+from autoparallel.planner.strategy.stacks import OWN_STACK, STACK, told, with_stack
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
@@ -50,6 +51,7 @@ class Request:
     settings: Sequence[str] = ()
     model_args: Sequence[str] = ()
     allow_lossy: bool = False
+    lossy: Sequence[str] = ()
     objective: str | None = None
     runnable: bool = False
 
@@ -88,10 +90,8 @@ def check_request(request: Request) -> Checked:
         constraints = merge_constraints(constraints, given.constraints, name="--global-batch:")
     constraints = apply_settings(constraints, request.settings)
     if request.runnable:
-        own = (
-            {"execution.dtensor": True} if "execution.dtensor" not in constraints else {}
-        )  # what it is made of
-        constraints = merge_constraints(constraints, {**limits(constraints), **own}, name="--runnable:")
+        constraints = {STACK: OWN_STACK, **constraints}
+        constraints = merge_constraints(constraints, limits(with_stack(constraints)), name="--runnable:")
     record = file.problem if file else None
     if file and record:
         _check_record(file, record, request, cluster)
@@ -257,11 +257,6 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         raise UserError("\n".join(f"{where}{problem}" for problem in problems))
     if checked.request.runnable:
         constraints = {**graph_limits(graph), **constraints}
-    chosen = {
-        f.name: constraints[f"execution.{f.name}"]
-        for f in fields(Execution)
-        if f"execution.{f.name}" in constraints
-    }
     batch = constraints.get("batch.global", checked.cluster.devices)
     assert isinstance(batch, int)  # the strategy file's schema saw to it
     return Problem(
@@ -270,8 +265,9 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         global_batch=batch,
         objective=checked.objective,
         constraints=constraints,
-        execution=Execution(**chosen),  # type: ignore[arg-type]
-        allow_lossy=checked.request.allow_lossy,
+        execution=told(Execution(), constraints),
+        allow_lossy=checked.request.allow_lossy or bool(checked.request.lossy),
+        lossy=tuple(checked.request.lossy),
         refuses=partial(refused, graph) if checked.request.runnable else None,
     )
 

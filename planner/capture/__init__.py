@@ -1,12 +1,14 @@
 """Capture: a module becomes a `ModelGraph`. The only part of planning that needs torch.
 
 - `load.py`: the MODEL argument becomes a module on the meta device and example inputs, Hugging Face's by
-  `huggingface.py`, `huggingface_inputs.py` and `image_tokens.py`.
+  `huggingface.py`: `huggingface_inputs.py` says what a model is fed, `huggingface_examples.py` what an argument of a name
+  looks like, `inputs_tried.py` finds what else a model asks for, `image_tokens.py` puts images in front of a text.
 - `traced.py`: `trace`, the step as one `torch.fx` graph, `show.py` as code; `nodes.py` says what its nodes say.
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three
   (`fold.py`); what cannot be traced is run once for real (`leaf.py`).
-- `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), functions such as
-  attention kept whole (`whole.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
+- `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), torch's own
+  Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), rounds of a
+  loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
 - `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `alike.py` joins the
   graphs of several micro-batches, `gradients.py` finds the kernels that serve parameters alone, `links.py` the links of
   the chain, `saved.py` what autograd keeps, `repetition.py` which links are equal, `costs.py` what each call costs (`kernels.py`, `labels.py`, `fit.py`),

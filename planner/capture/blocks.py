@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -138,7 +139,10 @@ class BlockMaker:
             # The same storage with another batch stands at the same position among what the same call keeps.
             rows = [same.meta["saved"][position] for same in twins(keeper)]
             value = self._storages.get(rows[0].storage, "")
-            result.append(Saved(value=value, spec=self._storage_spec(rows, value)))
+            spec = self._storage_spec(rows, value)
+            result.append(Saved(value=value, spec=spec))
+            if (others := keeper.meta.get("rounds", 1) - 1) and keeper is call:
+                result.append(Saved(value="", spec=replace(spec, shape=(Size(others), *spec.shape))))
         return tuple(result)
 
     def _storage_spec(self, rows: Sequence[SavedStorage], name: str) -> TensorSpec:

@@ -61,6 +61,8 @@ def _costs(call: fx.Node, fit: Fit) -> Costs:
     known = [label for label in labels if label is not None]
     sizes = known[0].sizes if len(known) == len(labels) else {}
     forward, backward = _kernels(call, kind, labels, fit)
+    if (rounds := call.meta.get("rounds", 1)) > 1:
+        forward, backward = (tuple(replace(k, count=rounds) for k in side) for side in (forward, backward))
     return Costs(
         kind=kind,
         forward=forward,

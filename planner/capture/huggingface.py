@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_inputs import example_inputs
+from autoparallel.planner.capture.meta_mode import MetaMode
+from autoparallel.planner.capture.on_meta import holds_few, note_values
 
 # For a config without `architectures`: the first of these tables of transformers that knows the model type.
 _TASKS = (
@@ -102,6 +105,11 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
             part.use_cache = False  # a cache of keys and values is for generation
+    if config.is_encoder_decoder:
+        # Checkpoints say which token comes first and which fills up; the decoder's inputs are made of labels with them.
+        for key in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, key, None) is None:
+                setattr(config, key, 0)
     return config
 
 
@@ -118,10 +126,29 @@ def _build(file: Path, raw: dict[str, Any], config: Any) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             module: torch.nn.Module = known._from_config(config)
+        if any(map(_is_setting, module.named_buffers())):
+            module = _with_known_buffers(lambda: known._from_config(config))
     except Exception as error:
         raise ModelError(
-            f"{file}: {architecture} cannot be built: {type(error).__name__}: {error}"
+            f"{file}: {architecture} cannot be built: {type(error).__name__}: {str(error).strip()}"
         ) from error
+    return module
+
+
+def _is_setting(named: tuple[str, torch.Tensor]) -> bool:
+    name, buffer = named
+    return holds_few(buffer) and not name.endswith("num_batches_tracked")
+
+
+def _with_known_buffers(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """A module built on the meta device whose buffers of a few integers say what they hold."""
+    mode = MetaMode(lambda *_: None)
+    with mode:  # which sees what torch.device("meta") puts there out of sight
+        module = build()
+    for buffer in module.buffers():
+        values = mode.known(buffer) if buffer.is_meta and holds_few(buffer) else None
+        if values is not None:
+            note_values(buffer, values)
     return module
 
 

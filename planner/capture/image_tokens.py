@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
+from autoparallel.planner.capture.inputs_tried import Whole
 from autoparallel.planner.capture.meta_mode import MetaMode
-from autoparallel.planner.capture.on_meta import with_batch
+from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
 from autoparallel.planner.capture.trees import mapped, plain, tensors
 
 
-def with_images(module: Any, config: Any, inputs: dict[str, Any], images: torch.Tensor) -> dict[str, Any]:
-    """`inputs` with one image a sample. As they are, so that idle parameters are warned of, where the model wants more
-    than pictures of one size (their places, patches cut out before), goes through the images one by one, or leaves no
-    room for text."""
+def with_images(module: Any, config: Any, inputs: dict[str, Any], images: dict[str, Any]) -> dict[str, Any]:
+    """`inputs` with one image a sample, given as `images`. As they are, so that idle parameters are warned of, where the
+    model wants something else (the places of crops), goes through the images one by one, or leaves no room for text."""
     token = next(
         (
             t
@@ -26,21 +27,46 @@ def with_images(module: Any, config: Any, inputs: dict[str, Any], images: torch.
     if "input_ids" not in inputs or token is None or not hasattr(module, "get_image_features"):
         return inputs
     try:
-        features, _ = _on_meta(module.get_image_features, {"pixel_values": images})
-        places = _places(features, images.shape[0], config.get_text_config().hidden_size)
-        given = _placed(inputs, images, token, places)
-        made = [_on_meta(module, with_batch(given, batch))[1] for batch in (2, 3)]
+        features, _ = _on_meta(
+            module, module.get_image_features, {name: _in_one_row(t) for name, t in images.items()}
+        )
+        places = _places(features, inputs["input_ids"].shape[0], config.get_text_config().hidden_size)
+        placed = _placed(inputs, token, places) | images
     except Exception:  # whatever it is that the model wants else
         return inputs
-    return given if made[0] == made[1] else inputs
+    kinds = (placed["input_ids"] == token).to(torch.int64)
+    accepted = inspect.signature(module.forward).parameters
+    named = [name for name in _KINDS_OF_TOKENS if name in accepted]
+    for given in (placed, *(placed | {name: kinds} for name in named)):
+        try:
+            made = [_on_meta(module, module, with_batch(given, batch))[1] for batch in (2, 3)]
+        except Exception:  # the same
+            continue
+        if made[0] == made[1]:
+            return given
+    return inputs
 
 
-def _on_meta(function: Any, inputs: dict[str, Any]) -> tuple[Any, list[tuple[str, int]]]:
-    """What a function returns on the meta device, and the operators that it ran, each with its number of results."""
+_KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")  # what says which tokens are an image's
+
+
+def _in_one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Patches (samples, patches, numbers) as the inside of a model gets them: of all images one after another."""
+    return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
+
+
+def _on_meta(module: Any, function: Any, inputs: dict[str, Any]) -> tuple[Any, list[tuple[str, int]]]:
+    """What a function returns on the meta device, and the operators that it ran, each with how many tensors it was given
+    and, unless it takes one apart, returned."""
     ran: list[tuple[str, int]] = []
-    mode = MetaMode(lambda func, _args, _kwargs, out: ran.append((str(func), len(tensors(out)))))
+
+    def note(func: Any, args: Any, _kwargs: Any, out: Any) -> None:
+        results = 0 if func is torch.ops.aten.unbind.int else len(tensors(out))
+        ran.append((str(func), len(tensors(args)) + results))
+
+    mode = MetaMode(note)
     given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-    with torch.no_grad(), mode:
+    with left_as_it_was(module), torch.no_grad(), mode, Whole(mode):
         return function(**given), ran
 
 
@@ -54,11 +80,11 @@ def _places(features: Any, samples: int, width: int) -> int:
     return rows // samples
 
 
-def _placed(inputs: dict[str, Any], images: torch.Tensor, token: int, places: int) -> dict[str, Any]:
+def _placed(inputs: dict[str, Any], token: int, places: int) -> dict[str, Any]:
     ids = inputs["input_ids"].clone()
     if places >= ids.shape[1]:
         raise ValueError("no room for text")
     ids[ids == token] = 0
     ids[:, :places] = token
     labels = {"labels": ids.clone()} if "labels" in inputs else {}
-    return inputs | {"input_ids": ids, "pixel_values": images} | labels
+    return inputs | {"input_ids": ids} | labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoparallel.planner.capture.errors import ModelError, TraceError
+from autoparallel.planner.capture.errors import TraceError
 from autoparallel.planner.capture.trees import mapped, tensors
 
 # A leaf with more parameter bytes than this is not run here (kind: chosen; about what a laptop can spare).
 _LARGEST_LEAF_BYTES = 4 << 30
+
+# Nor one whose trial run takes longer. Kind: chosen; whoever waits should rather change its code.
+_LONGEST_RUN_S = 20.0
 
 # Weights and inputs of the trial run. Kind: chosen; small numbers keep deep submodules finite.
 _SCALE = 0.02
@@ -46,23 +50,48 @@ class LeafCost:
     saved_bytes: int
 
 
+class LeafError(Exception):
+    """The module at `path` cannot be run here for its costs."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(why)
+        self.path = path
+
+
+class _Deadline(TorchDispatchMode):
+    """Ends what runs inside when its time is over."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+        self._end_s = time.monotonic() + _LONGEST_RUN_S
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if time.monotonic() > self._end_s:
+            raise LeafError(self._path, f"that takes more than {_LONGEST_RUN_S:.0f} s")
+        return func(*args, **(kwargs or {}))
+
+
 def measure_leaf(
     module: nn.Module, path: str, args: Any, kwargs: Any, known: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> tuple[Any, LeafCost]:
     """Run `module`, whose tensors are on the meta device, on real data: the values that are `known` of its arguments,
     random ones of the same shapes for the others.
 
-    Returns its result, on the meta device, and what it cost. Raises TraceError where it does not run either.
+    Returns its result, on the meta device, and what it cost. Raises TraceError where it does not run either, LeafError
+    where it is too large or too slow for that.
     """
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     if size > _LARGEST_LEAF_BYTES:
-        raise ModelError(
-            f"{path or 'the model'} cannot be traced and is too large ({size / 2**30:.1f} GiB) to be run for its "
-            "costs: make its control flow independent of the data"
-        )
+        raise LeafError(path, f"it is too large ({size / 2**30:.1f} GiB)")
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
         try:
-            return _run(module, args, kwargs, known)
+            with _Deadline(path):
+                return _run(module, args, kwargs, known)
+        except LeafError:
+            raise
         except Exception as error:
             raise TraceError(path, f"{type(error).__name__}: {error}") from error
 

@@ -16,7 +16,9 @@ def loop_warnings(graph: ModelGraph) -> tuple[str, ...]:
     found: dict[str, tuple[int, str]] = {}
     for link in graph.chain:
         block = graph.blocks[link.block]
-        calls = Counter((op.module, op.target) for op in block.operators)
+        calls: Counter[tuple[str, str]] = Counter()
+        for op in block.operators:
+            calls[op.module, op.target] += max((kernel.count for kernel in op.forward), default=1)
         for (module, target), count in calls.items():
             if count < MANY_CALLS:
                 continue

@@ -25,7 +25,14 @@ _FACTORIES = frozenset(
     {"arange", "zeros", "ones", "full", "scalar_tensor", "eye", "linspace", "tril_indices", "triu_indices"}
 )
 
+# Those without contents: what a model fills number by number (the shapes of its levels) starts from zeros.
+_UNFILLED = frozenset({"empty", "new_empty", "empty_like"})
+
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+
+VALUES = "its control flow depends on the values of a tensor"
+_OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
+READERS = frozenset({"tolist", "numpy"})
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -74,6 +81,24 @@ class MetaMode(TorchDispatchMode):
         """The values of a tensor, where they are remembered."""
         return self._known.get(self._key(tensor))
 
+    def numbers(self, name: str, tensor: object) -> Any:
+        """What torch's method `name` reads of a tensor's values at once (`tolist`, `numpy`), which no operator shows."""
+        if not isinstance(tensor, torch.Tensor):
+            return getattr(tensor, name)()
+        value = self.known(tensor) if tensor.is_meta else tensor.detach()
+        if value is None:
+            raise UntraceableError(VALUES)
+        return getattr(value, name)()
+
+    @staticmethod
+    def in_sight(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, so that a tensor that is made of numbers in the code keeps them: torch would put it on
+        the meta device before anybody sees it."""
+        device = kwargs.get("device")
+        if name in _OF_NUMBERS and device is not None and torch.device(device).type == "meta":
+            return {key: value for key, value in kwargs.items() if key != "device"}
+        return kwargs
+
     def _key(self, meta: torch.Tensor) -> tuple[object, ...]:
         return (storage_key(meta), meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)
 
@@ -118,13 +143,15 @@ class MetaMode(TorchDispatchMode):
     def _item(self, tensor: torch.Tensor) -> Any:
         value = self.known(tensor)
         if value is None:
-            raise UntraceableError("its control flow depends on the values of a tensor")
+            raise UntraceableError(VALUES)
         return value.item()
 
     def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result on real values, if all of the operator's inputs are known; else None."""
         inputs = tensors((args, kwargs))
         name = func._schema.name.split("::")[-1]
+        if name in _UNFILLED:
+            return _integers_to_fill(name, args, kwargs)
         if name == "rand" and math.prod(args[0]) == 1:
             # One random number decides whether a layer is dropped: it is kept.
             return torch.full(args[0], 1.0 - torch.finfo(torch.float32).eps)
@@ -136,7 +163,8 @@ class MetaMode(TorchDispatchMode):
         for tensor in inputs:
             value = self.known(tensor) if tensor.numel() <= KNOWN_VALUES_LIMIT else None
             if value is None:
-                return None
+                # What a model checks of its data holds in training.
+                return torch.tensor(True) if name == "_is_all_true" else None
             values[id(tensor)] = value
         if torch.Tag.nondeterministic_seeded in func.tags or not _small(leaves((args, kwargs)), inputs, name):
             return None
@@ -188,6 +216,16 @@ class MetaMode(TorchDispatchMode):
         for leaf in tensors(args[0]):
             storage = storage_key(leaf)
             self._known = {k: v for k, v in self._known.items() if k[0] != storage}
+
+
+def _integers_to_fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Zeros in the place of a small tensor of integers without contents; None for any other."""
+    size = args[0] if name == "empty" else args[1] if name == "new_empty" else args[0].shape
+    like = None if name == "empty" else args[0].dtype
+    dtype = kwargs.get("dtype") or like or torch.get_default_dtype()
+    if dtype.is_floating_point or dtype.is_complex or math.prod(size) > KNOWN_VALUES_LIMIT:
+        return None
+    return torch.zeros(tuple(size), dtype=dtype)
 
 
 def _if_finite(name: str, args: tuple[Any, ...]) -> bool | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +12,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+# Integers of a buffer that code may ask for (strides, sizes of kernels) are kept where they are few. Kind: chosen.
+_FEW = 16
+_VALUES = "_autoparallel_values"  # of a buffer on the meta device: what it holds
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+          "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
 
 @contextmanager
@@ -23,6 +30,8 @@ def on_meta(module: torch.nn.Module) -> Iterator[None]:
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             if isinstance(tensor, torch.nn.Parameter):
                 meta = torch.nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            elif holds_few(tensor):
+                note_values(meta, tensor)
             swapped[id(tensor)] = meta
         return swapped[id(tensor)]
 
@@ -40,20 +49,68 @@ def on_meta(module: torch.nn.Module) -> Iterator[None]:
             table[name] = tensor
 
 
+def holds_few(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a few integers or flags, as settings are."""
+    return tensor.numel() <= _FEW and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def note_values(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """From now on a buffer on the meta device says what it holds."""
+    setattr(buffer, _VALUES, values.detach().cpu().clone())
+
+
+def noted_values(buffer: torch.Tensor) -> torch.Tensor | None:
+    """What a buffer on the meta device holds, where that is known: a copy."""
+    values = getattr(buffer, _VALUES, None)
+    return None if values is None else values.clone()
+
+
 @contextmanager
 def left_as_it_was(module: torch.nn.Module) -> Iterator[None]:
-    """While inside, what the module's code notes on itself (caches, counters) is its own; afterwards it is gone."""
+    """While inside, what the module's code notes on itself (caches, counters, hooks) is its own; afterwards it is gone.
+    What its functions remember (`lru_cache`) is forgotten on both sides: tensors of one trace are not those of another."""
     tables: list[tuple[Any, Any]] = []
     for part in module.modules():
         own = vars(part)
         notes = [v for k, v in own.items() if type(v) in (dict, list, set) and k not in _OF_EVERY_MODULE]
+        notes += [own[name] for name in _HOOKS if name in own]
         tables += [(t, t.copy()) for t in (own, part._parameters, part._buffers, part._modules, *notes)]
+    forget = _caches(module)
     try:
+        for clear in forget:
+            clear()
         yield
     finally:
         for table, before in tables:
             table.clear()
             (table.extend if isinstance(table, list) else table.update)(before)
+        for clear in forget:
+            clear()
+
+
+def _caches(module: torch.nn.Module) -> list[Callable[[], None]]:
+    """What empties each cache of functions and methods of the files that the module's classes stand in."""
+    files = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
+    found: dict[int, Callable[[], None]] = {}
+    for file in files - {"builtins"}:
+        if file.partition(".")[0] == "torch" or file not in sys.modules:
+            continue
+        values = list(vars(sys.modules[file]).values())
+        kinds = [v for v in values if isinstance(v, type) and v.__module__ == file]
+        for value in (*values, *(member for kind in kinds for member in vars(kind).values())):
+            wrapped = getattr(value, "__closure__", None) if isinstance(value, types.FunctionType) else None
+            for inner in (value, *(cell.cell_contents for cell in wrapped or () if _is_filled(cell))):
+                clear = getattr(inner, "cache_clear", None) if callable(inner) else None
+                if clear is not None:
+                    found[id(inner)] = clear
+    return list(found.values())
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def with_batch(inputs: Any, batch: int, *, numbers: bool = False) -> Any:

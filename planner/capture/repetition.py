@@ -129,4 +129,5 @@ def _work(call: fx.Node, storages: _Storages) -> Hashable:
         tuple(map(storages.launch, call.meta["kernels"])),
         tuple(storages.launch(meta["launch"]) for meta in backward),
         call.meta.get("leaf"),
+        call.meta.get("rounds", 1),
     )

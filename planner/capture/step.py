@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
+from autoparallel.planner.capture.leaf import LeafError
 from autoparallel.planner.capture.nodes import Role
-from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
+from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values, with_batch
+from autoparallel.planner.capture.pieces import without_unread_pieces
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
 
@@ -45,10 +47,28 @@ def trace_step(
     """Trace a forward and backward pass, on `micro_batch` samples, of a module whose parameters are on the meta device.
 
     The `example` inputs are keyword or positional arguments, which leaves (see `plan`) get with their numbers. A scalar
-    output that needs a gradient is the loss; without one all outputs that need a gradient are differentiated. Raises
-    TraceError, FoldError.
+    output that needs a gradient is the loss; without one all outputs that need a gradient are differentiated. The rounds of
+    a loop are counted once some were equal (`rounds`); where that does not work out, all are traced. Raises TraceError,
+    FoldError.
     """
-    tracer = Tracer(module)
+    tracer = Tracer(module, counts_rounds=True)
+    try:
+        return _traced(module, example, micro_batch, plan, tracer)
+    except (FoldError, LeafError, ModelError):
+        raise
+    except Exception:
+        if not tracer.has_skipped:
+            raise
+    return _traced(module, example, micro_batch, plan, Tracer(module, counts_rounds=False))
+
+
+def _traced(
+    module: torch.nn.Module,
+    example: Mapping[str, Any] | tuple[Any, ...],
+    micro_batch: int,
+    plan: FoldPlan,
+    tracer: Tracer,
+) -> Step:
     writer = tracer.writer
     inputs = with_batch(example, micro_batch)
     inputs = tree_map(lambda x: tracer.meta_mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
@@ -57,6 +77,8 @@ def trace_step(
     for role, state in ((Role.PARAM, module.named_parameters()), (Role.BUFFER, module.named_buffers())):
         for name, tensor in state:
             writer.hold(tensor, role, name)
+            if role is Role.BUFFER and (values := noted_values(tensor)) is not None:
+                tracer.meta_mode.remember(tensor, values)
     if plan.leaves:
         real = tensors(with_batch(example, micro_batch, numbers=True))
         tracer.given = {id(t): own for t, own in zip(tensors(inputs), real, strict=True) if not own.is_meta}
@@ -71,6 +93,7 @@ def trace_step(
     gradients = tracer.run_backward(differentiable, wanted) if differentiable and wanted else {}
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
+    without_unread_pieces(writer.graph)
     return Step(writer.graph, writer.constants)
 
 
@@ -85,11 +108,11 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
             tracer.recording(),
         ):
             return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
-    except (FoldError, ModelError, TraceError):
+    except (FoldError, LeafError, ModelError, TraceError):
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
-        raise TraceError(tracer.failed or "", reason.splitlines()[0]) from error
+        raise TraceError(tracer.failed or "", reason.strip().splitlines()[0]) from error
 
 
 def _named(inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.planner.capture.errors import ModelError, TraceError
 from autoparallel.planner.capture.fold import FoldPlan
+from autoparallel.planner.capture.leaf import LeafError
 from autoparallel.planner.capture.nodes import Meta, Role, outputs
 from autoparallel.planner.capture.on_meta import on_meta
 from autoparallel.planner.capture.step import Step, trace_step
@@ -85,6 +86,12 @@ def with_leaves(
             return take(FoldPlan(leaves=tuple(leaves))), leaves
         except TraceError as error:
             leaves |= _more_leaves(module, error, leaves)
+        except LeafError as error:
+            where = error.path or type(module).__name__
+            raise ModelError(
+                f"{where} cannot be traced ({leaves[error.path]}), and is not run for its costs, because {error}: make its "
+                "control flow independent of the data, or give the inputs that it needs"
+            ) from error
 
 
 def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str, str]) -> dict[str, str]:

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import bisect
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.fold import FoldError, StandIn
 from autoparallel.planner.capture.leaf import measure_leaf
 from autoparallel.planner.capture.marks import run_whole, stand_in
-from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
+from autoparallel.planner.capture.meta_mode import READERS, MetaMode, storage_key
 from autoparallel.planner.capture.nodes import Frame, Launch, SavedStorage, tensor_inputs
+from autoparallel.planner.capture.opened import OpenedFunctions
+from autoparallel.planner.capture.pieces import JOINS, Pieces
+from autoparallel.planner.capture.rounds import Key, Made, Rounds, code_place
 from autoparallel.planner.capture.trees import leaves, mapped, named_arguments, plain, tensors
 from autoparallel.planner.capture.whole import known_index, replacement
 from autoparallel.planner.capture.writer import Pending, Writer, meta_of
-
-_NO_OVERRIDE = {
-    name: (lambda *_: False)
-    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-}
 
 
 def _sequence_number() -> int:
@@ -50,10 +46,10 @@ class Remembered:
     result: Any
 
 
-class Tracer(TorchFunctionMode):
+class Tracer(OpenedFunctions):
     """Runs a step and hands what it sees to a `Writer`; see `trace_step`."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, counts_rounds: bool) -> None:
         super().__init__()
         self.meta_mode = MetaMode(self._observe)
         self.writer = Writer(self.meta_mode)
@@ -61,9 +57,11 @@ class Tracer(TorchFunctionMode):
         self._frame = Frame(path="", class_name=type(module).__name__, parent=None)
         self._frames = 0
         self._pending: Pending | None = None
+        self.rounds = Rounds(self.writer.is_held) if counts_rounds else None
+        self.has_skipped = False
+        self._pieces = Pieces()
         self._starts: list[int] = []  # of each call: the number of the first autograd node that it makes
         self._runs_backward = False
-        self._opened: dict[object, Callable[..., Any]] = {}
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
         self.failed: str | None = None
@@ -72,49 +70,30 @@ class Tracer(TorchFunctionMode):
             dict[int, fx.Node | None]
         ] = []  # of each open module call: its tensors' nodes on entry
         self._returned: list[fx.Node | None] = []  # what the repeated module that ran last returned
-        self._opening: set[object] = set()  # functions whose body is running
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    def __torch_function__(
-        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._pending is not None or self._runs_backward:
-            return func(*args, **kwargs)
-        opens = isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__)
-        # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
-        if opens and func not in self._opening:
-            self._opening.add(func)
-            try:
-                with self:
-                    return self._open(func)(*args, **kwargs)
-            finally:
-                self._opening.discard(func)
-        return self._record(func, args, kwargs)
+    def is_closed(self) -> bool:
+        """Inside a call that is noted, and in the backward pass."""
+        return self._pending is not None or self._runs_backward
 
-    def _open(self, func: types.FunctionType) -> Callable[..., Any]:
-        """A copy of one of torch's Python functions that does not ask for overrides: its body is seen instead."""
-        if func not in self._opened:
-            copy = types.FunctionType(
-                func.__code__,
-                func.__globals__ | _NO_OVERRIDE,
-                func.__name__,
-                func.__defaults__,
-                func.__closure__,
-            )
-            copy.__kwdefaults__ = func.__kwdefaults__
-            self._opened[func] = copy
-        return self._opened[func]
-
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the model's code, and note it."""
         name = func.__name__
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
+        if name in READERS:
+            return self.meta_mode.numbers(name, args[0])
+        kwargs = self.meta_mode.in_sight(name, kwargs)
+        if name in JOINS and (whole := self._pieces.whole(args, kwargs)) is not None:
+            func, args, kwargs, name = torch.flatten, (whole, 0, 1), {}, "flatten"
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
-        pending = Pending(name, self._frame, _sequence_number())
         given = tensors((args, kwargs))
+        place = (name, self._frame.path, *code_place()) if self.rounds else ()
+        if (result := self._skipped(place, given)) is not NotImplemented:
+            return result
+        pending = Pending(name, self._frame, _sequence_number())
         before = [t._version for t in given]
         self._pending = pending
         try:
@@ -125,20 +104,60 @@ class Tracer(TorchFunctionMode):
         fresh = [t for t in tensors(out) if all(t is not m for m in mutated)]
         if not pending.kernels and all(map(self.writer.knows, fresh)) and not mutated:
             return out  # a size, a flag, or the argument itself: nothing ran
+        self.end_rounds()
         call = self._written(func, args, kwargs, pending)
         # What changes a view changes the tensor it looks at.
         bases = {id(t._base): t._base for t in mutated if t._base is not None and self.writer.knows(t._base)}
         bases = {key: base for key, base in bases.items() if all(base is not t for t in mutated)}
         self.writer.results(call, out, [*fresh, *mutated, *bases.values()])
+        self._pieces.note(name, args, kwargs, out)
+        if self.rounds:
+            if any(t.numel() and self.meta_mode.known(t) is not None for t in fresh):
+                self.rounds.stop()  # the model's code may look at the values
+            else:
+                self.rounds.add(Made(key=place, call=call, given=given, out=out))
         return out
+
+    def _skipped(self, place: Key, given: list[torch.Tensor]) -> Any:
+        """The result of a call of a round that is not run any more; NotImplemented for a call that is run."""
+        skipped = self.rounds.skipped if self.rounds else None
+        if skipped is None or not skipped.goes_on(place, given):
+            return NotImplemented
+        out = skipped.result(given)
+        for tensor, like in skipped.stands_for():
+            if tensor is not like:
+                self.writer.same(tensor, like)
+        self.has_skipped = True
+        return out
+
+    def _once(self, args: Any) -> Any:
+        """Arguments in whose lists each result of rounds that were not run stands once, for all of them."""
+        if not self.has_skipped:
+            return args
+        return tuple(self.writer.once(leaf) if isinstance(leaf, list | tuple) else leaf for leaf in args)
+
+    def _is_for_skipped(self, call: fx.Node) -> bool:
+        """Whether a view in the backward pass of a call hands gradients to rounds that were not run: those before it, one
+        for each tensor that the call was given, were for the others."""
+        return "joined" in call.meta and len(call.meta["backward"]) > len(call.meta["inputs"])
+
+    def end_rounds(self) -> None:
+        """What runs now is no round of a loop any more."""
+        if self.rounds and self.rounds.skipped:
+            self.rounds.skipped.finish()
+            self.rounds.skipped = None
 
     def _written(self, func: Any, args: Any, kwargs: Any, pending: Pending, **notes: Any) -> fx.Node:
         self._starts.append(pending.first_node)
-        return self.writer.call(func, args, kwargs, pending, **notes)
+        once = self._once(args)
+        if once is not args and len(tensors(once)) < len(tensors(args)):
+            notes["joined"] = True
+        return self.writer.call(func, once, kwargs, pending, **notes)
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self._standing_in or (self._pending is None and not self._runs_backward):
             return
+        args = self._once(args)
         metas_in, metas_out = (tuple(map(meta_of, tensors(tree))) for tree in ((args, kwargs), out))
         storages = {m.storage for m in metas_in}
         launch = Launch(
@@ -154,6 +173,8 @@ class Tracer(TorchFunctionMode):
         node: Any = torch._C._current_autograd_node()
         # Without one it is the gradient of the loss itself, set before the first node runs.
         owner = max(bisect.bisect_right(self._starts, node._sequence_nr()) - 1, 0) if node else None
+        if owner is not None and launch.is_view and self._is_for_skipped(self.writer.calls[owner]):
+            return
         self.writer.backward(func, launch, out, None if owner is None else self.writer.calls[owner])
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -236,6 +257,7 @@ class Tracer(TorchFunctionMode):
     ) -> list[torch.Tensor]:  # fmt: skip
         """Tensors like `fresh` that depend on `inputs`, noted as the outputs of a call of `func`. Where no input needs
         a gradient but the outputs do, it comes from `sources`."""
+        self.end_rounds()
         pending = Pending("leaf" if func is run_whole else "stand_in", self._frame, _sequence_number())
         self._pending, self._standing_in = pending, True
         try:
@@ -295,6 +317,7 @@ class Tracer(TorchFunctionMode):
         self, outputs: list[torch.Tensor], wanted: Mapping[str, torch.Tensor]
     ) -> dict[str, fx.Node]:
         """The backward pass of `outputs`: the gradients of the `wanted` parameters that have one."""
+        self.end_rounds()
         self._runs_backward = True
         with self.meta_mode:
             ones = [torch.ones_like(t) for t in outputs]

@@ -72,6 +72,7 @@ class Writer:
         ] = {}  # id(tensor) -> what becomes a node when used
         self._held_at: dict[int, int] = {}  # storage -> id(tensor)
         self._alive: list[object] = []
+        self._same: set[int] = set()  # id(tensor) of those that stand for others
         self._public: dict[Any, bool] = {}
 
     # -- tensors -----------------------------------------------------------------------------------------------
@@ -109,6 +110,30 @@ class Writer:
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a node, or becomes one where it is used."""
         return id(tensor) in self._nodes or id(tensor) in self._held
+
+    def is_held(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, a buffer or a constant."""
+        if id(tensor) in self._held:
+            return True
+        node = self._nodes.get(id(tensor))
+        return node is None or node.meta["role"] is Role.CONSTANT
+
+    def same(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """A tensor is what another is."""
+        if id(tensor) not in self._nodes:
+            self._nodes[id(tensor)] = self.node_of(other)
+            self._alive.append(tensor)
+            self._same.add(id(tensor))
+
+    def once(self, items: Sequence[Any]) -> list[Any]:
+        """The items, those that are `same` as others once each."""
+        seen: set[int] = set()
+        kept = []
+        for item in items:
+            if id(item) not in self._same or id(item) not in seen:
+                kept.append(item)
+            seen.add(id(item))
+        return kept
 
     def known(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node that a tensor is; None for one never seen before."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.graph import ModelGraph
 
 
 def eager_saved_bytes(module: nn.Module, inputs: Mapping[str, Any]) -> int:
@@ -44,16 +44,6 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = output.loss
     assert isinstance(loss, torch.Tensor)
     return loss
-
-
-def saved_bytes(graph: ModelGraph, micro_batch: int) -> int:
-    """Bytes of the saved storages over the whole chain."""
-    return sum(
-        saved.spec.numel(micro_batch) * ITEM_BYTES[saved.spec.dtype]
-        for link in graph.chain
-        for op in graph.blocks[link.block].operators
-        for saved in op.saved
-    )
 
 
 def show_saved(graph: ModelGraph) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from autoparallel.costmodel.graph import ModelGraph, Operator, OpKind
 from autoparallel.costmodel.graph_json import graph_hash
 from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
-from tests.capture.measured import counted_flops, eager_saved_bytes, saved_bytes, show_saved
+from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
+from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
 from tests.capture.models import SAMPLES, SEQ, captured, small
 
 
@@ -211,6 +213,66 @@ def test_code_that_looks_at_some_of_its_inputs_values_is_traced() -> None:
     assert OpKind.LEAF not in {op.kind for op in operators(graph)}
 
 
+class _Levels(nn.Module):
+    """Fills the sizes of its levels number by number, checks its data, and remembers a table between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @lru_cache  # noqa: B019
+    def table(self, length: int) -> Tensor:
+        return torch.arange(length).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = torch.empty((2, 2), dtype=torch.int64)
+        for level in range(2):
+            sizes[level, 0], sizes[level, 1] = 2, level + 1
+        first, rest = self.linear(x).split([*sizes.prod(1).tolist(), 2], dim=1)[0], x[:, 2:]
+        torch._check_tensor_all(x == x.clone())
+        if not self._forward_hooks:  # as code does that collects what its layers return
+            self.register_forward_hook(lambda *_: None)
+        return torch.cat([first, rest], dim=1) * self.table(8)
+
+
+class _Leveled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = _Levels()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.level(self.pad(x))
+        return result
+
+    def pad(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, :2]], dim=1)
+
+
+def test_what_a_model_checks_fills_and_remembers_does_not_keep_it_from_being_traced() -> None:
+    module = _Leveled()
+    graph = capture(module, torch.randn(2, 6), name="x")
+    assert not graph.warnings
+    assert not module.level._forward_hooks
+    assert any(op.target.startswith("arange") or "arange" in op.target for op in operators(graph))
+
+
+class _Huge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40_000, 40_000, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) if x.sum() > 0 else x
+        return result
+
+
+def test_what_can_neither_be_traced_nor_run_here_is_named_with_both_reasons() -> None:
+    with pytest.raises(
+        UserError, match=r"_Huge cannot be traced .*values of a tensor.*too large \(6.0 GiB\)"
+    ):
+        capture(_Huge(), torch.randn(2, 40_000), name="x")
+
+
 def test_the_whole_model_can_be_a_leaf() -> None:
     graph = capture(_Gate(), torch.randn(2, 8), name="x")
     assert [op.kind for op in operators(graph)] == [OpKind.LEAF]
@@ -394,3 +456,28 @@ def test_the_hash_is_that_of_the_architecture_whatever_the_dtype_device_batch_an
     assert graph_hash(capture(empty, floats, name="four")) == expected
     other, its_inputs = small(name, 3)
     assert graph_hash(capture(other, its_inputs, name="one")) != expected
+
+
+class _ByImage(nn.Module):
+    """As models that leave room for images of several sizes: features are a list by sample, joined again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.text = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("place", torch.tensor([1]))
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        features = list(self.tower(x))
+        joined = torch.cat(features, dim=0)
+        rows, merge = grid[0].tolist(), torch.as_tensor(2, device=x.device).item()
+        mask = torch.vmap(lambda row: row > 0)(torch.arange(rows[0] * merge, device=x.device)[:, None])
+        result: Tensor = self.text(joined * mask.sum()).sum()
+        return result
+
+
+def test_samples_that_are_taken_apart_and_joined_are_one_tensor() -> None:
+    module, inputs = _ByImage(), {"x": torch.randn(2, 4, 8), "grid": torch.tensor([[2, 3], [2, 3]])}
+    graph = capture(module, inputs, name="x")
+    assert not [warning for warning in graph.warnings if "traced" in warning], graph.warnings
+    assert graph.model_flops(2) == counted_flops(module, inputs)
+    assert not {op.name for op in operators(graph)} & {"unbind", "cat"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph, OpKind
-from tests.capture.measured import counted_flops, eager_saved_bytes, saved_bytes, show_saved
+from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
+from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
 from tests.capture.models import EXAMPLES, NAMES, SAMPLES, SEQ, captured
 
 EVERY = (*NAMES, *EXAMPLES)

@@ -22,7 +22,7 @@ from autoparallel.planner.capture.on_meta import on_meta
 from autoparallel.planner.capture.passes import PASSES, Context
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.step import trace_step
-from tests.capture.measured import saved_bytes
+from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
 from tests.capture.models import EXAMPLES, NAMES, any_small
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"

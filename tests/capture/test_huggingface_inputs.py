@@ -41,6 +41,26 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
         {"past_values": (2, 11), "past_time_features": (2, 11, 2), "past_observed_mask": (2, 11),
          "future_values": (2, 4), "future_time_features": (2, 4, 2)},
     ),
+    "words in boxes": (
+        {"model_type": "bros", "architectures": ["BrosModel"], **_SMALL, "hidden_size": 64},
+        {"input_ids": (2, 24), "bbox": (2, 24, 4)},
+    ),
+    "sound with its length": (
+        {"model_type": "audioflamingo3_encoder", "architectures": ["AudioFlamingo3Encoder"], **_SMALL,
+         "num_mel_bins": 8, "max_source_positions": 64, "encoder_layers": 1, "d_model": 16, "encoder_ffn_dim": 32,
+         "encoder_attention_heads": 2},
+        {"input_features": (2, 8, 128), "input_features_mask": (2, 128)},
+    ),
+    "an encoder and a decoder that do not say how a sentence begins": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **_SMALL, "d_model": 16, "d_kv": 8,
+         "d_ff": 32, "num_layers": 1, "num_heads": 2},
+        {"input_ids": (2, 24), "labels": (2, 24)},
+    ),
+    "sound for strides that are buffers": (
+        {"model_type": "encodec", "architectures": ["EncodecModel"], "hidden_size": 8, "num_filters": 2,
+         "upsampling_ratios": [4, 2], "codebook_dim": 8, "codebook_size": 16},
+        {"input_values": (2, 1, 48_000)},
+    ),
     "a map of classes": (
         {"model_type": "segformer", "architectures": ["SegformerForSemanticSegmentation"], "image_size": 32},
         {"pixel_values": (2, 3, 32, 32), "labels": (2, 32, 32)},

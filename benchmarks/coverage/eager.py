@@ -1,0 +1,75 @@
+"""What torch itself says of a training step of a small model on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.planner.capture.trees import mapped, plain, tensors
+
+
+def with_numbers(inputs: Any) -> Any:
+    """Inputs with random numbers where they are on the meta device."""
+    generator = torch.Generator().manual_seed(0)
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+
+    return mapped(real, inputs)
+
+
+def differentiated(output: Any) -> list[Tensor]:
+    """What capture differentiates: the scalar loss, or all that needs a gradient."""
+    found = [t for t in tensors(plain(output)) if t.requires_grad]
+    loss = next((t for t in found if t.numel() == 1), None)
+    return found if loss is None else [loss]
+
+
+def loss_of(output: Any) -> Tensor:
+    """A scalar whose gradients are those of all that is differentiated."""
+    return torch.stack([t.sum() for t in differentiated(output)]).sum()
+
+
+def saved_bytes(module: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Bytes of the distinct storages that autograd keeps in one forward, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = module(**inputs)
+    del output
+    return sum(size for size, _ in kept.values())
+
+
+def counted_flops(module: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """FLOPs of forward and backward as torch counts them, attention by the math kernel."""
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        found = differentiated(module(**inputs))
+        torch.autograd.backward(found, [torch.ones_like(t) for t in found])
+    return int(counter.get_total_flops())
+
+
+def graph_saved_bytes(graph: ModelGraph, micro_batch: int) -> int:
+    """Bytes of the saved storages over the whole chain."""
+    return sum(
+        saved.spec.numel(micro_batch) * ITEM_BYTES[saved.spec.dtype]
+        for link in graph.chain
+        for op in graph.blocks[link.block].operators
+        for saved in op.saved
+    )

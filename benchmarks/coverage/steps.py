@@ -1,0 +1,134 @@
+"""What is asked of one model."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.planner.capture import capture
+from autoparallel.planner.outcome import InfeasiblePlan
+from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
+from autoparallel.profiles import load_cluster
+from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes, with_numbers
+from benchmarks.coverage.models import SIZES, Entry, Smaller, default_settings, full_settings, load, smaller
+
+Result = dict[str, Any]
+
+SAMPLES, SMALL_SEQ_LEN = 2, 32
+MOST_PARAMETERS = 300_000_000  # of a model that is run here
+CLUSTERS = {8: "h100-sxm:1x8", 64: "h100-sxm:8x8"}
+PLAN_LIMIT_S = 20.0
+
+
+def captured(entry: Entry) -> Result:
+    """Capture of the default configuration, at its full depth and its own sequence length."""
+    return _captured(entry)[0]
+
+
+def _captured(entry: Entry) -> tuple[Result, ModelGraph]:
+    started_s = time.perf_counter()
+    loaded = load(default_settings(entry), None)
+    loaded_s = time.perf_counter() - started_s
+    graph = capture(loaded.module, loaded.example_inputs, name=entry.name)
+    seconds = time.perf_counter() - started_s
+    expected = sum(p.numel() for p in loaded.module.parameters())
+    found = graph.parameter_count
+    is_whole = any(op.kind is OpKind.LEAF for block in graph.blocks for op in block.operators)
+    why = "parts of it are run for real" if is_whole else ""
+    return {
+        "ok": found == expected and not is_whole,
+        "why": why if found == expected else f"{found:,} parameters, not {expected:,}",
+        "load_s": round(loaded_s, 2),
+        "capture_s": round(seconds, 2),
+        "parameters": expected,
+        "blocks": len(graph.blocks),
+        "repeated": len(graph.repeated_positions),
+        "operators": sum(len(block.operators) for block in graph.blocks),
+        "inputs": {k: list(v.shape) for k, v in loaded.example_inputs.items() if isinstance(v, torch.Tensor)},
+        "warnings": list(graph.warnings),
+    }, graph
+
+
+def planned(entry: Entry) -> Result:
+    """Plans of the default configuration on 8 and on 64 devices, each with a time limit."""
+    result, graph = _captured(entry)
+    found: Result = {}
+    for devices, cluster in CLUSTERS.items():
+        started_s = time.perf_counter()
+        problem = Problem(graph=graph, cluster=load_cluster(cluster), global_batch=4 * devices)
+        try:
+            best = plan(problem, time_limit_s=PLAN_LIMIT_S, advise=False)
+            found[f"step_s_{devices}"] = best.prediction.step_time_s
+        except InfeasiblePlan:
+            found[f"step_s_{devices}"] = "nothing fits"
+        found[f"plan_s_{devices}"] = round(time.perf_counter() - started_s, 2)
+    return {"ok": True, "capture_s": result["capture_s"], **found}
+
+
+def small_model(entry: Entry) -> tuple[nn.Module, Any, nn.Module, Any]:
+    """The smallest model of the architecture that runs: on the meta device with its example inputs, and on the CPU with
+    numbers. Raises ValueError, in the words of the model, where none runs."""
+    full, last = full_settings(entry), ""
+    for by in SIZES:
+        try:
+            made = _small(full, by)
+        except Exception as error:
+            last = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            continue
+        if made is not None:
+            return made
+        last = f"more than {MOST_PARAMETERS:,} parameters"
+    raise ValueError(f"no small model runs: {last}")
+
+
+def _small(full: dict[str, Any], by: Smaller) -> tuple[nn.Module, Any, nn.Module, Any] | None:
+    loaded = load(smaller(full, by), SMALL_SEQ_LEN)
+    if sum(p.numel() for p in loaded.module.parameters()) > MOST_PARAMETERS:
+        return None
+    torch.manual_seed(0)
+    real = type(loaded.module)._from_config(loaded.module.config).float()  # type: ignore[attr-defined]
+    real.train()
+    for module in (real, loaded.module):
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    numbers = with_numbers(loaded.example_inputs)
+    with torch.no_grad():
+        real(**numbers)
+    return loaded.module, loaded.example_inputs, real, numbers
+
+
+def exact(entry: Entry) -> Result:
+    """FLOPs and saved bytes of a small model against what torch counts of the same model on the CPU."""
+    try:
+        module, inputs, real, numbers = small_model(entry)
+    except ValueError as error:
+        return {"ok": False, "ran": False, "why": str(error)}
+    graph = capture(module, inputs, name=entry.name)
+    # torch's counter does not know products of experts.
+    flops = graph.model_flops(SAMPLES) - _grouped_flops(graph)
+    expected_flops = counted_flops(real, numbers)
+    saved, expected_saved = graph_saved_bytes(graph, SAMPLES), saved_bytes(real, numbers)
+    return {
+        "ok": flops == expected_flops and saved == expected_saved,
+        "ran": True,
+        "why": "; ".join(
+            f"{name} {ours / theirs - 1:+.3%}" if theirs else f"{name} {ours:,}, not 0"
+            for name, ours, theirs in (("FLOPs", flops, expected_flops), ("saved", saved, expected_saved))
+            if ours != theirs
+        ),
+        "flops": [flops, expected_flops],
+        "saved": [saved, expected_saved],
+        "parameters": sum(p.numel() for p in real.parameters()),
+    }
+
+
+def _grouped_flops(graph: ModelGraph) -> int:
+    operators = [op for link in graph.chain for op in graph.blocks[link.block].operators]
+    kernels = [k for op in operators for k in (*op.forward, *op.backward) if k.kind is OpKind.GROUPED_GEMM]
+    return sum(kernel.flops.at(SAMPLES) for kernel in kernels)

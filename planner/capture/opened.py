@@ -1,0 +1,72 @@
+"""The torch functions that a model's code calls, those inside of torch's own Python functions instead of these."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoparallel.planner.capture.trees import tensors
+
+_NO_OVERRIDE = {
+    name: (lambda *_: False)
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+}
+
+
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is that of one turn of `torch.vmap`, which has no storage of its own."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
+class OpenedFunctions(TorchFunctionMode):
+    """Hands every call to `call`, with functions that are written in Python opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[object, Callable[..., Any]] = {}
+        self._opening: set[object] = set()  # functions whose body is running
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call gives."""
+        raise NotImplementedError
+
+    def is_closed(self) -> bool:
+        """Whether calls are run as they are."""
+        return False
+
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_closed() or any(map(_is_mapped, tensors((args, kwargs)))):
+            return func(
+                *args, **kwargs
+            )  # inside of vmap: its operators are seen below, as constants of the trace
+        opens = isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__)
+        # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
+        if opens and func not in self._opening:
+            self._opening.add(func)
+            try:
+                with self:
+                    return self._open(func)(*args, **kwargs)
+            finally:
+                self._opening.discard(func)
+        return self.call(func, args, kwargs)
+
+    def _open(self, func: types.FunctionType) -> Callable[..., Any]:
+        """A copy of one of torch's Python functions that does not ask for overrides: its body is seen instead."""
+        if func not in self._opened:
+            copy = types.FunctionType(
+                func.__code__,
+                func.__globals__ | _NO_OVERRIDE,
+                func.__name__,
+                func.__defaults__,
+                func.__closure__,
+            )
+            copy.__kwdefaults__ = func.__kwdefaults__
+            self._opened[func] = copy
+        return self._opened[func]

@@ -1,0 +1,145 @@
+"""Loops in the model's code: what runs round after round is traced a few times, and counted from then on.
+
+A scan over the tokens of a sequence calls the same few functions thousands of times. Once several rounds were equal —
+the same places in the code, functions, plain settings of tensors, parameters, which result goes in where — those that
+follow are not run: what they return are tensors of the same shapes, and one of the rounds before counts for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel.planner.capture.trees import mapped, tensors
+
+# Equal rounds that are traced before the rest is counted. Kind: chosen; a loop over layers or levels has fewer.
+TRACED_ROUNDS = 16
+_LONGEST = 512  # calls of a round. Kind: chosen
+
+_LIBRARIES = ("torch", "autoparallel")
+Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Made:
+    """One traced call: where in the code it stands and what it calls, what it was given and returned."""
+
+    key: Key
+    call: fx.Node
+    given: Sequence[torch.Tensor]
+    out: Any
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The calls of one trace, watched for rounds; `skipped` once the present ones are no longer run.
+
+    `held` says of a tensor whether it is a parameter, a buffer or a constant: rounds that read different ones are layers.
+    """
+
+    held: Callable[[torch.Tensor], bool]
+    skipped: Skipped | None = None
+    _made: list[Made] = field(default_factory=list)
+    _last: dict[Key, int] = field(default_factory=dict)
+    _period: int = 0
+    _equal: int = 0  # calls in a row that are as the one a period before
+
+    def add(self, made: Made) -> None:
+        """Note a call that was traced."""
+        position = len(self._made)
+        self._made.append(made)
+        period = position - self._last.get(made.key, -_LONGEST * 2)
+        self._last[made.key] = position
+        self._equal = self._equal + 1 if period == self._period else 1
+        self._period = period
+        if period <= _LONGEST and self._equal >= (TRACED_ROUNDS - 1) * period:
+            self._skip()
+
+    def stop(self) -> None:
+        """Other calls follow: start anew."""
+        self._made.clear()
+        self._last.clear()
+        self._period = self._equal = 0
+
+    def _skip(self) -> None:
+        rounds = [
+            self._made[len(self._made) - (k + 1) * self._period : len(self._made) - k * self._period]
+            for k in range(TRACED_ROUNDS)
+        ]
+        self.stop()
+        if not all(_alike(calls, self.held) for calls in zip(*rounds, strict=True)):
+            return
+        # The one in the middle gets gradients from all that come after it, and hands on to others.
+        self.skipped = Skipped(last=rounds[0], standing=rounds[TRACED_ROUNDS // 2])
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Rounds that are not run: `last` is the one before them, `standing` the one that counts for them."""
+
+    last: Sequence[Made]
+    standing: Sequence[Made]
+    calls: int = 0
+    _results: dict[int, Any] = field(default_factory=dict)
+
+    def goes_on(self, key: Key, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a call is the next of the round."""
+        made = self.last[self.calls % len(self.last)]
+        return made.key == key and [t.shape for t in made.given] == [t.shape for t in given]
+
+    def result(self, given: Sequence[torch.Tensor]) -> Any:
+        """What the next call returns: what it is given where the traced one returned that, else tensors of the shapes."""
+        place = self.calls % len(self.last)
+        made, self.calls = self.last[place], self.calls + 1
+        if place not in self._results:
+            own = {id(t) for t in made.given}
+            self._results[place] = mapped(
+                lambda leaf: _like(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in own else leaf,
+                made.out,
+            )
+        handed = {id(old): new for old, new in zip(made.given, given, strict=True)}
+        return mapped(lambda leaf: handed.get(id(leaf), leaf), self._results[place])
+
+    def finish(self) -> None:
+        """Tell the calls that stand for the others how often they run."""
+        rounds = -(-self.calls // len(self.last))
+        for made in self.standing:
+            made.call.meta["rounds"] = 1 + rounds
+
+    def stands_for(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(tensor of the calls that were not run, the tensor of the standing round that it is like)."""
+        place = (self.calls - 1) % len(self.last)
+        made, standing = tensors(self._results[place]), tensors(self.standing[place].out)
+        return list(zip(made, standing, strict=True))
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _alike(calls: Sequence[Made], held: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether the same call of several rounds differs in nothing but numbers that count the rounds, and in where tensors
+    stand in their storage."""
+    return len({_described(made, held) for made in calls}) == 1
+
+
+def _described(made: Made, held: Callable[[torch.Tensor], bool]) -> Key:
+    found: list[object] = []
+    for tensor in (*made.given, *tensors(made.out)):
+        own = id(tensor) if held(tensor) else 0
+        found.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, own))
+    return tuple(found)
+
+
+def code_place() -> tuple[int, int]:
+    """Where in the model's code the call stands that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return (id(frame.f_code), frame.f_lasti)
