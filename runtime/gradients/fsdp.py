@@ -7,14 +7,16 @@ state:
     zero 2   P/N + P: the shard, and what was gathered once per step; gradients P/N, reduced per micro-batch
     zero 1   P/N + P, gradients P, accumulated whole and reduced once per step
 
-The unit is a repeated block; everything outside the blocks is one more unit, which stays gathered for a whole
-micro-batch. `parameters()` hands out the shards, so that any torch optimizer holds its state for them alone.
+The unit is a repeated block, or a module outside of them whose parameters are its own. What is left is one more
+unit, which stays gathered for a whole pass. `parameters()` hands out the shards, so that any torch optimizer holds its state for them alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
-from autoparallel.runtime.gradients.compression import Bf16ReduceScatter
+from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
-from autoparallel.runtime.ranks.mesh import RankMesh, sharding_axes
+from autoparallel.runtime.ranks.mesh import RankMesh
+from autoparallel.runtime.ranks.places import sharding_axes
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import parts_of, reduce_unit, whole_weights
+
+_told: WeakSet[FSDPModule] = WeakSet()  # units that no longer reduce in the backend's own way
 
 
 def shard_data(
@@ -35,18 +40,18 @@ def shard_data(
     mesh: RankMesh,
     *,
     zero: int,
-    compression: str,
     dtype: torch.dtype,
     param_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     experts: Sequence[nn.Module] = (),
     entered: Collection[str] = (),
+    alone: Collection[str] = (),
 ) -> set[nn.Parameter]:
     """Shard the parameters over dp_shard * cp, in place; nothing to do at zero 0, or where that is one rank. Those
     of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones. Blocks that are
-    `entered`, of which other parts of the model use parameters, are no units of their own.
+    `entered`, of which other parts of the model use parameters, are no units of their own; modules that are `alone` are.
 
-    Returns those of which every rank keeps a copy (see `unshardable`): their gradients are left to the caller.
+    Returns those of which every rank keeps a copy (see `unshardable`), whose gradients are left to the caller.
     """
     sharded = sharding_axes(mesh.sizes, zero)
     if not sharded:
@@ -64,15 +69,47 @@ def shard_data(
                 block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored,
                 shard_placement_fn=_placed,
             )  # fmt: skip
-    fully_shard(
-        module, mesh=axis, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored,
-        shard_placement_fn=_placed,
-    )  # fmt: skip
-    if compression == "bf16":
-        for unit in module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[arg-type]  # by its shape
+    by_themselves = {m for name, m in module.named_modules() if name in alone}
+    paths = [name for name, own in module.named_modules() if own in by_themselves]
+    for part in (*reversed(unshared_blocks(module, paths)), module):  # what stands inside another comes first
+        if part is module or any(p not in ignored for p in part.parameters()):
+            fully_shard(
+                part, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=_placed,
+                mp_policy=policy if part is module else replace(policy, cast_forward_inputs=False),
+            )  # fmt: skip
+    if mesh.sizes.pp > 1:
+        _gather_ahead_in_order(module, blocks)
     return copied
+
+
+def _gather_ahead_in_order(module: nn.Module, blocks: Sequence[str]) -> None:
+    """Beside a block's backward the block before it is gathered. FSDP2 goes by the order of forward passes, in which the
+    units of several micro-batches follow one another: it gathers units of another micro-batch for nothing."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_modules_to_backward_prefetch([unit])  # none: it is there already
+    units = [unit for unit in map(module.get_submodule, blocks) if isinstance(unit, FSDPModule)]
+    for before, unit in pairwise(units):
+        unit.set_modules_to_backward_prefetch([before])
+
+
+def set_scatters(
+    module: nn.Module, wire: ShardWire, experts: Sequence[nn.Module]
+) -> dict[FSDPModule, UnitScatter]:
+    """What reduces the gradients of each unit from now on; nothing where no other way than the backend's was ever asked
+    for. Units of `experts`, which other ranks share, reduce at once."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    if wire.is_plain and not any(unit in _told for unit in units):
+        return {}
+    apart = set(experts)
+    found: dict[FSDPModule, UnitScatter] = {
+        unit: UnitScatter(ShardWire(method=wire.method, ring=wire.ring) if unit in apart else wire)
+        for unit in units
+    }
+    for unit, scatter in found.items():
+        unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # by its shape
+        _told.add(unit)
+    return found
 
 
 def _shard_experts(
@@ -142,11 +179,15 @@ def unshared_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]
     return [block for block in distinct if alone(block)]
 
 
-def announce_micro_batch(module: nn.Module, *, zero: int, last: bool) -> None:
-    """Tell FSDP2 which micro-batch of the step comes: when to reduce gradients and to free parameters."""
+def announce_micro_batch(module: nn.Module, *, zero: int, last: bool, alone: bool = False) -> None:
+    """Tell FSDP2 which micro-batch of the step comes: when to reduce gradients and to free parameters.
+
+    `alone`: no other is on its way, so that what was reduced last does not wait in memory for the next one, whose last
+    backward would gather the first unit of this one ahead.
+    """
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
-            unit.set_is_last_backward(last)
+            unit.set_is_last_backward(last or alone)
             unit.set_requires_gradient_sync(last or zero >= 2, recurse=False)
             unit.set_reshard_after_backward(last or zero == 3, recurse=False)
 

@@ -3,24 +3,27 @@
 At once (`AllReducer`) is the backend's own all-reduce. By scattering (`ScatterReducer`) each rank of the inner
 group gets the sum of one part, takes its mean over the outer group, if there is one, and sends it to all: the
 hierarchical algorithm (reduce-scatter inside a node, all-reduce across, all-gather inside), and with one level
-the form in which compressed numbers travel.
+the form in which encoded numbers travel. These are never added encoded: each rank sends every other the message of
+its part, which that one decodes and adds (the bytes of a ring of the encoded size), and the mean is encoded once more.
+PowerSGD's factors are added as they are (`LowRank`).
 
-bfloat16 is moved but never added, so that it runs on backends without bfloat16 arithmetic (Gloo) and rounds
-only twice a level: what a rank sends, and the mean. Those are the bytes of a ring of half the item size.
-Rounding to nearest is no bias of the method: errors are of either sign, so none is fed back and no residual is
-kept (methods that drop numbers, or that always round one way, would need one).
+`exchanges.py` says how a part of the work, a scatter or a gather over one group, is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from math import ceil
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.runtime.tensor.questions import as_bytes
+from autoparallel.costmodel.compression import parse_method
+from autoparallel.runtime.gradients.exchanges import Exchange
+from autoparallel.runtime.gradients.feedback import Memory, corrected, keep
+
+_SEED = 0x10C
 
 
 class Reduction(Protocol):
@@ -31,19 +34,35 @@ class Reduction(Protocol):
 
 
 class Reducer(Protocol):
-    """Starts the all-reduce of a buffer to its mean over a group."""
+    """Reduces buffers to their mean over a group; what it remembers of a buffer is in the buffer's memory."""
 
-    def start(self, buffer: Tensor) -> Reduction: ...
+    def start(self, buffer: Tensor, memory: Memory) -> Reduction:
+        """Start the all-reduce of a contiguous buffer."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether error feedback carries something from step to step."""
+
+    def owed(self, buffer: Tensor, memory: Memory) -> Tensor:
+        """This rank's share of what error feedback still has to bring: added over the group, what the mean lacks so
+        far, flat, of the buffer's size."""
 
 
 class AllReducer:
     """Mean in the buffer's own dtype, by the algorithm that the backend chooses."""
 
+    biased = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def start(self, buffer: Tensor) -> Reduction:
+    def start(self, buffer: Tensor, memory: Memory) -> Reduction:
+        del memory
         return _AllReduction(buffer, self._group)
+
+    def owed(self, buffer: Tensor, memory: Memory) -> Tensor:
+        del memory
+        return torch.zeros_like(buffer).view(-1)
 
 
 class _AllReduction:
@@ -58,67 +77,113 @@ class _AllReduction:
 
 
 class ScatterReducer:
-    """Mean by reduce-scatter and all-gather over `inside`, and between the two by `across` over other ranks.
+    """Mean by reduce-scatter and all-gather over `inside`, and between the two by `across` over `outer` ranks that
+    stand where this one stands inside others. Every rank ends up with the same numbers."""
 
-    `method` is how numbers travel inside: "none" or "bf16". Every rank ends up with the same numbers.
-    """
+    def __init__(self, inside: Exchange, across: Reducer | None = None, outer: int = 1) -> None:
+        self._inside, self._across, self._outer = inside, across, outer
 
-    def __init__(self, inside: dist.ProcessGroup, method: str, across: Reducer | None = None) -> None:
-        self._inside, self._across = inside, across
-        self._wire = torch.bfloat16 if method == "bf16" else None
+    @property
+    def biased(self) -> bool:
+        return self._inside.biased or (self._across is not None and self._across.biased)
 
-    def start(self, buffer: Tensor) -> Reduction:
-        return _ScatterReduction(buffer, self._inside, self._wire, self._across)
+    def start(self, buffer: Tensor, memory: Memory) -> Reduction:
+        return _ScatterReduction(buffer, self._inside, self._across, memory)
+
+    def owed(self, buffer: Tensor, memory: Memory) -> Tensor:
+        size, rank = self._inside.group.size(), self._inside.group.rank()
+        part = ceil(buffer.numel() / size)
+        found = buffer.new_zeros(size, part)
+        if (own := memory.residuals.get("scatter")) is not None:
+            found += own / (size * self._outer)
+        if (mean := memory.residuals.get("gather")) is not None:
+            found[rank] += mean.view(-1) / self._outer
+        if self._across is not None:
+            found[rank] += self._across.owed(found[rank].contiguous(), memory.across)
+        return found.view(-1)[: buffer.numel()]
 
 
 class _ScatterReduction:
-    def __init__(
-        self, buffer: Tensor, group: dist.ProcessGroup, wire: torch.dtype | None, across: Reducer | None
-    ) -> None:
-        self._buffer, self._group, self._across = buffer, group, across
-        part = -(-buffer.numel() // group.size())
-        self._sent = buffer.new_zeros(part * group.size(), dtype=wire or buffer.dtype)
-        self._sent[: buffer.numel()].copy_(buffer)
-        self._received = torch.empty_like(self._sent if wire else self._sent[:part])
-        if wire:  # as bytes: backends that lack bfloat16 still move it
-            work = dist.all_to_all_single(
-                as_bytes(self._received), as_bytes(self._sent), group=group, async_op=True
-            )
-        else:
-            work = dist.reduce_scatter_tensor(self._received, self._sent, group=group, async_op=True)
-        self._work = work
+    def __init__(self, buffer: Tensor, inside: Exchange, across: Reducer | None, memory: Memory) -> None:
+        self._buffer, self._inside, self._across, self._memory = buffer, inside, across, memory
+        size = inside.group.size()
+        rows = buffer.new_zeros(size, ceil(buffer.numel() / size))
+        rows.view(-1)[: buffer.numel()].copy_(buffer.view(-1))
+        self._scatter = inside.scatter(rows, memory)
+
+    def wait(self) -> None:
+        mean = self._scatter.wait().div_(self._inside.group.size())
+        if self._across is not None:
+            self._across.start(mean, self._memory.across).wait()
+        rows = self._inside.gather(mean, self._memory)
+        self._buffer.view(-1).copy_(rows.reshape(-1)[: self._buffer.numel()])
+
+
+class LowRank:
+    """PowerSGD (Vogels et al., 2019): a buffer as the product of two factors, which are averaged one after the other.
+
+    n numbers are a matrix of ceil(sqrt(n)) rows. The second factor of a step is what the next one begins with, so that
+    the steps together are a power iteration; what the product lacks goes to error feedback. Buffers of which the factors
+    would be no smaller are averaged as they are.
+    """
+
+    biased = True
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+
+    def start(self, buffer: Tensor, memory: Memory) -> Reduction:
+        rows, columns = matrix_shape(buffer.numel())
+        if self._rank * (rows + columns) >= buffer.numel():
+            return _AllReduction(buffer, self._group)
+        return _LowRankReduction(buffer, self._group, self._rank, memory)
+
+    def owed(self, buffer: Tensor, memory: Memory) -> Tensor:
+        residual = memory.residuals.get("scatter")
+        if residual is None:
+            return torch.zeros_like(buffer).view(-1)
+        return residual.view(-1)[: buffer.numel()] / self._group.size()
+
+
+def matrix_shape(numbers: int) -> tuple[int, int]:
+    """Rows and columns of the matrix that so many numbers are laid out in, as square as it can be."""
+    rows = max(1, ceil(numbers**0.5))
+    return rows, ceil(numbers / rows)
+
+
+class _LowRankReduction:
+    def __init__(self, buffer: Tensor, group: dist.ProcessGroup, rank: int, memory: Memory) -> None:
+        self._buffer, self._group, self._memory = buffer, group, memory
+        rows, columns = matrix_shape(buffer.numel())
+        whole = buffer.new_zeros(rows * columns)
+        whole[: buffer.numel()].copy_(buffer.view(-1))
+        self._matrix = corrected(whole.view(rows, columns), memory, "scatter")
+        if memory.factor is None or memory.factor.shape != (columns, rank):  # the same on every rank
+            generator = torch.Generator().manual_seed(_SEED)
+            memory.factor = torch.randn(columns, rank, generator=generator).to(buffer)
+        self._left = self._matrix @ memory.factor
+        self._work = dist.all_reduce(self._left, group=group, async_op=True)
 
     def wait(self) -> None:
         assert self._work is not None
         self._work.wait()
-        size = self._group.size()
-        parts = self._received.view(-1, self._sent.numel() // size).to(self._buffer.dtype)
-        mean = parts.sum(dim=0).div_(size)
-        if self._across is not None:
-            self._across.start(mean).wait()
-        dist.all_gather_into_tensor(
-            as_bytes(self._sent), as_bytes(mean.to(self._sent.dtype)), group=self._group
-        )
-        self._buffer.copy_(self._sent[: self._buffer.numel()])
+        basis = torch.linalg.qr(self._left.to(_exact(self._left))).Q.to(self._left)
+        right = self._matrix.T @ basis
+        dist.all_reduce(right, group=self._group)
+        right /= self._group.size()
+        product = basis @ right.T
+        keep(self._memory, "scatter", self._matrix, product)
+        self._memory.factor = right
+        self._buffer.view(-1).copy_(product.view(-1)[: self._buffer.numel()])
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def make_reducer(group: dist.ProcessGroup, method: str) -> Reducer:
     """The reducer over `group` at once, for a method of `grad_sync.compression`."""
-    return ScatterReducer(group, method) if method == "bf16" else AllReducer(group)
-
-
-def two_levels(ranks: Sequence[int], level_sizes: Sequence[int]) -> tuple[list[list[int]], int] | None:
-    """`ranks` divided into those below one port each, and the level they are divided at.
-
-    The innermost network level below whose ports several of them stand, of those above which they are not all
-    together; `level_sizes` are devices below one port of each level, innermost first. None where there is no
-    such level, or where unequal numbers stand below its ports.
-    """
-    for level, size in enumerate(level_sizes):
-        below: dict[int, list[int]] = {}
-        for rank in ranks:
-            below.setdefault(rank // size, []).append(rank)
-        counts = {len(part) for part in below.values()}
-        if len(below) > 1 and len(counts) == 1 and counts != {1}:
-            return list(below.values()), level
-    return None
+    parsed = parse_method(method)
+    if parsed.name == "powersgd":
+        return LowRank(group, int(parsed.amount))
+    return AllReducer(group) if parsed.name == "none" else ScatterReducer(Exchange(group, method))

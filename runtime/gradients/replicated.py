@@ -8,7 +8,7 @@ parameters (norms under sequence parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
+from autoparallel.runtime.gradients.feedback import Memory
 from autoparallel.runtime.gradients.reductions import Reducer, Reduction
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import after_backward, dtensor_like, norms_of, scale_all
@@ -31,6 +33,7 @@ class _Bucket:
     arrived: dict[nn.Parameter, int] = field(default_factory=dict)
     buffer: Tensor | None = None
     reduction: Reduction | None = None
+    memory: Memory = field(default_factory=Memory)
 
     def views(self) -> list[Tensor]:
         """The buffer cut into one tensor per parameter, allocated zero if it is not there."""
@@ -77,13 +80,49 @@ class GradientSync:
         accumulate = reducer is not None or any(p.dtype != grad_dtype for p in self._parameters)
         self._buckets = _buckets(self._parameters, grad_dtype, bucket_bytes) if accumulate else []
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._given: dict[nn.Parameter, Tensor] = {}  # see `give`
+        self._hooks: list[RemovableHandle] = []
         if accumulate or self._copied or any(isinstance(p, DTensor) for p in self._parameters):
-            for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrive)
+            self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in self._parameters]
+
+    def close(self) -> None:
+        """Let go of the parameters: another synchronises them. Gradients stay."""
+        for hook in self._hooks:
+            hook.remove()
 
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are there now; `.grad` are views of them where dtypes agree."""
         return sum(bucket.buffer.nbytes for bucket in self._buckets if bucket.buffer is not None)
+
+    def owed(self) -> dict[nn.Parameter, Tensor]:
+        """What error feedback still has to bring to each gradient's mean, this rank's parts of it; of the parameters for
+        which it is kept. Collective over the replicas."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket in self._buckets if self._reducer is not None and self._reducer.biased else ():
+            assert self._reducer is not None
+            parts = bucket.views()
+            assert bucket.buffer is not None
+            flat = self._reducer.owed(_as_real(bucket.buffer).view(-1), bucket.memory)
+            dist.all_reduce(flat, group=self._group)
+            shares = flat.split([_as_real(part).numel() for part in parts])
+            for parameter, part, share in zip(bucket.parameters, parts, shares, strict=True):
+                found[parameter] = _shaped(share, part)
+                if parameter in self._given:
+                    found[parameter] += self._given[parameter]
+        return found
+
+    def mean(self, owed: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """The mean over the replicas of what each of them owes. Collective over them."""
+        for part in owed.values() if self._group is not None else ():
+            dist.all_reduce(part, group=self._group)
+            part /= dist.get_world_size(self._group)
+        return owed
+
+    def give(self, owed: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add to the gradients of the next step what another run still owed (see `owed`), and forget what is owed now."""
+        for bucket in self._buckets:
+            bucket.memory = Memory()
+        self._given = {p: owed[p] for p in self._parameters if p in owed}
 
     def begin(self, arrivals: int) -> None:
         """Start a step in which each gradient arrives `arrivals` times."""
@@ -110,6 +149,10 @@ class GradientSync:
         self._arrivals = self._next = 0
         for parameter in self._parameters:
             _reduce_partial(parameter)
+        for parameter, given in self._given.items():  # where nothing reduces
+            if parameter.grad is not None:
+                local(parameter.grad).add_(given.to(parameter.grad.dtype))
+        self._given.clear()
         for parameter in self._copied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -155,7 +198,10 @@ class GradientSync:
         self._next += 1
         if self._reducer is not None:
             assert bucket.buffer is not None
-            bucket.reduction = self._reducer.start(_as_real(bucket.buffer))
+            for parameter, view in zip(bucket.parameters, bucket.views(), strict=True):
+                if (given := self._given.pop(parameter, None)) is not None:
+                    view += given.to(view)
+            bucket.reduction = self._reducer.start(_as_real(bucket.buffer), bucket.memory)
 
     def _sync_now(self) -> None:
         self._scheduled = False
@@ -207,6 +253,13 @@ def _buckets(parameters: Sequence[nn.Parameter], dtype: torch.dtype, size_bytes:
 def _as_real(tensor: Tensor) -> Tensor:
     """The same memory as real numbers: what is summed and squared alike."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Numbers in a row in the shape of `like`, which may be complex."""
+    if like.is_complex():
+        return torch.view_as_complex(flat.view(*like.shape, 2).contiguous())
+    return flat.view(like.shape).clone()
 
 
 def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:

@@ -83,6 +83,16 @@ def device_of_group() -> torch.device:
     return take_device() if untouched and torch.accelerator.current_device_index() == 0 else current_device()
 
 
+def backend_of_ranks() -> str:
+    """What runs, or will run, the collectives of ranks on their devices; looks, and takes nothing."""
+    kind = accelerator_type()
+    if kind is None:
+        return _HOST_BACKEND
+    own = own_backend(kind)
+    taken = not dist.is_initialized() or f"{kind}:{own}" in dist.get_backend_config().split(",")
+    return own if taken else _HOST_BACKEND
+
+
 def device_module(device: torch.device) -> Any:
     """torch's module of streams, events and generators for a device: `torch.cuda` and the like."""
     return torch.get_device_module(device)

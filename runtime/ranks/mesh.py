@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, expert_parts
+from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.planner.strategy.types import AXES, Mesh
 from autoparallel.runtime.ranks.accelerator import backends, current_device, device_of_group, take_device
 from autoparallel.runtime.ranks.leaving import leave_at_exit
+from autoparallel.runtime.ranks.places import EXPERT_AXES, expert_ranks, joined_name, mesh_ranks
 from autoparallel.runtime.torch_private import joined_mesh
-
-EXPERT_AXES = ("pp", "dp_replicate", EXPERT_SHARD, EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +32,7 @@ class RankMesh:
     # The replicas of this rank's share below its port of a network level, and those that stand where it stands
     # below other ports, where gradients are reduced level by level.
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    shard_levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # and of the ranks that shard
     # With ep > 1 the same ranks by the axes that experts are shared over: pp, dp_replicate, expert_shard, ep.
     expert_mesh: DeviceMesh | None = None
 
@@ -76,24 +76,26 @@ class RankMesh:
         return self.coordinate("dp_replicate") * self.sizes.dp_shard + self.coordinate("dp_shard")
 
 
-def sharding_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
-    """Axes of more than one rank that ZeRO shards over; none at level 0."""
-    return tuple(a for a in ("dp_shard", "cp") if zero and getattr(sizes, a) > 1)
-
-
-def replica_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
-    """Axes of more than one rank along which gradients differ and parameters are held whole, or in equal shares."""
-    sharded = sharding_axes(sizes, zero)
-    return tuple(a for a in ("dp_replicate", "cp") if getattr(sizes, a) > 1 and a not in sharded)
-
-
 def _along(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else joined_mesh(mesh[names], joined_name(names))
 
 
-def joined_name(axes: Sequence[str]) -> str:
-    """The name of the mesh axis that several are joined to."""
-    return "_".join(axes)
+_made: dict[str, dist.ProcessGroup | None] = {}
+_made_in: dist.ProcessGroup | None = None  # the run that they belong to
+
+
+def subgroup(groups: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+    """This rank's group of `groups` (ranks of the run), made once for a name and ranks; None where it is in none of them.
+    Its description is the name. Collective over all ranks of the run the first time."""
+    global _made_in
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    key = f"{name} {[list(group) for group in groups]}"
+    if key not in _made:
+        own, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], group_desc=name)
+        _made[key] = own if isinstance(own, dist.ProcessGroup) else None
+    return _made[key]
 
 
 def world_size() -> int:
@@ -143,41 +145,13 @@ def build_mesh(sizes: Mesh, level_sizes: tuple[int, ...] = ()) -> RankMesh:
     rank, device = start_ranks()
     if not dist.is_initialized():
         return RankMesh(sizes=sizes, rank=0, device=device, device_mesh=None)
-    device_mesh = DeviceMesh(device.type, _ranks(sizes), mesh_dim_names=AXES)
+    device_mesh = DeviceMesh(device.type, torch.from_numpy(mesh_ranks(sizes)), mesh_dim_names=AXES)
     expert_mesh = None
     if sizes.ep > 1:
-        expert_mesh = DeviceMesh(device.type, expert_ranks(sizes), mesh_dim_names=EXPERT_AXES)
+        expert_mesh = DeviceMesh(
+            device.type, torch.from_numpy(expert_ranks(sizes)), mesh_dim_names=EXPERT_AXES
+        )
     return RankMesh(
         sizes=sizes, rank=rank, device=device, device_mesh=device_mesh, level_sizes=level_sizes,
         expert_mesh=expert_mesh,
     )  # fmt: skip
-
-
-def _ranks(sizes: Mesh) -> torch.Tensor:
-    """Ranks by position along `AXES`."""
-    ranks = torch.arange(sizes.devices).reshape([getattr(sizes, axis) for axis in sizes.order])
-    return ranks.permute([sizes.order.index(axis) for axis in AXES]).contiguous()
-
-
-def expert_ranks(sizes: Mesh) -> torch.Tensor:
-    """Ranks by position along `EXPERT_AXES`: of tp, cp and dp_shard the inner parts hold different experts, as
-    `planner.expand.axes.expert_parts` prices it, and the outer ones the same. Ranks ascend along every axis, as
-    process groups count them."""
-    parts = expert_parts(sizes)
-    split = [n for axis in sizes.order for n in _outer_and_inner(getattr(sizes, axis), parts.get(axis, 1))]
-    shared = [n for n, axis in enumerate(sizes.order) if axis in parts]
-    first = [2 * sizes.order.index(axis) for axis in ("pp", "dp_replicate")]
-    dims = [*first, *(2 * n for n in shared), *(2 * n + 1 for n in shared), *(n + 1 for n in first)]
-    ranks = torch.arange(sizes.devices).reshape(split).permute(dims)
-    return ranks.reshape(sizes.pp, sizes.dp_replicate, -1, sizes.ep).contiguous()
-
-
-def _outer_and_inner(size: int, inner: int) -> tuple[int, int]:
-    return size // inner, inner
-
-
-def groups_along(sizes: Mesh, *axes: str) -> list[list[int]]:
-    """The ranks of every group along `axes`, in the same order on every rank."""
-    dims = [AXES.index(axis) for axis in axes]
-    along = _ranks(sizes).movedim(dims, list(range(-len(dims), 0))).flatten(start_dim=-len(dims))
-    return along.flatten(end_dim=-2).tolist()

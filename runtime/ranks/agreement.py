@@ -1,0 +1,76 @@
+"""What ranks tell each other in small objects: decisions of one, and errors of any raised on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autoparallel.errors import UserError
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """All ranks over a group of their own on the host, with its own time-out; alone, nothing is sent.
+
+    Collective: all ranks make it and call it alike.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        limit = timedelta(seconds=timeout_s)
+        self.group = dist.new_group(backend="gloo", timeout=limit) if self.ranks > 1 else None
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's value."""
+        if self.group is None:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, src=0, group=self.group)
+        return found[0]
+
+    def decided(self, decide: Callable[[], T]) -> T:
+        """What `decide()` says on rank 0, or the UserError that it raises there, on every rank."""
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = decide()
+            except UserError as error:
+                answer = error
+        answer = self.from_first(answer)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    def alike(self, act: Callable[[], Any] | None) -> None:
+        """`act()` on every rank; the first UserError is raised on all."""
+        problem: UserError | None = None
+        try:
+            if act is not None:
+                act()
+        except UserError as error:
+            problem = error
+        for found in self.gathered(problem):
+            if found is not None:
+                raise found
+
+    def most(self, *numbers: float) -> list[float]:
+        """The largest of all ranks, number by number: one small message."""
+        if self.group is None:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
