@@ -144,7 +144,7 @@ def run_strategy(
     with remembered_cuts(name, len(example.blocks), dtype, strategy.batch.micro):
         model = parallelize(
             example.module, part(example.inputs, 0, share), strategy, blocks=example.blocks, program=no_program,
-            experts=example.experts, entered=example.entered,
+            experts=example.experts, entered=example.entered, alone=example.alone,
         )  # fmt: skip
     if strategy.mesh.pp == 1:
         assert [n for n, _ in model.named_parameters()] == names

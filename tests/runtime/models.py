@@ -28,6 +28,7 @@ class Example:
     rules: Callable[[bool], Sequence[TensorRule]]
     experts: tuple[ExpertModule, ...] = ()
     entered: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
 
 def rule(
@@ -132,6 +133,7 @@ def _llama_like(kind: str, batch: int, *, labels: bool = False) -> Example:
         targets=None if labels else targets,
         loss_fn=None if labels else language_loss,
         rules=llama_rules,
+        alone=("model.norm",),
     )
 
 
@@ -162,6 +164,7 @@ def gpt2(batch: int) -> Example:
         targets=targets,
         loss_fn=language_loss,
         rules=gpt2_rules,
+        alone=("transformer.wpe", "transformer.ln_f"),
     )
 
 

@@ -105,7 +105,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         ),
         pipeline=Pipeline(schedule=draw(st.sampled_from(("gpipe", "1f1b"))) if mesh.pp > 1 else "none"),
         recompute=Recompute(mode=draw(st.sampled_from(("none", "full")))),
-        execution=FP32,
+        execution=replace(FP32, fsdp2=True),
     )
 
 

@@ -16,6 +16,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs, load_model
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.types import (
     Batch,
@@ -40,15 +41,31 @@ from tests.runtime.shared import no_program
 
 CLUSTER = "cpu-gloo:1x4"
 SAMPLES = 8
-FP32 = Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager")
+FP32 = Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager", fsdp2=True)
 STRATEGIES = {
     "zero 3 beside sequence parallelism": Strategy(
         batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=2, tp=2),
         shard=Shard(zero=3, sequence_parallel=True), pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
     ),
+    "zero 1, one micro-batch": Strategy(
+        batch=Batch(global_=4, micro=1), mesh=Mesh(dp_shard=4), shard=Shard(zero=1),
+        pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
+    ),
+    "zero 1, several": Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=4), shard=Shard(zero=1),
+        pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
+    ),
+    "zero 2 and replicas": Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=2, dp_replicate=2), shard=Shard(zero=2),
+        pipeline=Pipeline(stage_blocks=(2,)), execution=FP32,
+    ),
     "zero 2": Strategy(
         batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_shard=4), shard=Shard(zero=2),
         pipeline=Pipeline(stage_blocks=(2,)), execution=FP32, offload=Offload(optimizer=0.5),
+    ),
+    "zero 3 in a pipeline": Strategy(
+        batch=Batch(global_=8, micro=1), mesh=Mesh(pp=2, dp_shard=2), shard=Shard(zero=3),
+        pipeline=Pipeline(schedule="1f1b", stage_blocks=(1, 1)), execution=FP32,
     ),
     "a pipeline, tensor parallel": Strategy(
         batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, tp=2),
@@ -71,24 +88,23 @@ def _on_meta(name: str) -> tuple[Example, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
-def test_what_a_dry_run_holds_and_sends_over_tp_and_pp_is_what_is_predicted(strategy: Strategy) -> None:
+def test_what_a_dry_run_holds_and_sends_is_what_is_predicted(strategy: Strategy) -> None:
     expander, strategy = _planned("llama_with_labels", strategy)
     example, module = _on_meta("llama_with_labels")
-    lowered = dry_run(module, example.inputs, strategy, blocks=example.blocks, level_sizes=(4,))
+    lowered = dry_run(
+        module,
+        example.inputs,
+        strategy,
+        blocks=example.blocks,
+        level_sizes=(4,),
+        alone=own_units(expander.graph),
+    )
     assert not dist.is_initialized(), "the process is as it was before"
     for rank in compare(strategy, expander.program(strategy), lowered):
-        assert rank.held_bytes["optimizer"].lowered == pytest.approx(
-            rank.held_bytes["optimizer"].predicted, rel=0.01
-        ), rank
-        parameters = rank.held_bytes["parameters"]
-        assert parameters.lowered == pytest.approx(parameters.predicted, rel=0.01), rank
-        # FSDP2 keeps the shards beside what it has gathered.
-        beside = parameters.predicted / strategy.mesh.dp_shard if strategy.shard.zero in (1, 2) else 0
-        assert rank.shard_bytes == pytest.approx(beside, rel=0.02), rank
-        for axis in ("tp", "pp"):
-            if axis in rank.sent_bytes:
-                pair = rank.sent_bytes[axis]
-                assert pair.lowered == pytest.approx(pair.predicted, rel=0.05), rank
+        for name, pair in rank.held_bytes.items():
+            assert pair.lowered == pytest.approx(pair.predicted, rel=0.03), (name, rank)
+        for axis, pair in rank.sent_bytes.items():
+            assert pair.lowered == pytest.approx(pair.predicted, rel=0.05), (axis, rank)
 
 
 def _traffic(rank: int, world_size: int, strategy: Strategy) -> tuple[Counter[Message], int]:

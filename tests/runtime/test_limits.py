@@ -20,7 +20,6 @@ from tests.toy_graphs import toy_transformer
         ({"pipeline.schedule": "zb1p", "mesh.dp_shard": 1}, {"mesh.cp": 1}),
         ({"pipeline.schedule": "zbv", "shard.zero": 2}, {"mesh.cp": 1}),
         ({"pipeline.schedule": "dualpipev", "shard.zero": 3}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
-        ({"grad_sync.algorithm": "hierarchical"}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
         ({"execution.kernels": "compiled"}, {"mesh.tp": 1, "mesh.cp": 1}),
     ],
 )

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import torch
 
+from autoparallel.runtime.check.device_attention import DeviceAttention
 from autoparallel.runtime.check.live_bytes import LiveBytes
+from autoparallel.runtime.torch_private import fake_tensors
 
 KIB = 1024
 
@@ -23,7 +25,6 @@ def test_each_storage_counts_once_until_nothing_holds_it() -> None:
         found = live.end()
     assert (found.begin, found.kept, found.peak) == (0, 3 * KIB, 10 * KIB)
     assert found.module == "here"
-    assert not found.scores
     del second, third
 
 
@@ -38,11 +39,15 @@ def test_storages_that_are_emptied_and_filled_again_count_as_they_stand() -> Non
     assert torch.UntypedStorage.resize_.__name__ == "resize_"
 
 
-def test_attention_with_its_scores_whole_is_noticed() -> None:
-    query = torch.randn(1, 2, 8, 4)
-    with LiveBytes() as live:
-        live.begin()
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-        assert not live.end().scores
-        torch.softmax(query @ query.transpose(-1, -2), -1)
-        assert live.end().scores
+def test_attention_with_dropout_or_a_mask_keeps_statistics_and_no_scores() -> None:
+    length, heads = 256, 2
+    for given in ({"dropout_p": 0.1}, {"attn_mask": torch.ones(1, 1, 1, length, dtype=torch.bool)}):
+        with fake_tensors(), DeviceAttention(), LiveBytes() as live:
+            query = torch.empty(1, heads, length, 4, requires_grad=True)
+            mask = {
+                name: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for name, v in given.items()
+            }
+            live.begin()
+            result = torch.nn.functional.scaled_dot_product_attention(query, query, query, **mask)
+            assert live.end().kept < heads * length * length, "not a byte for each score"
+            result.sum().backward()

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Shard, Strategy
-from autoparallel.runtime.gradients.reductions import two_levels
-from autoparallel.runtime.gradients.replicas import check_algorithm, replica_reducer, with_levels
-from autoparallel.runtime.ranks.mesh import build_mesh, groups_along
+from autoparallel.runtime.gradients.feedback import Memory
+from autoparallel.runtime.gradients.levels import two_levels
+from autoparallel.runtime.gradients.replicas import replica_reducer, with_levels
+from autoparallel.runtime.ranks.mesh import build_mesh
+from autoparallel.runtime.ranks.places import groups_along
 from tests.runtime.harness import Processes
 
 BY_TWO = (2, 4)  # four ranks, two below each port
@@ -42,28 +43,6 @@ def test_groups_along_an_axis_follow_the_order_of_the_mesh() -> None:
     assert groups_along(outer, "dp_replicate") == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "levels", "mesh", "message"),
-    [
-        ("ring", BY_TWO, {"dp_replicate": 2}, "communication library"),
-        ("tree", BY_TWO, {"dp_shard": 2}, "communication library"),
-        ("parameter-server", BY_TWO, {"dp_replicate": 2}, "parameter servers"),
-        ("hierarchical", (), {"dp_replicate": 4}, "pass cluster="),
-        ("hierarchical", BY_TWO, {"dp_shard": 4}, "dp_shard inside a node"),
-    ],
-)
-def test_an_algorithm_that_is_not_run_is_refused(
-    algorithm: str, levels: tuple[int, ...], mesh: dict[str, int], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        check_algorithm(strategy_of(GradSync(algorithm=algorithm), **mesh), levels)
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "auto", "hierarchical"])
-def test_without_replicas_any_algorithm_will_do(algorithm: str) -> None:
-    check_algorithm(strategy_of(GradSync(algorithm=algorithm), tp=4), ())
-
-
 CASES: dict[str, tuple[GradSync, float]] = {
     "level by level": (HIERARCHICAL, 1e-6),
     "compressed across": (GradSync(compression=("none", "bf16")), 2**-7),
@@ -81,7 +60,7 @@ def _mean(
     buffer = torch.rand(size, generator=torch.Generator().manual_seed(rank))
     exact = buffer.clone()
     dist.all_reduce(exact)
-    reducer.start(buffer).wait()
+    reducer.start(buffer, Memory()).wait()
     assert mesh.levels is not None
     sizes = {name: group.size() for name, group in zip(("inside", "across"), mesh.levels, strict=True)}
     return buffer, (buffer - exact / world_size).abs().max().item(), sizes

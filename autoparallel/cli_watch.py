@@ -1,0 +1,93 @@
+"""`autoparallel watch`: how a run is doing, from its record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoparallel.cli_errors import exits
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from autoparallel.runtime.monitor.record import Record
+
+_MOST_RANKS = 16
+
+
+@exits
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN/", help="The folder of a run that Trainer records.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object, and end.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Look so often.")] = 2.0,
+) -> None:
+    """Show a run: its last step, the slowest ranks, and where it differs from its plan."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from autoparallel.cli_plan import print_json
+    from autoparallel.runtime.monitor.record import read_record
+
+    if json_:
+        print_json(summary(read_record(folder)))
+        return
+    if once:
+        Console(stderr=True).print(_shown(read_record(folder)))
+        return
+    with Live(_shown(read_record(folder)), console=Console(stderr=True), auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            live.update(_shown(read_record(folder)), refresh=True)
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """The run in numbers: what `--json` prints."""
+    from autoparallel.runtime.monitor.differences import gaps, step_time_s
+    from autoparallel.runtime.monitor.stragglers import stragglers
+
+    record = records[-1]
+    measured, predicted = step_time_s(record), (record.start.get("predicted") or {}).get("step_time_s")
+    return {
+        "starts": len(records),
+        "world": record.start["world"],
+        "last": record.steps[-1] if record.steps else None,
+        "step_time_s": measured,
+        "predicted_step_time_s": predicted,
+        "efficiency": predicted / measured if predicted and measured else None,
+        "differences": [
+            {"kind": g.kind, "predicted_s": g.predicted_s, "measured_s": g.measured_s, "words": str(g)}
+            for g in gaps(record)
+        ],
+        "stragglers": [
+            {"rank": s.rank, "share": s.share, "costs_s": s.costs_s, "words": str(s)}
+            for s in stragglers([step["computing_s"] for step in record.steps], record.start["stages"])
+        ],
+        "said": [entry["text"] for one in records for entry in one.said][-5:],
+    }
+
+
+def _shown(records: Sequence[Record]) -> Group:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    found = summary(records)
+    last = found["last"]
+    head = f"{found['world']} processes, started {found['starts']} times"
+    if last is None:
+        return Group(Text(f"{head}; no step is done yet"))
+    head += f"; step {last['step']}, loss {last['loss']:.6g}, {last['seconds']:.4g} s"
+    if found["efficiency"] is not None:
+        head += f"; {found['efficiency']:.0%} of the predicted speed ({found['predicted_step_time_s']:.4g} s a step)"
+    table = Table("rank", "computing", "communicating", "waiting", "memory")
+    ranks = sorted(range(found["world"]), key=lambda r: -last["computing_s"][r])[:_MOST_RANKS]
+    for rank in ranks:
+        times = [f"{last[key][rank]:.4g} s" for key in ("computing_s", "communicating_s", "waiting_s")]
+        table.add_row(str(rank), *times, f"{last['memory_bytes'][rank] / 2**30:.2f} GiB")
+    lines = [one["words"] for one in (*found["stragglers"], *found["differences"])]
+    return Group(Text(head), table, *(Text(line) for line in (*lines, *found["said"])))

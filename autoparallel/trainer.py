@@ -1,0 +1,339 @@
+"""`Trainer`: a training loop that survives: what it has consumed and learnt is kept, and goes on under any number of
+processes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, default_collate
+
+from autoparallel.api import auto_parallelize
+from autoparallel.costmodel.simulate import simulate
+from autoparallel.errors import UserError
+from autoparallel.plan_cache import read_source
+from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.write import write_strategy
+from autoparallel.profiles import Cluster
+from autoparallel.replan import for_those_here
+from autoparallel.runtime.checkpoints.identity import dataset_identity, model_identity
+from autoparallel.runtime.checkpoints.keeper import Checkpoints
+from autoparallel.runtime.checkpoints.ledger import Ledger
+from autoparallel.runtime.checkpoints.signals import Signals, Wish
+from autoparallel.runtime.elastic.draws import seed_step, stage_of
+from autoparallel.runtime.guards.deadline import check_alike
+from autoparallel.runtime.guards.guards import GuardOptions, Guards, Verdict
+from autoparallel.runtime.guards.status import StatusFile
+from autoparallel.runtime.monitor.clock import StepClock
+from autoparallel.runtime.monitor.monitor import Monitor, MonitorOptions
+from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.mesh import start_ranks, world_size
+from autoparallel.samples import Samples
+
+# How long ranks wait for each other's small messages at the end of a step, seconds. Kind: torch's default for Gloo.
+TIMEOUT_S = 1800.0
+MOST_ROLL_BACKS = 3  # in one start of a run. Kind: choice; what comes back so often is no accident
+STOPPED = 143  # exit status of a run that SIGTERM ended after it was saved: 128 + 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step did: `number` counts from 1, `loss` is the mean over the global batch, `ids` the samples of this
+    data-parallel rank."""
+
+    number: int
+    loss: float
+    ids: tuple[int, ...]
+    seconds: float
+    skipped: bool = False  # the batch was left out
+
+
+class Trainer:
+    """Trains `model` on `data` by a strategy, keeps checkpoints in `folder`, and goes on from the last one.
+
+    `data` is a map-style dataset of (input, target) pairs with `loss_fn`, else of what the model is called with.
+    `optimizer` is a class of torch's, or a `functools.partial` of one with its options; `scheduler` makes a schedule of
+    the learning rate of it, stepped once a step. `strategy` and `cluster` are as for `auto_parallelize`; where the
+    processes are not those that a strategy was made for, one is planned for those that are here (`pinned`: refused
+    instead). The global batch and the order of samples stay what they are. `every` steps or `every_s` seconds, on
+    SIGUSR1, and at the end a checkpoint is saved, the last `keep` are kept; SIGTERM and SIGINT save and end the process
+    with status 143. `on_step` is called on every rank after every step. `accept` names what may have changed since the
+    checkpoint: "model", "dataset".
+
+    `guards` says what is found out (see `GuardOptions`): losses and gradients that are no numbers; replicas that differ, of
+    which the rank is named, and all go back to the last checkpoint; ranks that die, hang, or are fed other shapes: then
+    every rank ends with an error that says who, in which stage and action. `monitor` says what is recorded of every step
+    (`autoparallel watch FOLDER` shows it).
+
+    Collective. Raises UserError, on every rank, for what `auto_parallelize`, `Checkpoints` and `Ledger` refuse.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: Callable[..., Optimizer],
+        data: Dataset[Any],
+        global_batch: int | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        example_inputs: Any = None,
+        scheduler: Callable[[Optimizer], Any] | None = None,
+        strategy: Strategy | str | os.PathLike[str] | None = None,
+        cluster: Cluster | str | None = None,
+        pinned: bool = False,
+        folder: str | os.PathLike[str] = "run",
+        every: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: str = "carry",
+        collate: Callable[[list[Any]], Any] = default_collate,
+        loader: Mapping[str, Any] | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        allow_lossy: bool = False,
+        accept: tuple[str, ...] = (),
+        guards: GuardOptions | None = None,
+        monitor: MonitorOptions | None = None,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        self.rank, _ = start_ranks()
+        self._all = Agreement(TIMEOUT_S)
+        source = read_source(strategy)
+        size = global_batch or source.global_batch
+        if size is None:
+            raise UserError("Trainer needs global_batch=, or batch.global in the strategy file")
+        self._loss_fn, self._clip_norm, self._seed, self._on_step = loss_fn, clip_norm, seed, on_step
+        ledger = Ledger(samples=len(data), seed=seed, shuffle=shuffle, tail=tail)  # type: ignore[arg-type]
+        self._samples = Samples(data, ledger, size, collate=collate, loader=loader or {})
+        identity = {"model": model_identity(model), "dataset": dataset_identity(data)}
+        self._check_alike(identity, size)
+        self.checkpoints = Checkpoints(
+            folder, every=every, every_s=every_s, keep=keep, say=self._say,
+            identity={what: hash_ for what, hash_ in identity.items() if what not in accept},
+        )  # fmt: skip
+        self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
+        source, here = for_those_here(source, cluster, pinned=pinned, say=self._say)
+        self.model = _parallel(
+            model, self._example() if example_inputs is None else example_inputs, strategy=source, cluster=here,
+            cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{_graph_key(identity['model'])}.json"),
+            global_batch=size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
+        )  # fmt: skip
+        self.optimizer = _optimizer(self.model, optimizer)
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        self.step, self._signals = 0, Signals()
+        self._guards = Guards(
+            self.model, self._all, self._status, Path(folder) / "ranks", guards or GuardOptions(), self._say
+        )
+        self._stage, self._rolled_back = stage_of(self.rank, self.model.strategy), 0
+        self._begin(graph, here, monitor or MonitorOptions())
+
+    def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
+        self._resume()
+        self._monitor = self._watch(graph, cluster, options)
+
+    def _check_alike(self, identity: Mapping[str, str], size: int) -> None:
+        hint = "start all ranks with the same script, data and installation"
+        check_alike(self._all, {**identity, "the global batch": size, "torch": torch.__version__}, hint=hint)
+
+    def _status_file(self, folder: Path) -> StatusFile:
+        """This rank's, once those of an earlier run are gone."""
+
+        def clear() -> None:
+            for left in folder.glob("rank-*"):
+                left.unlink(missing_ok=True)
+
+        self._all.alike(clear if self.rank == 0 else None)
+        return StatusFile(folder, self.rank)
+
+    def _at(self, action: str, stage: int) -> None:
+        """An action begins."""
+        self._status.at(action, stage)
+        self._clock.at(action, stage)
+
+    def _watch(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> Monitor:
+        """What measures the steps; the strategy that runs is written beside the record."""
+        folder, world = self.checkpoints.folder.path, world_size()
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+        file = folder / f"strategy-{world}.toml"
+        predicted = None
+        if self.rank == 0:
+            write_strategy(file, self.model.strategy, {}, {}, {})
+            predicted = simulate(self.model.program, cluster) if cluster is not None else None
+        about = {
+            "strategy": file.name,
+            "graph": graph.name,
+            "shape": f"{max(world // per_node, 1)}x{per_node}",
+        }
+        return Monitor(
+            folder, self._all, self._clock, self._stage, about=about, predicted=predicted, step=self.step, options=options,
+            say=self._say,
+        )  # fmt: skip
+
+    def _resume(self) -> bool:
+        """Go on from the last whole checkpoint, if there is one: whether there is."""
+        restored = self.checkpoints.load(self._state())
+        if restored is not None:
+            self.step = restored.step
+            self._samples.go_on(restored.extra["ledger"], str(self.checkpoints.folder.path))
+            self._say(f"going on after step {self.step} on {world_size()} processes")
+        return restored is not None
+
+    @property
+    def ledger(self) -> Ledger:
+        """Which samples are consumed."""
+        return self._samples.ledger
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal came that the end of this step acts on: what waits in `on_step` had better stop waiting."""
+        return self._signals.received is not Wish.NOTHING
+
+    def fit(self, steps: int) -> None:
+        """Train until `steps` steps are done since the beginning of the run, those before an interruption counted."""
+        with self._signals, self._guards.around():
+            while self.step < steps:
+                self._until_rolled_back(steps)
+            self.checkpoints.finish()
+
+    def _until_rolled_back(self, steps: int) -> None:
+        """Steps to the end, or until one has gone back to a checkpoint: samples are then read from there."""
+        batches = self._samples.shares(self.model.data_parallel_rank, self.model.data_parallel_size)
+        while self.step < steps:
+            begun = time.perf_counter()
+            self._status.begin(self.step + 1)
+            self._clock.begin()
+            self._at("DATA", self._stage)
+            items, ids = next(batches)
+            verdict, loss = Verdict.SKIP, math.nan
+            if not self._samples.left_out():
+                verdict, loss = self._train(items, ids)
+            if verdict is Verdict.ROLL_BACK:
+                self._roll_back(leave_out=not math.isfinite(loss))
+                return
+            self._after_step(loss, ids, begun, skipped=verdict is Verdict.SKIP)
+            if not self._keep(last=self.step == steps):
+                return
+
+    def close(self) -> None:
+        """Let the folder go; without it the end of the process does."""
+        self.checkpoints.close()
+        self._guards.close()
+
+    def _train(self, items: Any, ids: list[int]) -> tuple[Verdict, float]:
+        """One step of the optimizer, if its guards let it."""
+        seed_step(self._seed, self.step, self.model.data_parallel_rank, self._stage)
+        self._guards.begin(self.step + 1, items)
+        self.optimizer.zero_grad()
+        own: list[Tensor] = []
+        loss = float(self._forward_and_backward(items, own))
+        self._at("CHECK", self._stage)
+        verdict = self._guards.judge(self.step + 1, loss, own, ids)
+        if verdict is Verdict.TAKE:
+            self._at("STEP", self._stage)
+            if self._clip_norm is not None:
+                self.model.clip_grad_norm_(self._clip_norm)
+            self.optimizer.step()
+        if self.scheduler is not None and verdict is not Verdict.ROLL_BACK:
+            self.scheduler.step()
+        return verdict, loss
+
+    def _forward_and_backward(self, items: Any, own: list[Tensor]) -> Tensor:
+        """The mean loss over the global batch; `own` gets the losses of this rank's micro-batches."""
+        if self._loss_fn is None:
+            mean: Tensor = self.model.step(items)
+            return mean
+        given = self._loss_fn
+
+        def noted(output: Any, target: Any) -> Tensor:
+            loss = given(output, target)
+            own.append(loss.detach())
+            return loss
+
+        mean = self.model.step(items[0], items[1], loss_fn=noted)
+        return mean  # noqa: RET504
+
+    def _after_step(self, loss: float, ids: list[int], begun: float, *, skipped: bool) -> None:
+        self.step += 1
+        self._samples.consume(skipped=skipped)
+        seconds = time.perf_counter() - begun
+        self._guards.end(seconds)
+        if not skipped:
+            self._monitor.end(self.step, loss, seconds)
+        if self._on_step is not None:
+            done = Step(number=self.step, loss=loss, ids=tuple(ids), seconds=seconds, skipped=skipped)
+            self._on_step(done)
+
+    def _keep(self, *, last: bool) -> bool:
+        """Save where it is due, or where a signal asks for it; end where it asks for that. False: gone back instead."""
+        self._status.at("SIGNALS", self._stage)
+        with self._guards.in_time():
+            wish = Wish(int(self._all.most(self._signals.take())[0]))
+        if last or wish is not Wish.NOTHING or self.checkpoints.due(self.step):
+            self._status.at("SAVE", self._stage)
+            if not self._guards.equal(self.step):
+                self._roll_back(leave_out=False)
+                return False
+            self.checkpoints.save(self.step, self._state(), extra={"ledger": self.ledger.state()})
+        self.checkpoints.poll()
+        if wish is Wish.STOP:
+            self.checkpoints.close()
+            self._say(f"told to stop: saved after step {self.step}")
+            raise SystemExit(STOPPED)
+        return True
+
+    def _roll_back(self, *, leave_out: bool) -> None:
+        """Go back to the last checkpoint; `leave_out` the batch that the ledger has come to."""
+        self._rolled_back += 1
+        if leave_out:
+            self._samples.leave_out()
+        self.optimizer.zero_grad()
+        if self._rolled_back > MOST_ROLL_BACKS or not self._resume():
+            raise UserError(
+                f"step {self.step + 1}: cannot go back: {self._rolled_back - 1} times done already (at most "
+                f"{MOST_ROLL_BACKS}), or there is no checkpoint; see what was said above"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        state = {"model": self.model, "optimizer": self.optimizer}
+        return {**state, "scheduler": self.scheduler} if self.scheduler is not None else state
+
+    def _example(self) -> Any:
+        """Inputs of as many samples as a process has, as `auto_parallelize` takes them."""
+        items = self._samples.example(max(self._samples.size // world_size(), 1))
+        return items if self._loss_fn is None else items[0]
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"autoparallel: {text}", file=sys.stderr, flush=True)
+
+
+def _parallel(module: nn.Module, inputs: Any, **options: Any) -> Any:
+    """`auto_parallelize`, whose members no type names."""
+    return auto_parallelize(module, inputs, **options)
+
+
+def _optimizer(model: Any, given: Callable[..., Optimizer]) -> Optimizer:
+    """The model's optimizer of the class, and with the options, that were given."""
+    kind, options = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
+    made: Optimizer = model.optimizer(kind, **options)
+    return made
+
+
+def _graph_key(model: str) -> str:
+    """A captured graph serves the restarts of one launch: between launches the model's code may change."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    text = f"{model} {launch if launch != 'none' else os.getpid()} {torch.__version__}"
+    return hashlib.sha256(text.encode()).hexdigest()[:20]

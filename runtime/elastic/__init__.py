@@ -1,0 +1,8 @@
+"""Processes that come and go: around torch's elastic agent.
+
+- `launch.py`: starts the agent of this machine, and says in one line why a run ended.
+- `worker.py`: what each process of a run begins with: it ends with its agent, and leaves word when it fails.
+- `draws.py`: random numbers of a step that do not depend on where a run was interrupted.
+
+Open to other rooms: `launch`, `draws`.
+"""

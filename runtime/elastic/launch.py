@@ -1,0 +1,130 @@
+"""`autoparallel run`: torch's elastic agent on this machine, with the script in workers of ours.
+
+The agent restarts what is left when a process dies, when a machine leaves, and when one comes; the rest is `Trainer`'s:
+it plans for what is there and goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from autoparallel.errors import UserError
+from autoparallel.runtime.ranks.accelerator import accelerator_type
+
+# How long a machine that has the fewest it needs waits for more, seconds. Kind: choice; torch's own is 30.
+JOIN_S = 5.0
+# How long processes have to save and end once they are told to, seconds. Kind: torch's default.
+GRACE_S = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a run is started on this machine."""
+
+    nodes: tuple[int, int] = (1, 1)  # fewest and most machines
+    per_node: int | None = None  # processes on this one; None: one a device
+    endpoint: str = ""  # HOST:PORT of the first machine; empty: this machine alone
+    run_id: str = ""
+    max_restarts: int = 10
+    grace_s: int = GRACE_S
+    join_s: float = JOIN_S
+    rendezvous: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """`2` or `1:8`. Raises UserError."""
+    parts = text.split(":")
+    if len(parts) > 2 or not all(p.isdigit() and int(p) > 0 for p in parts) or int(parts[0]) > int(parts[-1]):
+        raise UserError(f"--nnodes {text}: write a number of machines, or FEWEST:MOST such as 1:8")
+    return int(parts[0]), int(parts[-1])
+
+
+def run_script(command: Sequence[str], launch: Launch) -> int:
+    """Run `command` (a script and its arguments) under the agent until it is done; the exit status."""
+    fewest, most = launch.nodes
+    if most > 1 and not launch.endpoint:
+        raise UserError(
+            f"--nnodes {fewest}:{most} is about several machines: say where they meet, with --rdzv-endpoint HOST:PORT of "
+            "one that stays, the same on all"
+        )
+    config = LaunchConfig(
+        min_nodes=fewest,
+        max_nodes=most,
+        nproc_per_node=launch.per_node or _devices(),
+        run_id=launch.run_id or (str(uuid.uuid4()) if not launch.endpoint else "autoparallel"),
+        rdzv_backend="c10d",
+        rdzv_endpoint=launch.endpoint or "localhost:0",
+        rdzv_configs={"last_call_timeout": launch.join_s, **launch.rendezvous},
+        max_restarts=launch.max_restarts,
+        shutdown_timeout=launch.grace_s,
+    )
+    # A first machine that shares its store tells its address in the first meeting alone (torch 2.11 to 2.13): whoever
+    # comes later would wait for it in vain.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    worker = ["-u", "-m", "autoparallel.runtime.elastic.worker", *command]
+    try:
+        elastic_launch(config, sys.executable)(*worker)
+    except ChildFailedError as error:
+        print(_last_words(error, launch), file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(
+            f"ended by {signal.Signals(error.sigval).name}; the run goes on from its last checkpoint",
+            file=sys.stderr,
+        )
+        return 128 + int(error.sigval)
+    except (dist.DistError, RendezvousError) as error:
+        print(
+            f"error: the machines of run {config.run_id!r} did not meet at {config.rdzv_endpoint}: "
+            f"{str(error).splitlines()[0]}; the run may have ended, or its first machine: start it again on all, with "
+            "the same --rdzv-endpoint",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _devices() -> int:
+    return torch.accelerator.device_count() if accelerator_type() is not None else 1
+
+
+def _last_words(error: ChildFailedError, launch: Launch) -> str:
+    """Which process failed first, of what, and which others followed."""
+    failures = sorted(error.failures.items(), key=lambda f: f[1].timestamp)
+    (rank, first), others = failures[0], [str(r) for r, _ in failures[1:]]
+    when = time.strftime("%H:%M:%S", time.localtime(first.timestamp))
+    lines = [f"error: rank {rank} ({socket.gethostname()}, process {first.pid}) {_how(first)} at {when}"]
+    if others:
+        lines.append(f"  ranks {', '.join(others)} ended after it")
+    lines.append(
+        f"  it was restarted {launch.max_restarts} times (--max-restarts); the run goes on from its last checkpoint when "
+        "it is started again"
+    )
+    return "\n".join(lines)
+
+
+def _how(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"was ended by {signal.Signals(-failure.exitcode).name}"
+    text = failure.message
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["message"] if isinstance(text, str) else text["message"]
+    last = str(text).strip().splitlines()[-1] if text else ""
+    return f"failed (exit status {failure.exitcode}): {last}"

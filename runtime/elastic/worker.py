@@ -1,0 +1,40 @@
+"""What each process of `autoparallel run` begins with: `python -m autoparallel.runtime.elastic.worker train.py …`.
+
+It ends when its agent ends, however that was ended (Linux): no process is left behind. What the script raises goes to the
+file that the agent reads (`torch.distributed.elastic.multiprocessing.errors`), so that the agent's last words name it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it has ended. Does nothing but on Linux."""
+    if not sys.platform.startswith("linux"):
+        return
+    before = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != before:  # it ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@record
+def main(script: str) -> None:
+    """Run `script` as `python script` would; `sys.argv` is its own."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.argv = sys.argv[1:]
+    main(sys.argv[0])

@@ -1,0 +1,11 @@
+"""How a run is doing, against its plan and among its ranks.
+
+- `clock.py`: seconds of a step by kind of action, on this rank.
+- `record.py`: the record of a run, JSON lines; what `watch` and reports read. Without torch.
+- `stragglers.py`: ranks that are slower than their peers, and what they cost. Without torch.
+- `differences.py`: predicted and measured, in the order of what they cost. Without torch.
+- `outputs.py`: Prometheus text and TensorBoard.
+- `monitor.py`: all of these around the steps of a run.
+
+Open to other rooms: `clock`, `record`, `stragglers`, `differences`, `outputs`, `monitor`.
+"""

@@ -1,0 +1,152 @@
+"""`Monitor`: measures the steps of one run, and records them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.runtime.monitor.clock import COMPUTED, SENT, StepClock
+from autoparallel.runtime.monitor.outputs import TensorBoard, write_prometheus
+from autoparallel.runtime.monitor.record import Recorder
+from autoparallel.runtime.monitor.stragglers import WINDOW, stragglers
+from autoparallel.runtime.ranks.agreement import Agreement
+
+_KINDS = ("forward", "backward", "dp_comm", "pp_comm", "optimizer", "data", "other")
+# Seconds between two writings of the metrics file. Kind: choice; collectors come every 15.
+_METRICS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorOptions:
+    """Every `every` steps are recorded; `tensorboard` writes scalars into the folder's `tensorboard/`, too."""
+
+    every: int = 1
+    tensorboard: bool = False
+
+
+class Monitor:
+    """Around the steps of a run in `folder`; rank 0 records. `stage` is this rank's, `predicted` of the plan, if known,
+    `about` what else the record's start says.
+
+    At each recorded step all ranks tell each other what they measured, in one message of eight numbers a rank.
+    """
+
+    def __init__(
+        self, folder: Path, everyone: Agreement, clock: StepClock, stage: int, *, about: Mapping[str, Any],
+        predicted: Prediction | None, step: int, options: MonitorOptions, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._folder, self._all, self._clock, self._say, self._every = (
+            folder,
+            everyone,
+            clock,
+            say,
+            options.every,
+        )
+        self._predicted, self._stages = predicted, everyone.gathered(stage)
+        first = everyone.rank == 0
+        self._recorder = Recorder(folder) if first else None
+        self._board = TensorBoard(folder / "tensorboard") if options.tensorboard and first else None
+        self._computing: deque[list[float]] = deque(maxlen=WINDOW)
+        self._slow: frozenset[int] = frozenset()
+        self._written_at, self._told = -_METRICS_S, False
+        if self._recorder is not None:
+            said = predicted and {
+                "step_time_s": predicted.step_time_s,
+                "breakdown_s": dict(predicted.breakdown_s),
+            }
+            self._recorder.add(
+                "start",
+                step=step,
+                world=everyone.ranks,
+                **about,
+                predicted=said,
+                stages=self._stages,
+                time=time.time(),
+            )
+
+    def end(self, step: int, loss: float, seconds: float) -> None:
+        """A step ends; collective where it is recorded."""
+        parts = self._clock.end()
+        if step % self._every:
+            return
+        rows = self._rows([*(parts.get(kind, 0.0) for kind in _KINDS), _memory()])
+        if self._recorder is None:
+            return
+        entry = self._entry(step, loss, seconds, rows)
+        self._recorder.add("step", **entry)
+        self._computing.append(entry["computing_s"])
+        self._tell_stragglers(step)
+        if self._board is not None:
+            self._board.add(entry)
+        self._write_metrics(entry)
+        if self._recorder.problem is not None and not self._told:
+            self._told = True
+            self._say(f"the record of the run is not kept ({self._recorder.problem}); training goes on")
+
+    def _write_metrics(self, entry: Mapping[str, Any]) -> None:
+        assert self._recorder is not None
+        if time.monotonic() - self._written_at < _METRICS_S:
+            return
+        self._written_at, path = time.monotonic(), self._folder / "metrics.prom"
+        try:
+            write_prometheus(path, entry)
+        except OSError as error:
+            self._recorder.problem = f"{path}: {error.strerror}"
+
+    def said(self, step: int, text: str) -> None:
+        """Keep what was told to people."""
+        if self._recorder is not None:
+            self._recorder.add("said", step=step, text=text, time=time.time())
+
+    def _rows(self, own: list[float]) -> list[list[float]]:
+        if self._all.group is None:
+            return [own]
+        mine = torch.tensor(own, dtype=torch.float64)
+        rows = torch.empty(self._all.ranks * len(own), dtype=torch.float64)
+        dist.all_gather_into_tensor(rows, mine, group=self._all.group)
+        found: list[list[float]] = rows.view(self._all.ranks, -1).tolist()
+        return found
+
+    def _entry(self, step: int, loss: float, seconds: float, rows: list[list[float]]) -> dict[str, Any]:
+        by_kind = [dict(zip(_KINDS, row, strict=False)) for row in rows]
+        computing = [sum(row[kind] for kind in COMPUTED) for row in by_kind]
+        outside = [sum(row[kind] for kind in SENT) for row in by_kind]
+        # What the slowest of a rank's stage computes longer than it does, it waits.
+        slowest = {
+            s: max(c for c, t in zip(computing, self._stages, strict=True) if t == s) for s in self._stages
+        }
+        waiting = [
+            min(slowest[stage] - own, sent)
+            for own, sent, stage in zip(computing, outside, self._stages, strict=True)
+        ]
+        last = max(range(len(rows)), key=lambda r: computing[r])
+        return {
+            "step": step, "loss": loss, "seconds": seconds, "breakdown_s": by_kind[last], "computing_s": computing,
+            "communicating_s": [sent - idle for sent, idle in zip(outside, waiting, strict=True)],
+            "waiting_s": waiting, "memory_bytes": [row[-1] for row in rows],
+            "efficiency": self._predicted.step_time_s / seconds if self._predicted is not None else None,
+        }  # fmt: skip
+
+    def _tell_stragglers(self, step: int) -> None:
+        found = stragglers(list(self._computing), self._stages, self._slow)
+        for one in found:
+            if one.rank not in self._slow:
+                self._say(f"step {step}: {one}")
+                self.said(step, str(one))
+        self._slow = frozenset(one.rank for one in found)
+
+
+def _memory() -> float:
+    """The most bytes that this rank has held: on its accelerator, else of the process."""
+    if torch.accelerator.is_available():
+        return float(torch.accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,0 +1,73 @@
+"""The last step for others to read: Prometheus' text format in a file, and TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoparallel.errors import UserError
+
+# Name, type, help, and where it stands in the record's step; a list is one value a rank.
+_METRICS = (
+    ("step", "counter", "Steps that are done", "step"),
+    ("loss", "gauge", "Mean loss over the global batch", "loss"),
+    ("step_seconds", "gauge", "Seconds of the last step", "seconds"),
+    ("efficiency_ratio", "gauge", "Predicted over measured seconds of a step", "efficiency"),
+    ("computing_seconds", "gauge", "Seconds that a rank computed in the last step", "computing_s"),
+    ("communicating_seconds", "gauge", "Seconds that a rank communicated in the last step", "communicating_s"),
+    ("waiting_seconds", "gauge", "Seconds that a rank waited for others in the last step", "waiting_s"),
+    ("memory_bytes", "gauge", "Largest memory of a rank so far", "memory_bytes"),
+)  # fmt: skip
+
+
+def prometheus_text(step: Mapping[str, Any]) -> str:
+    """A step of the record in Prometheus' text format (version 0.0.4)."""
+    lines = []
+    for name, kind, said, key in _METRICS:
+        value = step.get(key)
+        if value is None:
+            continue
+        full = f"autoparallel_{name}"
+        lines += [f"# HELP {full} {said}", f"# TYPE {full} {kind}"]
+        if isinstance(value, list):
+            lines += [f'{full}{{rank="{rank}"}} {_number(one)}' for rank, one in enumerate(value)]
+        else:
+            lines.append(f"{full} {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    text = repr(float(value))
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
+
+
+def write_prometheus(path: Path, step: Mapping[str, Any]) -> None:
+    """Write `prometheus_text` aside and rename, as node_exporter's textfile collector wants it."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(prometheus_text(step), encoding="utf-8")
+    aside.replace(path)
+
+
+class TensorBoard:
+    """Scalars of each step for TensorBoard, in `folder`. Raises UserError where tensorboard is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                'tensorboard is not installed: pip install "autoparallel-planner[tensorboard]", or leave tensorboard= out'
+            ) from None
+        self._writer = SummaryWriter(str(folder))
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        """One step of the record."""
+        number = step["step"]
+        for name, _, _, key in _METRICS[1:]:
+            value = step.get(key)
+            if isinstance(value, list):
+                self._writer.add_scalars(name, {f"rank {r}": v for r, v in enumerate(value)}, number)
+            elif value is not None:
+                self._writer.add_scalar(name, value, number)
+        self._writer.flush()

@@ -1,0 +1,70 @@
+"""The record of a run: `record.jsonl` in its folder.
+
+{"event": "start", "step", "world", "strategy", "graph" (files), "shape" (NODESxPER_NODE),
+ "predicted": {"step_time_s", "breakdown_s"}, "stages": [stage by rank]}
+{"event": "step", "step", "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
+ "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency"}
+{"event": "said", "step", "text"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoparallel.errors import UserError
+
+NAME = "record.jsonl"
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One start of a run: how it began, its steps, and what people were told."""
+
+    start: Mapping[str, Any]
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    said: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+class Recorder:
+    """Adds lines to the record in `folder`; a disk that takes no more is told once, and the run goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self.problem: str | None = None
+
+    def add(self, event: str, **content: Any) -> None:
+        """Add one line."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **content}) + "\n")
+        except OSError as error:
+            self.problem = self.problem or f"{self._path}: {error.strerror}"
+
+
+def read_record(folder: Path) -> list[Record]:
+    """Every start that is recorded so far, at least one. Raises UserError where there is none; a line that is being written
+    is left out."""
+    path = folder / NAME
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}): give the folder of a run that Trainer records"
+        ) from None
+    found: list[Record] = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry["event"] == "start":
+            found.append(Record(start=entry))
+        elif found:
+            (found[-1].steps if entry["event"] == "step" else found[-1].said).append(entry)
+    if not found:
+        raise UserError(f"{path}: no run has started here yet")
+    return found

@@ -1,0 +1,186 @@
+"""Runs that are interrupted consume the samples, and have the losses, of one that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoparallel.measured import read_measured
+from autoparallel.profiles import load_device
+from autoparallel.runtime.monitor.record import read_record
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "tests/runtime/train_elastic.py")
+STEPS = 14
+WAIT_S = 120.0
+TENSORS = "[mesh]\npp = 1\ntp = 2\n"
+PIPELINE = "[mesh]\npp = 2\ntp = 1\n"
+
+
+class Machines:
+    """Agents of one run, on this machine, and what its ranks wrote down."""
+
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
+        self.folder, self.steps = folder, steps
+        folder.mkdir(parents=True, exist_ok=True)
+        self.agents: list[subprocess.Popen[str]] = []
+
+    def start(self, *options: str, timeout_s: float | None = None) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        limit = [str(timeout_s)] if timeout_s is not None else []
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "autoparallel", "run", *options, SCRIPT, str(self.folder), str(self.steps), *limit],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.agents.append(agent)
+        return agent
+
+    def steps_done(self) -> list[dict[str, Any]]:
+        found = []
+        for log in self.folder.glob("log-*.jsonl"):
+            for line in log.read_text().splitlines():
+                if line.endswith("}"):
+                    found.append(json.loads(line))
+        return found
+
+    def wait(self, ready: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        """What was done once `ready` says so."""
+        end = time.monotonic() + WAIT_S
+        while not ready(found := self.steps_done()):
+            ended = [a for a in self.agents if a.poll() not in (None, 0, -signal.SIGKILL)]
+            if time.monotonic() > end or ended:
+                self.stop()
+                raise AssertionError("\n".join([*(a.communicate()[0] for a in self.agents), str(found)]))
+            time.sleep(0.05)
+        return found
+
+    def stop(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+
+    def alive(self) -> set[int]:
+        """Workers that are still there."""
+        return {
+            p for entry in self.steps_done() if Path(f"/proc/{(p := entry['pid'])}").exists() and not _gone(p)
+        }
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def _consumed(entries: list[dict[str, Any]], steps: int) -> list[tuple[int, ...]]:
+    """The samples of every step: however often it was done, each time the same ones, each once."""
+    found = []
+    for step in range(1, steps + 1):
+        attempts: dict[Any, dict[int, tuple[int, ...]]] = {}
+        for entry in (e for e in entries if e["step"] == step):
+            attempts.setdefault(entry["world"], {})[entry["share"]] = tuple(entry["ids"])
+        ids = {
+            sum((shares[n] for n in sorted(shares)), ())
+            for shares in attempts.values()
+            if len(shares) == max(shares) + 1
+        }
+        whole = {i for i in ids if len(i) == 8}
+        assert len(whole) == 1, (step, attempts)
+        found.append(whole.pop())
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The run that nothing interrupts, in one process."""
+    folder = tmp_path_factory.mktemp("straight")
+    run = Machines(folder)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, SCRIPT, str(folder), str(STEPS)], env=environment, check=True, timeout=WAIT_S
+    )
+    return run.steps_done()
+
+
+def _equal(entries: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
+    assert _consumed(entries, STEPS) == _consumed(straight, STEPS)
+    losses = {entry["step"]: entry["loss"] for entry in straight}
+    for entry in entries:
+        assert entry["loss"] == pytest.approx(losses[entry["step"]], rel=1e-9), entry
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.distributed
+def test_machines_come_and_go_and_ranks_are_killed(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
+    run = Machines(tmp_path)
+    (tmp_path / "strategy-2.toml").write_text(TENSORS)
+    meet = (
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-endpoint",
+        f"localhost:{_free_port()}",
+        "--join",
+        "1",
+    )
+    for world, step in ((1, 2), (2, 4)):
+        (tmp_path / f"hold-{world}").write_text(str(step))
+    run.start(*meet)
+    run.wait(lambda done: any(e["step"] == 2 for e in done))
+    second = run.start(*meet)
+    done = run.wait(lambda done: sum(e["world"] == 2 and e["step"] == 4 for e in done) == 2)
+    assert min(e["step"] for e in done if e["world"] == 2) == 3, (
+        "those who were here saved before they joined"
+    )
+    (tmp_path / "hold-1").write_text("6")
+    second.kill()  # the machine is gone, and its process with it
+    (tmp_path / "hold-2").unlink()
+    run.wait(lambda done: any(e["world"] == 1 and e["step"] == 6 for e in done))
+    run.stop()  # all at once
+    said = run.agents[0].communicate()[0]
+    assert "rank 1 (process " in said
+    assert "has ended or is frozen, last seen in step" in said, said
+    time.sleep(0.5)
+    assert not run.alive(), "no process is left behind"
+
+    run.agents.clear()
+    (tmp_path / "strategy-2.toml").write_text(PIPELINE)
+    (tmp_path / "hold-2").write_text("9")
+    last = run.start("--nproc-per-node", "2", "--grace", "1", timeout_s=10.0)
+    done = run.wait(lambda done: sum(e["world"] == 2 and e["step"] == 9 for e in done) == 2)
+    frozen = max(e["pid"] for e in done if e["step"] == 9 and e["world"] == 2)
+    os.kill(frozen, signal.SIGSTOP)
+    (tmp_path / "hold-2").unlink()
+    said, _ = last.communicate(timeout=WAIT_S)
+    assert last.returncode == 0, said
+    assert f"(process {frozen} on " in said, said
+    assert "error: no step in 10 s: rank " in said
+    # Checkpoints are written beside training: where the one of step 6 was not whole yet, the one before it is taken.
+    resumed = [int(step) for step in re.findall(r"going on after step (\d+) on 2 processes", said)]
+    assert resumed, said
+    assert resumed[-1] in (3, 6), said
+    assert not run.alive()
+    _equal(run.steps_done(), straight)
+    starts = read_record(tmp_path / "run")
+    assert [s["step"] for s in starts[-1].steps] == list(range(resumed[-1] + 1, STEPS + 1))
+    assert starts[-1].start["predicted"]["step_time_s"] > 0
+    assert (
+        read_measured(tmp_path / "run", load_device("cpu-gloo"))[-1].predicted_s(load_device("cpu-gloo")) > 0
+    )
