@@ -15,6 +15,10 @@ One way through the rooms, each of which imports only from those named before it
 - `limits.py`: what of the planner's space is not run, and why.
 - `start.py`: from strategy and module to a running module: `parallelize`.
 - `check/`: dry runs, and what a rank sends against what was priced.
-- `profiling/`: measures a machine; needs `ranks/` and `tensor/` alone.
+- `checkpoints/`: what outlives a process: samples consumed, state saved beside training.
+- `guards/`: what finds out that a run has gone wrong, and who is to blame.
+- `monitor/`: how a run is doing, against its plan and among its ranks.
+- `elastic/`: processes that come and go, around torch's agent.
+- `profiling/`: measures a machine; needs `ranks/`, `tensor/` and `gradients/` alone.
 - `torch_private.py`: the one file that touches torch's private names.
 """

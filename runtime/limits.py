@@ -8,10 +8,32 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.file import strategy_to_constraints
-from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
+from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Strategy
+from autoparallel.profiles.stacks import PLAIN
 from autoparallel.runtime.experts.modules import expert_modules
+from autoparallel.runtime.gradients.refusals import sync_problems
 
+# Flags of other software (`execution.stack`), and what the runtime does instead.
+OTHER_SOFTWARE = {
+    "async_tp": "does not run asynchronous tensor parallelism yet",
+    "async_gradients": "does not run asynchronous tensor parallelism yet",
+    "blocking_sends": "has stages that do not wait",
+    "kept_outputs": "frees what a stage has sent",
+    "blocking_launches": "does not wait for each kernel",
+    "parameter_gathers": "gathers whole blocks",
+    "late_gathers": "gathers at the end of a step",
+    "hidden_dispatch": "computes one micro-batch at a time",
+    "merged_dispatch": "sends a token to each expert",
+}
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
+
+
+def check_software(execution: Execution) -> None:
+    """Refuse what other software does of its own accord. Raises UserError."""
+    for key, instead in OTHER_SOFTWARE.items():
+        if getattr(execution, key):
+            stack = f' (stack = "{execution.stack}")' if execution.stack != PLAIN else ""
+            raise UserError(f"execution.{key}{stack}: the runtime {instead}; set it to false")
 
 
 def check_tables(rules: Iterable[EmbeddingRule]) -> None:
@@ -41,7 +63,10 @@ def entered_blocks(graph: ModelGraph) -> frozenset[str]:
 def refused(graph: ModelGraph, strategy: Strategy) -> str | None:
     """What of a complete strategy the runtime does not run, in words; None where it runs all of it."""
     decisions = strategy_to_constraints(strategy)
+    if problem := next(sync_problems(strategy, None), None):
+        return problem
     try:
+        check_software(strategy.execution)
         needed = {**graph_limits(graph), **limits(decisions)}
     except UserError as error:
         return str(error)
@@ -73,8 +98,6 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
             found["shard.zero"] = 1  # 2 runs, too; a search that leaves the level open could choose 3
         elif zero == 3:
             found["mesh.dp_shard"] = 1
-    if constraints.get("grad_sync.algorithm") == "hierarchical":  # see runtime.replicas
-        found |= {"mesh.dp_shard": 1, "mesh.cp": 1}
     if constraints.get("execution.kernels") == "compiled":  # see runtime.compiled
         found |= {"mesh.tp": 1, "mesh.cp": 1}
     return found

@@ -16,9 +16,9 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import check_experts
-from autoparallel.runtime.gradients.compression import check_compression
-from autoparallel.runtime.gradients.replicas import check_algorithm, with_levels
-from autoparallel.runtime.limits import check_tables
+from autoparallel.runtime.gradients.refusals import check_sync
+from autoparallel.runtime.gradients.replicas import check_levels, with_levels
+from autoparallel.runtime.limits import check_software, check_tables
 from autoparallel.runtime.loading.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.loading.weights import find_weights
 from autoparallel.runtime.lowering.compiled import check_kernels
@@ -34,8 +34,9 @@ from autoparallel.runtime.lowering.parallel_module import Run, check_members, ma
 from autoparallel.runtime.memory.offload import check_offload
 from autoparallel.runtime.memory.optimizer import Optimizers
 from autoparallel.runtime.memory.recompute import MODES
-from autoparallel.runtime.ranks.accelerator import CPU, generator_state, set_generator_state
+from autoparallel.runtime.ranks.accelerator import CPU, backend_of_ranks, generator_state, set_generator_state
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
+from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.torch_private import draw_without_broadcast
 
 
@@ -51,12 +52,14 @@ def parallelize(
     weights: str | os.PathLike[str] | None = None,
     experts: Sequence[ExpertModule] | None = (),
     entered: Collection[str] = (),
+    alone: Collection[str] = (),
+    progress: Progress = silent,
 ) -> nn.Module:
     """Run `module` by `strategy` on the processes of this run, in place where there is no pipeline.
 
     `blocks` are the paths of its repeated blocks in model order, `level_sizes` those of the cluster's network
     levels (they decide which group crosses which level), `experts` its layers of experts (None: some that are called
-    in a way that is not known), `entered` blocks of which its other code uses parameters. Every rank ends up with rank 0's values;
+    in a way that is not known), `entered` blocks of which its other code uses parameters, `alone` modules outside of them that are gathered by themselves. Every rank ends up with rank 0's values;
     parameters on the meta device are made and initialised share by share. With `weights` (a safetensors file,
     or a folder of them) each rank reads its shares from there. Collective. Raises UserError, before anything is
     changed, for a strategy that does not fit the module or the processes, and for weights that do not fit it.
@@ -75,27 +78,25 @@ def parallelize(
 
         return pipeline_module(
             module, example_inputs, strategy, blocks=blocks, mesh=mesh, dtypes=dtypes, program=program,
-            weights=found, experts=sharings, entered=entered,
+            weights=found, experts=sharings, entered=entered, alone=alone, progress=progress,
         )  # fmt: skip
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
     seed = common_seed(mesh.device) if on_meta(module) else 0
     lowered = lower_module(
         module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
-        experts=sharings, entered=entered,
+        experts=sharings, entered=entered, alone=alone,
     )  # fmt: skip
     optimizers = Optimizers(
-        strategy=strategy, device=mesh.device, named=partial(module.named_parameters, remove_duplicate=False)
+        strategy=strategy,
+        device=mesh.device,
+        named=partial(module.named_parameters, remove_duplicate=False),
+        owed=(lowered.sync.owed,),
     )
     run = Run(
-        strategy=strategy,
-        mesh=mesh,
-        dtypes=dtypes,
-        lowered=lowered,
-        program=program,
-        optimizers=optimizers,
-        shared=shared_by_samples(example_inputs),
-    )
+        strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers,
+        shared=shared_by_samples(example_inputs), progress=progress,
+    )  # fmt: skip
     return make_parallel(module, run)
 
 
@@ -133,33 +134,9 @@ def check_strategy(
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
     check_offload(strategy.offload)
     check_tables(strategy.embedding)
-    for key in ("async_tp", "async_gradients"):
-        if getattr(strategy.execution, key):
-            raise UserError(
-                f"execution.{key}: the runtime does not run asynchronous tensor parallelism yet; set it to false"
-            )
-    if strategy.execution.blocking_sends:
-        raise UserError("execution.blocking_sends: the runtime's stages do not wait; set it to false")
-    if strategy.execution.kept_outputs:
-        raise UserError("execution.kept_outputs: the runtime frees what a stage has sent; set it to false")
-    if strategy.execution.blocking_launches:
-        raise UserError(
-            "execution.blocking_launches: the runtime does not wait for each kernel; set it to false"
-        )
-    if strategy.execution.parameter_gathers:
-        raise UserError("execution.parameter_gathers: the runtime gathers whole blocks; set it to false")
-    if strategy.execution.late_gathers:
-        raise UserError("execution.late_gathers: the runtime gathers at the end of a step; set it to false")
-    if strategy.execution.hidden_dispatch:
-        raise UserError(
-            "execution.hidden_dispatch: the runtime computes one micro-batch at a time; set it to false"
-        )
-    if strategy.execution.merged_dispatch:
-        raise UserError(
-            "execution.merged_dispatch: the runtime sends a token to each expert; set it to false"
-        )
-    check_compression(strategy.grad_sync.compression)
-    check_algorithm(strategy, level_sizes)
+    check_software(strategy.execution)
+    check_sync(strategy, level_sizes, backend_of_ranks())
+    check_levels(strategy, level_sizes)
     check_kernels(strategy)
     check_rules(module, strategy)
     check_members(module)

@@ -16,16 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    placement_types,
-)
-from torch.distributed.tensor import (
-    _random as random,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -90,6 +82,13 @@ def is_open(size: int | torch.SymInt) -> bool:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once when the backward pass that is running ends (only from within one)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """`torch.autograd.backward`, whose second runs of blocks modes of torch functions see: that function leaves them."""
+    given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(outputs), tuple(given), False, False, (), True, True)
 
 
 def knows_parts() -> bool:
@@ -370,6 +369,16 @@ def reduce_unit(unit: FSDPModule) -> None:
     group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
     group._training_state = before  # what it does at the end of a step is still to come
+
+
+def unit_shards(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of a unit of FSDP2 that get gradients, in the order in which a rank's part of the reduced gradients
+    holds theirs, and how many numbers each takes there (its share comes first, then padding)."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    found = group.fsdp_params if group else ()
+    return [
+        (p.sharded_param, p.padded_sharded_param_size.numel()) for p in found if p.sharded_param.requires_grad
+    ]
 
 
 def accumulated_bytes(module: nn.Module) -> int:

@@ -12,7 +12,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,11 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
+from autoparallel.runtime.check.device_attention import DeviceAttention
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
+from autoparallel.runtime.check.optimizer_state import optimizer_bytes
+from autoparallel.runtime.check.small_values import SmallValues
 from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
@@ -38,17 +41,23 @@ from autoparallel.runtime.loading.materialise import all_names
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.lowering.micro_batches import as_call
 from autoparallel.runtime.lowering.parallel_module import numerics
-from autoparallel.runtime.memory.optimizer import hosted
 from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
 from autoparallel.runtime.pipeline.module import rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
-from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh, joined_name, replica_axes, sharding_axes
+from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
+from autoparallel.runtime.ranks.places import joined_name, replica_axes, sharding_axes
 from autoparallel.runtime.stages.alike import alike_stages
 from autoparallel.runtime.stages.cut import StageModule, cut
 from autoparallel.runtime.start import check_strategy
 from autoparallel.runtime.tensor.questions import local, to_plain
-from autoparallel.runtime.torch_private import accumulated_bytes, as_one_of, fake_tensors, traced_as
+from autoparallel.runtime.torch_private import (
+    accumulated_bytes,
+    as_one_of,
+    backward_under_modes,
+    fake_tensors,
+    traced_as,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +88,12 @@ def dry_run(
     level_sizes: tuple[int, ...] = (),
     experts: Sequence[ExpertModule] | None = (),
     entered: Collection[str] = (),
+    alone: Collection[str] = (),
     kinds: Mapping[str, int] | None = None,
 ) -> tuple[LoweredStage, ...]:
     """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
 
-    `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) and `entered` are as in
+    `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) `entered` and `alone` are as in
     `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all.
     Raises UserError for a strategy that does not fit, and for a model
     whose forward reads values of its tensors, which are not there.
@@ -101,7 +111,7 @@ def dry_run(
         memory = fake_tensors()
         alike = alike_stages(stages, strategy, kinds or {})
         lowered = {
-            i: _lowered(stages[i], module, strategy, blocks, mesh, dtypes, memory, sharings, entered)
+            i: _lowered(stages[i], module, strategy, blocks, mesh, dtypes, memory, sharings, entered, alone)
             for i in sorted({*alike})
         }
         with memory:
@@ -148,7 +158,7 @@ def _stages(
 
 def _lowered(
     stage: nn.Module, module: nn.Module, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh, dtypes: Dtypes,
-    memory: Any, experts: Sequence[Sharing], entered: Collection[str],
+    memory: Any, experts: Sequence[Sharing], entered: Collection[str], alone: Collection[str],
 ) -> Lowered:  # fmt: skip
     full, rules = strategy.recompute.per_stage, strategy.tensor
     if isinstance(stage, StageModule):
@@ -159,7 +169,7 @@ def _lowered(
     return lower_module(
         stage, blocks, strategy, mesh, dtypes,
         recomputed_in_full=full[index] if full else 0, rules=rules, origin=module, memory=memory,
-        experts=experts_within(experts, stage), entered=entered,
+        experts=experts_within(experts, stage), entered=entered, alone=alone,
     )  # fmt: skip
 
 
@@ -194,7 +204,7 @@ class _Step:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
         gc.freeze()  # what is there already need not be looked at before every action
         try:
-            with self._tracker, self._live.watching_sizes(), self._live:
+            with self._as_on_a_gpu(), self._tracker, self._live.watching_sizes(), self._live:
                 self._micro_batches(inputs)
         finally:
             gc.unfreeze()
@@ -209,6 +219,13 @@ class _Step:
             )
             for stage, i in enumerate(self._alike)
         )  # fmt: skip
+
+    @contextmanager
+    def _as_on_a_gpu(self) -> Iterator[None]:
+        """Attention's kernels are a GPU's, and models see no tracing, for which they would make masks."""
+        flash = self._strategy.execution.attention != "unfused"
+        with traced_as(eager=True), SmallValues(), DeviceAttention() if flash else nullcontext():
+            yield
 
     def _micro_batches(self, inputs: Any) -> None:
         count = self._strategy.micro_batches
@@ -249,7 +266,7 @@ class _Step:
             wanted = [t for t in received if t.requires_grad]
             if i not in parts:
                 with self._counting(i, "B", often):
-                    torch.autograd.backward([t for t in outputs if t.requires_grad], gradients)
+                    backward_under_modes([t for t in outputs if t.requires_grad], gradients)
                     self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
                 parts[i] = [gradient_part(t.grad, t) for t in wanted]
                 self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
@@ -316,8 +333,12 @@ class _Step:
 
     def _gradient_bytes(self, index: int) -> int:
         stage, lowered = self._stages[index], self._lowered[index]
-        held = [p.grad for p in stage.parameters() if p.grad is not None]
-        return max(_bytes_of(held), lowered.buffer_bytes()) + accumulated_bytes(stage)
+        whole, shares = list[Tensor](), list[Tensor]()  # of gathered parameters, and of a rank's own
+        for parameter in stage.parameters():
+            if parameter.grad is not None:
+                gathered = bool(self._sharded) and not self._is_share(parameter)
+                (whole if gathered else shares).append(parameter.grad)
+        return max(_bytes_of(shares), lowered.buffer_bytes()) + _bytes_of(whole) + accumulated_bytes(stage)
 
 
 def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
@@ -348,36 +369,3 @@ def _loss(output: Any) -> Tensor:
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of this rank's parts, a tensor that several names stand for once."""
     return sum(local(tensor).nbytes for tensor in {id(t): t for t in tensors}.values())
-
-
-def optimizer_bytes(stage: nn.Module, strategy: Strategy) -> int:
-    """Bytes of the state that the optimizer keeps for this rank's parameters on the device, after an update."""
-    trained = [p for p in dict.fromkeys(stage.parameters()) if p.requires_grad]
-    away, execution = hosted(trained, strategy.offload.optimizer), strategy.execution
-    parameters = [nn.Parameter(local(p)) for p in trained if p not in away]
-    copies = 0
-    if execution.master_weights and execution.param_dtype in ("bf16", "fp16"):
-        parameters = [nn.Parameter(p.detach().float()) for p in parameters]
-        copies = _bytes_of(parameters)
-    optimizer = _optimizer(execution.optimizer, parameters)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    with traced_as(eager=False):  # the count of steps stays a tensor: its value is not there to be read
-        optimizer.step()
-    state = [
-        value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)
-    ]
-    return copies + _bytes_of(state)
-
-
-def _optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if not parameters:
-        parameters = [nn.Parameter(torch.zeros(0))]
-    kinds = {
-        "adamw": lambda: torch.optim.AdamW(parameters, foreach=False),
-        "adam": lambda: torch.optim.Adam(parameters, foreach=False),
-        "sgd": lambda: torch.optim.SGD(parameters, lr=1e-3),
-        "sgd-momentum": lambda: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-        "adafactor": lambda: torch.optim.Adafactor(parameters, foreach=False),
-    }
-    return kinds[name]()

@@ -16,21 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 from autoparallel.runtime.torch_private import storage_id
 
-_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
-SCORE_DIMS = 4  # batch, heads, queries, keys
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
     """Bytes that lived when an action began, that it left behind (less what it freed), and the most above the beginning;
-    `module` ran at that moment. `scores`: attention ran with its scores whole, as torch does on a CPU where there is
-    dropout or a mask."""
+    `module` ran at that moment."""
 
     begin: int
     kept: int
     peak: int
     module: str
-    scores: bool = False
 
 
 class LiveBytes(TorchDispatchMode):
@@ -42,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, where: Callable[[], str] = str) -> None:
         super().__init__()
         self.now, self._begin, self._peak = 0, 0, 0
-        self._where, self._module, self._scores = where, "", False
+        self._where, self._module = where, ""
         self._sizes: dict[int, int] = {}
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -51,8 +46,6 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # to see what it does inside
         given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
-        if func in _SOFTMAX and args[0].dim() == SCORE_DIMS:
-            self._scores = True
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _key(leaf) not in given:
                 self._note(leaf.untyped_storage())
@@ -81,13 +74,13 @@ class LiveBytes(TorchDispatchMode):
     def begin(self) -> None:
         """An action begins now."""
         self._begin = self._peak = self.now
-        self._module, self._scores = "", False
+        self._module = ""
 
     def end(self) -> Live:
         """What lived in the action that ends now."""
         begin = self._begin
         return Live(
-            begin=begin, kept=self.now - begin, peak=self._peak - begin, module=self._module, scores=self._scores
+            begin=begin, kept=self.now - begin, peak=self._peak - begin, module=self._module
         )  # fmt: skip
 
     @contextmanager

@@ -22,6 +22,7 @@ _OPS: Mapping[str, tuple[CollectiveOp, int | None]] = {
     "_allgather_base_": (CollectiveOp.ALL_GATHER, 0),
     "_reduce_scatter_base_": (CollectiveOp.REDUCE_SCATTER, 1),
     "alltoall_base_": (CollectiveOp.ALL_TO_ALL, 1),
+    "send": (CollectiveOp.SEND, 0),
     "broadcast_": (CollectiveOp.BROADCAST, 0),
     "all_reduce": (CollectiveOp.ALL_REDUCE, 0),
     "all_reduce_": (CollectiveOp.ALL_REDUCE, 0),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup as Group
 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
@@ -23,17 +22,16 @@ from autoparallel.runtime.gradients.fsdp import (
     run_weights,
     shard_data,
 )
-from autoparallel.runtime.gradients.reductions import Reducer
-from autoparallel.runtime.gradients.replicas import group_reducer, method_along, replica_reducer
-from autoparallel.runtime.gradients.replicated import GradientSync
 from autoparallel.runtime.gradients.split_backward import WeightHalf
+from autoparallel.runtime.gradients.synchronisation import Synchronisation
 from autoparallel.runtime.loading.materialise import all_names, materialise, on_meta
 from autoparallel.runtime.loading.weights import Weights, load_weights
 from autoparallel.runtime.lowering.compiled import compile_blocks
 from autoparallel.runtime.memory.host_copies import OffloadCount
 from autoparallel.runtime.memory.offload import offload_blocks
 from autoparallel.runtime.memory.recompute import recompute_blocks
-from autoparallel.runtime.ranks.mesh import RankMesh, replica_axes, sharding_axes
+from autoparallel.runtime.ranks.mesh import RankMesh
+from autoparallel.runtime.ranks.places import sharding_axes
 from autoparallel.runtime.tensor.plain_blocks import PlainBlocks
 from autoparallel.runtime.tensor.questions import as_bytes
 from autoparallel.runtime.tensor.rules import resolve_rules, shard_tensors
@@ -91,26 +89,25 @@ class Lowered:
     """
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, *, sharded: bool, syncs: Sequence[GradientSync],
+        self, module: nn.Module, strategy: Strategy, *, sharded: bool, sync: Synchronisation,
         offloaded: OffloadCount, plain: PlainBlocks | None = None,
     ) -> None:  # fmt: skip
-        self.module, self.offloaded, self.plain, self._syncs = module, offloaded, plain, syncs
-        self._zero, self._sharded = strategy.shard.zero, sharded
+        self.module, self.offloaded, self.plain, self.sync = module, offloaded, plain, sync
+        self._zero, self._sharded, self._alone = strategy.shard.zero, sharded, strategy.mesh.pp == 1
         # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
         self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
 
     def begin(self, micro_batches: int, *, reductions: int | None = None) -> None:
         """Start a step of `micro_batches` forward and backward passes."""
         own = reductions_per_step(self._zero, micro_batches, sharded=self._sharded)
-        for sync in self._syncs:
-            sync.begin(own if reductions is None else reductions)
+        self.sync.begin(own if reductions is None else reductions)
 
     def announce(self, *, last: bool) -> None:
         """Say that the next micro-batch comes, and whether it is the step's last."""
         if self._deferred:
             announce_micro_batch(self.module, zero=1, last=False)
         elif self._sharded:
-            announce_micro_batch(self.module, zero=self._zero, last=last)
+            announce_micro_batch(self.module, zero=self._zero, last=last, alone=self._alone)
 
     def run_weights(self, half: WeightHalf) -> None:
         """The second half of a split backward pass."""
@@ -123,12 +120,11 @@ class Lowered:
         """End the step: `.grad` holds the mean over all data-parallel ranks."""
         if self._deferred:
             reduce_accumulated(self.module)
-        for sync in self._syncs:
-            sync.finish()
+        self.sync.finish()
 
     def buffer_bytes(self) -> int:
         """Bytes of the buffers for gradients that are there now; `.grad` are views of them where dtypes agree."""
-        return sum(sync.buffer_bytes() for sync in self._syncs)
+        return self.sync.buffer_bytes()
 
 
 def check_rules(module: nn.Module, strategy: Strategy) -> None:
@@ -152,6 +148,7 @@ def lower_module(
     memory: AbstractContextManager[object] | None = None,
     experts: Sequence[Sharing] = (),
     entered: Collection[str] = (),
+    alone: Collection[str] = (),
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
@@ -160,16 +157,15 @@ def lower_module(
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
-    get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`: see `entered_blocks`.
+    get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
     """
     zero = strategy.shard.zero
     sharded = sharding_axes(mesh.sizes, zero)
     if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
         module.to(dtypes.param)
     compiled, plain = strategy.execution.kernels == "compiled", None
-    cast = dtypes.compute if sharded else None
     shared = experts if mesh.sizes.ep > 1 else ()
-    layers = share_experts(module, shared, mesh, dtype=cast, compiled=compiled)
+    layers = share_experts(module, shared, mesh, dtype=dtypes.compute if sharded else None, compiled=compiled)
     if mesh.sizes.tp > 1:
         rules = strategy.tensor if rules is None else rules
         plain = _shard_tensors(module, rules, mesh, blocks, tried=_may_run_plain(mesh, experts, memory))
@@ -183,20 +179,19 @@ def lower_module(
     )  # fmt: skip
     if compiled:
         compile_blocks(module, blocks)
-    offloaded = offload_blocks(
-        module, blocks, strategy.offload.activations if memory is None else 0.0, mesh.device
-    )
+    away = strategy.offload.activations if memory is None else 0.0
+    offloaded = offload_blocks(module, blocks, away, mesh.device)
     if plain:
         plain.try_first()
     copied = shard_data(
-        module, blocks, mesh, zero=zero, compression=method_along(sharded, strategy, mesh), dtype=dtypes.compute,
-        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered,
+        module, blocks, mesh, zero=zero, dtype=dtypes.compute,
+        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered, alone=alone,
     )  # fmt: skip
-    copied_names = [name for name, parameter in module.named_parameters() if parameter in copied]
+    names = [name for name, parameter in module.named_parameters() if parameter in copied]
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
-    copied = {module.get_parameter(name) for name in copied_names}
-    syncs = _gradient_syncs(module, strategy, mesh, dtypes, copied, layers)
-    return Lowered(module, strategy, sharded=bool(sharded), syncs=syncs, offloaded=offloaded, plain=plain)
+    copied = {module.get_parameter(name) for name in names}
+    sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
+    return Lowered(module, strategy, sharded=bool(sharded), sync=sync, offloaded=offloaded, plain=plain)
 
 
 def _shard_tensors(
@@ -225,34 +220,6 @@ def _fill(
         module.to(device)
     if weights is not None:
         load_weights(module, weights)
-
-
-def _gradient_syncs(
-    module: nn.Module, strategy: Strategy, mesh: RankMesh, dtypes: Dtypes, copied: set[nn.Parameter],
-    experts: Sequence[nn.Module],
-) -> list[GradientSync]:  # fmt: skip
-    """What brings gradients to the mean over the replicas; `copied` are parameters that FSDP2 leaves alone.
-
-    Where FSDP2 does not shard, those of `experts` have other replicas than the rest.
-    """
-    zero, sync = strategy.shard.zero, strategy.grad_sync
-    replicas, sharded = replica_axes(mesh.sizes, zero), sharding_axes(mesh.sizes, zero)
-    apart = dict.fromkeys(p for layer in experts for p in layer.parameters() if not sharded)
-
-    def over(
-        parameters: Iterable[nn.Parameter], reducer: Reducer | None, group: Group | None
-    ) -> GradientSync:
-        return GradientSync(
-            parameters, reducer, group=group, grad_dtype=dtypes.grad, bucket_bytes=sync.bucket_mib * _MIB,
-            overlap=sync.overlap, copied=copied, copied_group=mesh.group(*sharded) if sharded else None,
-        )  # fmt: skip
-
-    dense = [parameter for parameter in module.parameters() if parameter not in apart]
-    found = [over(dense, replica_reducer(strategy, mesh), mesh.group(*replicas) if replicas else None)]
-    if apart:
-        group = mesh.expert_replicas()
-        found.append(over(apart, group_reducer(group, strategy, mesh) if group else None, group))
-    return found
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

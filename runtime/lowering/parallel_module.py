@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,20 +19,23 @@ from torch.optim import Optimizer
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import GradSync, Strategy
 from autoparallel.runtime.gradients.replicated import gradient_norm_squared, scale_gradients
+from autoparallel.runtime.gradients.synchronisation import with_sync
 from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
 from autoparallel.runtime.loading.materialise import share_of
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered
 from autoparallel.runtime.lowering.micro_batches import Shared, as_call, loss_of, scalar, split, to_device
 from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.memory.recompute import attention_kernel
-from autoparallel.runtime.ranks.mesh import RankMesh, sharding_axes
+from autoparallel.runtime.ranks.mesh import RankMesh
+from autoparallel.runtime.ranks.places import sharding_axes
+from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.tensor.questions import to_plain
 
 LossFn = Callable[[Any, Any], Tensor]
 _MEMBERS = (
-    "step", "optimizer", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict",
+    "step", "optimizer", "synchronise_by", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict",
     "full_gradients", "strategy", "program",
 )  # fmt: skip
 
@@ -48,6 +51,7 @@ class Run:
     program: Callable[[], Program]
     optimizers: Optimizers
     shared: Shared = frozenset()  # inputs that are not samples
+    progress: Progress = silent
 
     def numerics(self) -> AbstractContextManager[None]:
         """What forward passes run under."""
@@ -82,10 +86,14 @@ class ParallelModule(nn.Module):
         for index, (batch, target) in enumerate(zip(batches, wanted, strict=True)):
             run.lowered.announce(last=index == count - 1)
             batch, target = to_device((batch, target), run.mesh.device)
+            run.progress(f"F{index}", 0)
             loss = self._loss(batch, target, loss_fn)
+            run.progress(f"B{index}", 0)
             (loss / count).backward()
             losses.append(loss.detach())
+        run.progress("REDUCE_GRAD", 0)
         run.lowered.finish()
+        run.progress("LOSS", 0)
         return mean_over_replicas(torch.stack(losses).mean(), run.mesh)
 
     def _loss(self, batch: Any, target: Any, loss_fn: LossFn | None) -> Tensor:
@@ -104,6 +112,14 @@ class ParallelModule(nn.Module):
         `parameters` (or groups of them) are all of this rank's by default. See `runtime.optimizer`.
         """
         return self._run.optimizers.make(kind, parameters, options)
+
+    def synchronise_by(self, grad_sync: GradSync) -> None:
+        """From the next step on synchronise gradients so: other compression, algorithm, buckets. Between two steps; what
+        error feedback owes goes along. Collective. Raises UserError, on every rank and before anything is changed, for what
+        cannot be run. `program` stays that of the strategy that was planned."""
+        strategy = with_sync(self._run.strategy, grad_sync, self._run.mesh)
+        self._run.lowered.sync.switch(strategy)
+        object.__setattr__(self, "_run", replace(self._run, strategy=strategy))
 
     @property
     def data_parallel_rank(self) -> int:

@@ -7,7 +7,8 @@ the other, once its state is there. It adds
 - `offload.optimizer`: this share of the state, and of the master weights, is in pinned memory of the host. A piece comes
   to the device while the one before it is updated and leaves, so that two pieces are there at most;
 - `execution.master_weights`: parameters in 16 bits have a float32 copy in the state ("master"), which is what is updated;
-- `state_dict` by the names of parameters, which any other strategy loads (`optimizer_state`).
+- `state_dict` by the names of parameters, which any other strategy loads (`optimizer_state`); with what error feedback of
+  compressed gradients still owes, so that `state_dict` is collective where there is any.
 
 Method: what moves between steps is the state; parameters and gradients stay on the device, which does the arithmetic
 (ZeRO-Offload computes on the host instead, and is priced otherwise).
@@ -26,8 +27,14 @@ from torch.optim import Optimizer
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.gradients.owed import OwedGradients
 from autoparallel.runtime.memory.host_copies import HostCopies, OffloadCount
-from autoparallel.runtime.memory.optimizer_state import MASTER, load_named_state, named_state
+from autoparallel.runtime.memory.optimizer_state import (
+    MASTER,
+    load_named_state,
+    named_residuals,
+    named_state,
+)
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import laid_out, layout_of, step_without_hooks
 
@@ -56,6 +63,7 @@ class Optimizers:
     strategy: Strategy
     device: torch.device
     named: Named
+    owed: Sequence[OwedGradients] = ()
     count: OffloadCount = field(default_factory=OffloadCount)
     made: bool = False
 
@@ -102,12 +110,17 @@ class ParallelOptimizer(Optimizer):
         """The state by the names of parameters, this rank's shares: what `load_state_dict` and
         `torch.distributed.checkpoint` load under any strategy."""
         self._begin()
-        return named_state(self, self._home.named())
+        kept = {p: part for owed in self._home.owed for p, part in owed.gather().items()}
+        residuals = {p: laid_out_like(part, p.detach()) for p, part in kept.items()}
+        return named_state(self, self._home.named(), residuals)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's shares of what `state_dict` gave, under this strategy or another."""
         self._begin()
         load_named_state(self, self._home.named(), state_dict)
+        residuals = named_residuals(self._home.named(), state_dict)
+        for owed in self._home.owed if residuals else ():
+            owed.give(residuals)
 
     def _update_all(self) -> None:
         away = hosted(self._parameters(), self._home.strategy.offload.optimizer)

@@ -2,6 +2,7 @@
 under another.
 
     state.NAME.KEY          a tensor of the state (a share of it is a DTensor), or a number such as the count of steps
+    state.NAME.residual     what error feedback of compressed gradients still has to bring, where it is kept
     param_groups.NAME.KEY   an option of the group that the parameter is in
 
 These are the keys of torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict`. A tensor that is tied
@@ -11,6 +12,7 @@ stands under each of its names, as in the model's `state_dict`: stages hold it u
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,11 +26,16 @@ from autoparallel.runtime.loading.materialise import share_of
 from autoparallel.runtime.tensor.questions import local
 
 MASTER = "master"  # the key of a float32 copy of a parameter in 16 bits
+RESIDUAL = "residual"  # the key of what error feedback owes
 _NO_OPTIONS = ("params", "param_names")
 
 
-def named_state(optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
-    """State and options of every parameter of `optimizer`, this rank's shares."""
+def named_state(
+    optimizer: Optimizer,
+    named: Iterable[tuple[str, nn.Parameter]],
+    residuals: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """State and options of every parameter of `optimizer`, and `residuals`, this rank's shares."""
     options = _options(optimizer)
     found: dict[str, Any] = {}
     for name, parameter in named:
@@ -36,9 +43,23 @@ def named_state(optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]])
             continue
         held = optimizer.state.get(parameter, {})
         found |= {f"state.{name}.{key}": value for key, value in held.items() if value is not None}
+        if parameter in residuals:
+            found[f"state.{name}.{RESIDUAL}"] = residuals[parameter]
         own = options[parameter].items()
         found |= {f"param_groups.{name}.{key}": value for key, value in own if key not in _NO_OPTIONS}
     return with_chunks(found)
+
+
+@torch.no_grad()
+def named_residuals(
+    named: Iterable[tuple[str, nn.Parameter]], given: Mapping[str, Any]
+) -> dict[nn.Parameter, Tensor]:
+    """What error feedback owed when `given` was saved, this rank's shares by parameter; empty where it kept nothing."""
+    found = {}
+    for name, parameter in named:
+        if (value := given.get(f"state.{name}.{RESIDUAL}")) is not None:
+            found[parameter] = local(_taken(value, torch.zeros_like(parameter.detach())))
+    return found
 
 
 @torch.no_grad()

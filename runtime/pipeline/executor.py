@@ -49,6 +49,7 @@ class Hooks:
     before_backward: Callable[[int, bool], None] = lambda stage, last: None  # noqa: ARG005
     run_weights: Callable[[int, WeightHalf], None] = lambda stage, half: half.run()  # noqa: ARG005
     reduce_gradients: Callable[[int], None] = lambda stage: None  # noqa: ARG005
+    before_action: Callable[[Action], None] = lambda action: None  # noqa: ARG005
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +126,7 @@ class PipelineRunner:
         shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
         self._channels.begin((shapes, *(stage.training for stage in self.stages.values())))
         for action in self.row:
+            self._hooks.before_action(action)
             self._do[action.kind](action)
         self._channels.finish()
         assert not self._flights, "the program left a backward out"

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_map_only
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, build_schedule, rank_of_stage
-from autoparallel.planner.strategy.types import Strategy, TensorRule
+from autoparallel.planner.strategy.types import GradSync, Strategy, TensorRule
 from autoparallel.runtime.experts.parallel import Sharing, experts_within
 from autoparallel.runtime.gradients.replicated import gradient_norm_squared
+from autoparallel.runtime.gradients.synchronisation import with_sync
 from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
 from autoparallel.runtime.loading.materialise import common_seed, on_meta
 from autoparallel.runtime.loading.weights import Weights
@@ -44,6 +45,7 @@ from autoparallel.runtime.pipeline.executor import Hooks, PipelineRunner
 from autoparallel.runtime.pipeline.groups import pipeline_group
 from autoparallel.runtime.pipeline.ties import TiedGradients, separate_ties
 from autoparallel.runtime.ranks.mesh import RankMesh
+from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.stages.cut import StageModule, cut, release
 from autoparallel.runtime.tensor.questions import to_plain
 
@@ -60,6 +62,8 @@ def pipeline_module(
     weights: Weights | None = None,
     experts: Sequence[Sharing] = (),
     entered: Collection[str] = (),
+    alone: Collection[str] = (),
+    progress: Progress = silent,
 ) -> PipelineModule:
     """This rank's pipeline stages of `module`, lowered by `strategy`; collective.
 
@@ -92,11 +96,12 @@ def pipeline_module(
             lower_module(
                 stage, stage.stage_cut.blocks, strategy, mesh, dtypes, rules=rules, origin=module, seed=seed,
                 recomputed_in_full=full[stage.stage_cut.index], weights=weights, experts=own, entered=entered,
+                alone=alone,
             )
         )  # fmt: skip
     return PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases,
-        shared=shared_by_samples(example_inputs),
+        shared=shared_by_samples(example_inputs), progress=progress,
     )  # fmt: skip
 
 
@@ -177,6 +182,7 @@ class PipelineModule(nn.Module):
         program: Callable[[], Program],
         aliases: Mapping[str, str],
         shared: Shared,
+        progress: Progress,
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
@@ -184,13 +190,14 @@ class PipelineModule(nn.Module):
         self._by_index = {stage.stage_cut.index: stage for stage in stages}
         self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
-        self._names, self._shared = aliases, shared
+        self._names, self._shared, self._progress = aliases, shared, progress
         self._optimizers = Optimizers(
             strategy=strategy,
             device=mesh.device,
             named=partial(self.named_parameters, remove_duplicate=False),
+            owed=[low.sync.owed for low in lowered],
         )
-        down = pipeline_group(mesh, range(mesh.sizes.pp))
+        down = pipeline_group(mesh, range(mesh.sizes.pp), "pp_back")
         assert down is not None, "every rank is on a pipeline"
         self._ties = TiedGradients(stages, mesh)
         self._runner = PipelineRunner(
@@ -203,6 +210,9 @@ class PipelineModule(nn.Module):
                 run_stage=self._run_stage,
                 before_backward=lambda stage, last: self._lowered[stage].announce(last=last),
                 run_weights=lambda stage, half: self._lowered[stage].run_weights(half),
+                before_action=lambda action: progress(
+                    f"{action.kind}{'' if action.micro is None else action.micro}", action.stage
+                ),
             ),
             recomputed=recomputed_stages(strategy),
             loss_dtype=torch.promote_types(dtypes.compute, torch.float32),
@@ -233,9 +243,12 @@ class PipelineModule(nn.Module):
         for lowered in self._lowered.values():
             lowered.begin(count)
         mean = self._runner.step(batches, wanted, loss)
+        first = min(self._by_index)
+        self._progress("REDUCE_GRAD", first)
         for lowered in self._lowered.values():
             lowered.finish()
         self._ties.reduce()
+        self._progress("LOSS", first)
         return mean_over_replicas(mean, self._mesh)
 
     def _run_stage(self, stage: StageModule, received: Sequence[Tensor], inputs: Any) -> Any:
@@ -247,6 +260,12 @@ class PipelineModule(nn.Module):
     ) -> ParallelOptimizer:
         """An optimizer of this rank's parameters, as without a pipeline (see `ParallelModule.optimizer`)."""
         return self._optimizers.make(kind, parameters, options)
+
+    def synchronise_by(self, grad_sync: GradSync) -> None:
+        """As without a pipeline (see `ParallelModule.synchronise_by`)."""
+        self._strategy = with_sync(self._strategy, grad_sync, self._mesh)
+        for lowered in self._lowered.values():
+            lowered.sync.switch(self._strategy)
 
     @property
     def data_parallel_rank(self) -> int:

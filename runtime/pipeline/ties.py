@@ -91,7 +91,7 @@ class TiedGradients:
         for tie in stages[0].stage_cut.ties:
             ranks = tuple(sorted({homes[stage] for stage in tie.stages}))
             if len(ranks) > 1 and ranks not in groups:
-                groups[ranks] = pipeline_group(mesh, ranks)
+                groups[ranks] = pipeline_group(mesh, ranks, f"pp_tied_{'_'.join(map(str, ranks))}")
             mine = tuple(
                 held[stage].get_parameter(name)
                 for stage, name in zip(tie.stages, tie.names, strict=True)

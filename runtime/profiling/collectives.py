@@ -30,7 +30,8 @@ FP32 = 4
 BURST_S = 3e-3  # of computation before each call: what a block of a small model takes
 ROUNDS, ACCELERATOR_ROUNDS, QUICK_ROUNDS = 5, 40, 2
 WARM_UP = 1
-AFTER_BURSTS = 10  # calls that make a round on a CPU
+AFTER_BURSTS = 10  # calls that make a round on a CPU, fewer where one takes long
+ROUND_S = 1.0  # that a round may take, of one call at least
 IN_A_ROW = 20  # and on an accelerator
 
 
@@ -130,11 +131,14 @@ def _in_step(call: Call, burst: Burst | None, rounds: int) -> tuple[float, float
     Without bursts, on an accelerator that works through its queue meanwhile, a round is `IN_A_ROW` calls, as nccl-tests
     takes it, and the quickest counts.
     """
-    rounds_s, singles_s = [], []
+    rounds_s, singles_s, calls = [], [], 1
     for number in range(WARM_UP + rounds):
         dist.barrier()
         if burst:
-            round_s, single_s = _after_bursts(call, burst)
+            round_s, single_s = _after_bursts(call, burst, calls)
+            if number < WARM_UP:  # the slowest rank's, so that all make as many
+                longest_s = float(slowest([single_s]).max())
+                calls = max(1, min(AFTER_BURSTS, int(ROUND_S / max(longest_s, 1e-9))))
         else:
             round_s = single_s = accelerator_s(call, IN_A_ROW)
         if number >= WARM_UP:
@@ -145,13 +149,13 @@ def _in_step(call: Call, burst: Burst | None, rounds: int) -> tuple[float, float
     return max(typical_s, quickest_s), quickest_s
 
 
-def _after_bursts(call: Call, burst: Burst) -> tuple[float, float]:
+def _after_bursts(call: Call, burst: Burst, calls: int) -> tuple[float, float]:
     """Seconds of a call in the mean, what the bursts before take longer for it included, and of the quickest."""
     quickest_s = float("inf")
     begin = time.perf_counter()
-    for _ in range(AFTER_BURSTS):
+    for _ in range(calls):
         burst()
         start = time.perf_counter()
         call()
         quickest_s = min(quickest_s, time.perf_counter() - start)
-    return (time.perf_counter() - begin) / AFTER_BURSTS - burst.seconds, quickest_s
+    return (time.perf_counter() - begin) / calls - burst.seconds, quickest_s

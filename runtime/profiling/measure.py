@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.costmodel.fit import Sample
-from autoparallel.runtime.profiling import launches, memory_bound, products
+from autoparallel.runtime.profiling import codings, launches, memory_bound, products
 from autoparallel.runtime.profiling.case import Case
 from autoparallel.runtime.profiling.timing import measure_s, on_accelerator
 from autoparallel.runtime.ranks.accelerator import current_device, device_module, device_name
@@ -32,12 +33,13 @@ class Measurements:
     software: str
     threads: int  # 0 on an accelerator
     memory_bytes: float
+    load: float  # processes that wanted a core before anything was measured, in the mean of a minute; 0 where unknown
 
 
 def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Measurements:
     """Times every case on the CPU (with the threads that torch has) or on the current accelerator."""
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S
-    samples = []
+    samples, load = [], other_load()
     with launches.mesh_of_one() as mesh:
         cases = all_cases(mesh)
         for done, case in enumerate(cases):
@@ -53,7 +55,13 @@ def measure_machine(*, quick: bool = False, tell: Tell = lambda *_: None) -> Mea
         software=f"torch {torch.__version__}",
         threads=0 if on_accelerator() else torch.get_num_threads(),
         memory_bytes=memory_bytes(),
+        load=load,
     )
+
+
+def other_load() -> float:
+    """How many processes want a core now, in the mean of the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def all_cases(mesh: DeviceMesh | None = None) -> list[Case]:
@@ -66,7 +74,7 @@ def all_cases(mesh: DeviceMesh | None = None) -> list[Case]:
         cases += products.product_cases(dtype)
     cases += [*products.convolution_cases(torch.float32), *products.attention_cases(attention)]
     cases += [*memory_bound.row_cases(), *memory_bound.vocabulary_cases(), *memory_bound.image_cases()]
-    return [*cases, *memory_bound.optimizer_cases()]
+    return [*cases, *memory_bound.optimizer_cases(), *codings.coding_cases()]
 
 
 def hardware_name() -> str:
