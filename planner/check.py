@@ -42,6 +42,10 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
     lossy = any(map(is_lossy, strategy.grad_sync.compression))
     if lossy and not problem.allow_lossy and "grad_sync.compression" not in problem.constraints:
         yield "lossy compression that nobody allowed"
+    elif lossy and problem.lossy and "grad_sync.compression" not in problem.constraints:
+        others = sorted({m for m in strategy.grad_sync.compression if is_lossy(m)} - set(problem.lossy))
+        if others:
+            yield f"compression by {', '.join(others)}, but {', '.join(problem.lossy)} was allowed"
 
 
 def _misplaced(problem: Problem, strategy: Strategy) -> Iterator[str]:

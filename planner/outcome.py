@@ -75,6 +75,17 @@ class TradeOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Below `bytes_per_s` of a network level, one device's share, the plan's step is shorter with the method: 0 where it
+    never is, infinite where it always is, as far as was looked. `now_bytes_per_s` is what the level has."""
+
+    method: str
+    level: str
+    bytes_per_s: float
+    now_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
     """One strategy that was simulated on the way, for the time-memory scatter."""
 
@@ -106,6 +117,7 @@ class PlanResult:
     explored: tuple[Explored, ...] = ()
     constraints: tuple[ConstraintCost, ...] = ()  # where an explanation was asked for
     tradeoffs: tuple[TradeOff, ...] = ()  # likewise: the frontier of time, memory and price
+    break_evens: tuple[BreakEven, ...] = ()  # likewise: where compressing gradients would pay
     optimum: Strategy | None = None  # what the proof is about, where something simpler was chosen
     optimum_s: float = 0.0  # its seconds per step; the plan's own where it is the optimum
     instead: str = ""  # why the plan was chosen instead, in words

@@ -13,10 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from autoparallel.costmodel.collecting import without_collection
-from autoparallel.errors import UserError
 from autoparallel.planner.embedding.options import tiers_matter, without_tables
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.explain.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
@@ -54,18 +52,11 @@ __all__ = [
 ]
 
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
-# machine (`Search.work`, about milliseconds). Kind: formula: a few seconds for the largest models and clusters.
-MOST_WORK = 5000.0
+# machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, the second in any
+# case. Kind: formula: a few seconds where little is left to find, some ten where much may be.
+ENOUGH_WORK, MOST_WORK = 4000.0, 12_000.0
+SMALL_GAP = 0.02
 REPORT_EVERY_S = 0.1
-SCORED_ONLY = (
-    "parameter_gathers",
-    "joined_pieces",
-    "blocking_launches",
-    "merged_dispatch",
-    "hidden_dispatch",
-    "added_gradients",
-    "kept_outputs",
-)  # of `Execution`: ways of published runs that are scored, and not searched
 
 
 @without_collection()
@@ -91,12 +82,6 @@ def plan(
     Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError`
     where the constraints allow no legal strategy at all.
     """
-    for key in SCORED_ONLY:
-        if getattr(problem.execution, key):
-            raise UserError(
-                f"execution.{key}: such runs are scored, not searched; set it to false, or give `autoparallel score` "
-                "a complete strategy"
-            )
     started_s = time.monotonic()
     watch = _Watch(started_s, time_limit_s, progress)
     tables = tiers_matter(problem, alike=not has_parts(problem))
@@ -141,7 +126,12 @@ def _plan(
     search = Search(outer=outer, check=watch.check)
     stopped = watch.ended_early(search.run)
     if search.incumbent is not None or not stopped:
-        points = partial(search_points, search, watch.check, ended=not stopped, most_work=watch.most_work)
+
+        def points() -> None:
+            ended = not stopped
+            if not search_points(search, watch.check_limits, ended=ended, most_work=watch.most_work):
+                raise Stopped
+
         stopped |= watch.ended_early(points)
     if search.incumbent is None:
         if stopped:  # not looked at is not infeasible
@@ -193,10 +183,14 @@ class _Watch:
 
     def check(self, search: Search) -> None:
         """Called before every step of the search."""
+        self.check_limits(search)
+        if self.limit_s is None and self.worked_enough(search):
+            raise Stopped
+
+    def check_limits(self, search: Search) -> None:
+        """Likewise, of a search whose work is counted elsewhere."""
         now_s = time.monotonic()
         if self.interrupted or (self.limit_s is not None and now_s - self.started_s >= self.limit_s):
-            raise Stopped
-        if self.limit_s is None and self.worked_enough(search):
             raise Stopped
         if self.progress is not None and now_s - self.reported_s >= REPORT_EVERY_S:
             self.reported_s = now_s
@@ -220,7 +214,9 @@ class _Watch:
 
     def worked_enough(self, search: Search) -> bool:
         """Whether the search has done all the work that it does without a time limit."""
-        return self.limit_s is None and search.work >= self.most_work
+        if search.work < self.most_work * ENOUGH_WORK / MOST_WORK:
+            return False
+        return search.work >= self.most_work or search.value[0] <= search.bound()[0] * (1 + SMALL_GAP)
 
 
 def _progress(search: Search, elapsed_s: float) -> Progress:

@@ -8,9 +8,11 @@ from enum import StrEnum
 from math import inf
 from typing import Protocol
 
+from autoparallel.costmodel.compression import parse_method
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.money import rate_per_s
+from autoparallel.planner.strategy.stacks import Runs, runs_of
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 
@@ -37,13 +39,23 @@ class Problem:
     constraints: Mapping[str, object] = field(default_factory=dict)
     execution: Execution = field(default_factory=Execution)
     allow_lossy: bool = False
+    lossy: tuple[
+        str, ...
+    ] = ()  # the methods of compression that it allows; empty: those of the search's own list
     all_devices: bool = False  # every one must work: processes that run already wait for a part in the plan
     # Why whoever runs the plan refuses a strategy, None where it does not: such strategies are left out of the search.
     refuses: Callable[[Strategy], str | None] | None = None
 
+    @property
+    def runs(self) -> Runs:
+        """What the user's software has of what is searched for."""
+        return runs_of(self.execution.stack)
+
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise UserError(f"batch.global = {self.global_batch}: at least one sequence per step is needed")
+        for method in self.lossy:
+            parse_method(method)
         fixed = self.constraints.get("batch.global", self.global_batch)
         if fixed != self.global_batch:
             raise UserError(
@@ -63,7 +75,9 @@ class Problem:
             )
 
     def is_refused(self, strategy: Strategy) -> bool:
-        """Whether whoever runs the plan refuses a strategy."""
+        """Whether whoever runs the plan refuses a strategy, or its software lacks it."""
+        if self.runs.lacks(strategy, self.constraints) is not None:
+            return True
         return self.refuses is not None and self.refuses(strategy) is not None
 
     def rate_per_s(self, devices: int) -> float:

@@ -22,6 +22,7 @@ from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
+from autoparallel.planner.expand.units import as_unit, whole_gradients
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Strategy
@@ -121,7 +122,7 @@ class Expander:
             blocking_sends=strategy.execution.blocking_sends,
             late_gathers=strategy.execution.late_gathers,
             bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
-            reduce_every_micro=zero >= 2,
+            reduce_every_micro=state.gradient_level(strategy) >= 2,
             kernels=strategy.execution.kernels,
             model_flops=self._model_flops(strategy.batch.global_),
             tokens=strategy.batch.global_ * self.graph.tokens_per_sample,
@@ -187,8 +188,8 @@ class Expander:
     def _synchronised(self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str]) -> BlockWork:
         work = self.work(strategy, *link)
         if fetches(strategy):
-            return self._fetched(strategy, work, link[0], dropped)
-        gather, expert_gather = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+            return self.fetched(strategy, work, link[0], dropped)
+        parameters = work.parameters
         if dropped:
             plan = dict(self.tensor_plan(strategy).blocks[link[0]].params)
             gone = [
@@ -201,16 +202,40 @@ class Expander:
                 trainable=work.trainable - sum(n for n, trainable in gone if trainable),
                 trainable_tensors=work.trainable_tensors - sum(part[1] for part in gone),
             )  # fmt: skip
+        if strategy.execution.fsdp2:  # which gathers a tied tensor once
+            parameters = work.parameters
+        gather, expert_gather = state.gathers_of(parameters, work.expert_parameters, strategy)
         reduce = (
             *self.partial_gradients(strategy, link[0]),
             *state.reduction_of(work.trainable, strategy, work.expert_trainable),
         )
+        work = replace(work, gather=gather, expert_gather=expert_gather)
+        work = self.as_unit(strategy, work, link[0], reduce, dropped)
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
-        return replace(
-            work, gather=gather, expert_gather=expert_gather, reduce=reduce, backward_weight=weight
+        return replace(work, reduce=reduce, backward_weight=weight)
+
+    def as_unit(
+        self,
+        strategy: Strategy,
+        work: BlockWork,
+        block: int,
+        reduce: Sequence[Collective],
+        dropped: frozenset[str],
+    ) -> BlockWork:
+        """As `units.as_unit`."""
+        if not strategy.execution.fsdp2 or not state.zero_level(strategy):
+            return work
+        position = next(i for i, link in enumerate(self.graph.chain) if link.block == block)
+        after, beside = self.graph.chain[position + 1 : position + 2], 0
+        if after:
+            behind = self.work(strategy, after[0].block, "none")
+            beside = whole_gradients(state.reduction_of(behind.trainable, strategy, behind.expert_trainable))
+        repeated = self.graph.chain[position].repeated
+        return as_unit(
+            work, self.graph.blocks[block], reduce, dropped, strategy, repeated=repeated, beside=beside
         )
 
-    def _fetched(self, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]) -> BlockWork:
+    def fetched(self, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]) -> BlockWork:
         """A block whose parameters are fetched one by one: nothing is gathered or reduced for it as a whole."""
         plan = dict(self.tensor_plan(strategy).blocks[block].params)
         parameters = self.graph.blocks[block].parameters
@@ -313,7 +338,7 @@ def _stage(
         buffer_bytes=sum(w.buffer_bytes for w in works)
         + gathered
         + state.stage_buffers(parameters, trainable, graded, strategy),
-        tied_reduce=tied,
+        tied_reduce=(*tied, *state.replica_reduction(trainable, strategy, experts[1])),
     )
 
 

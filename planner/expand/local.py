@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.block_index import BlockIndex
 from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec
@@ -119,6 +119,8 @@ class LocalBlock:
         found: list[Kernel] = []
         for spec in specs:
             kernel = self._kernel(op, spec, backward=backward)
+            if spec.count != 1:
+                kernel = replace(kernel, count=spec.count)
             found.append(kernel)
             if kernel.product and kernel.dtype in QUANTISED_BYTES:
                 found.append(self._quantise(kernel, spec))

@@ -226,6 +226,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             for v in index.block.outputs if v in index.needs_grad}  # fmt: skip
     if returned := _beside_the_loss(local):
         live = {s: b for s, b in live.items() if s not in returned}
+    if returned and local.setting.execution.kept_outputs:
         remaining |= {f"returned:{s}": b for s, b in returned.items() if s not in kept}
         first |= {f"returned:{s}": -1 for s in returned}
     standing = peak = sum(live.values()) + sum(remaining.values())
@@ -263,7 +264,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
 
 
 def _beside_the_loss(local: LocalBlock) -> dict[str, int]:
-    """Storages that the model returns beside its loss: no gradient comes to them, but the caller holds them."""
+    """Storages that the model returns beside its loss: no gradient comes to them, but a caller may hold them."""
     index = local.index
     outputs = {v for v in index.block.outputs if v in index.needs_grad}
     losses = {v for v in outputs if index.specs[v].shape == ()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autoparallel.costmodel.compression import residual_bytes
@@ -51,6 +52,38 @@ def shard_ranks(strategy: Strategy) -> int:
 def zero_level(strategy: Strategy) -> int:
     """The level that has an effect: with one rank to shard over every level is 0."""
     return strategy.shard.zero if shard_ranks(strategy) > 1 else 0
+
+
+def gradient_level(strategy: Strategy) -> int:
+    """The level by which gradients are kept: FSDP2 reduces those of a step's only micro-batch at once."""
+    zero = zero_level(strategy)
+    return 2 if strategy.execution.fsdp2 and zero == 1 and strategy.micro_batches == 1 else zero
+
+
+def keeps_shards(strategy: Strategy, shards: Shards) -> bool:
+    """Whether a rank's share of the parameters stands beside the whole ones, which are gathered in the dtype of compute."""
+    return strategy.execution.fsdp2 and shards.zero in (1, 2)
+
+
+def bytes_per_parameter(strategy: Strategy, shards: Shards) -> float:
+    """Held of a parameter on one device all through a step."""
+    whole = dtype_bytes(strategy.execution.param_dtype)
+    if keeps_shards(strategy, shards):
+        return whole / shards.ranks + computed_bytes(strategy)
+    return whole / (shards.ranks if shards.zero == 3 else 1)
+
+
+def bytes_per_gradient(strategy: Strategy, shards: Shards) -> float:
+    """Held of the gradient of a parameter on one device all through a step. Beside FSDP2's whole gradients stands the buffer
+    of shares, where there is one: for replicas, or for another dtype than the parameters'."""
+    execution = strategy.execution
+    item = dtype_bytes(execution.grad_dtype)
+    level = min(gradient_level(strategy), 2) if shards.zero else 0
+    if level == 2:
+        return item / shards.ranks
+    buffered = strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
+    beside = level == 1 and execution.fsdp2 and buffered
+    return item * (1.0 + (1.0 / shards.ranks if beside else 0.0))
 
 
 def share(count: int, ranks: int) -> int:
@@ -127,7 +160,9 @@ def reduction_of(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[
     )
 
 
-def _reduction(trainable: int, shards: Shards, strategy: Strategy) -> tuple[Collective, ...]:
+def _reduction(
+    trainable: int, shards: Shards, strategy: Strategy, *, at_end: bool = False
+) -> tuple[Collective, ...]:
     sync = strategy.grad_sync
     size = trainable * dtype_bytes(strategy.execution.grad_dtype)
     if not trainable:
@@ -141,15 +176,33 @@ def _reduction(trainable: int, shards: Shards, strategy: Strategy) -> tuple[Coll
 
     if shards.zero == 0:
         return (collective(CollectiveOp.ALL_REDUCE, shards.summed, size),) if shards.summed else ()
-    found = [collective(CollectiveOp.REDUCE_SCATTER, shards.axes, size)]
-    if strategy.mesh.dp_replicate > 1:
-        found.append(collective(CollectiveOp.ALL_REDUCE, ("dp_replicate",), share(size, shards.ranks)))
-    return tuple(found)
+    scatter = collective(CollectiveOp.REDUCE_SCATTER, shards.axes, size)
+    if strategy.mesh.dp_replicate == 1 or (replicas_at_end(strategy) and not at_end):
+        return (scatter,)
+    replicas = collective(CollectiveOp.ALL_REDUCE, ("dp_replicate",), share(size, shards.ranks))
+    return (replicas,) if at_end else (scatter, replicas)
+
+
+def replicas_at_end(strategy: Strategy) -> bool:
+    """Whether shards of gradients that arrive with every micro-batch are summed over the replicas once a step."""
+    several = gradient_level(strategy) >= 2 and strategy.micro_batches > 1
+    return strategy.execution.fsdp2 and several and strategy.mesh.dp_replicate > 1
+
+
+def replica_reduction(trainable: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:
+    """The sum over the replicas that is due when the last micro-batch is done, where `replicas_at_end`."""
+    if not replicas_at_end(strategy):
+        return ()
+    kinds = ((trainable - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
+    return tuple(
+        c for n, shards in kinds if shards.zero for c in _reduction(n, shards, strategy, at_end=True)
+    )
 
 
 def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:
     """ZeRO-1/2: updated parameters return to every rank of the sharding group."""
-    item = dtype_bytes(strategy.execution.param_dtype)
+    execution = strategy.execution
+    item = computed_bytes(strategy) if execution.fsdp2 else dtype_bytes(execution.param_dtype)
     kinds = ((parameters - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
     return tuple(_gather(count, item, shards) for count, shards in kinds if count and shards.zero in (1, 2))
 
@@ -207,13 +260,13 @@ def state_bytes(
         (parameters - experts[0], trainable - experts[1], dense_shards(strategy)),
         (*experts, expert_shards(strategy)),
     )
-    held = sum(share(n, s.ranks) if s.zero == 3 else n for n, _, s in kinds)
-    graded = sum(share(t, s.ranks) if s.zero >= 2 else t for _, t, s in kinds)
+    held = sum(math.ceil(n * bytes_per_parameter(strategy, s)) for n, _, s in kinds)
+    graded = sum(math.ceil(t * bytes_per_gradient(strategy, s)) for _, t, s in kinds)
     stepped = sum(share(t, s.ranks) if s.zero >= 1 else t for _, t, s in kinds)
     on_device = 1.0 - strategy.offload.optimizer
     return (
-        held * dtype_bytes(execution.param_dtype),
-        graded * dtype_bytes(execution.grad_dtype),
+        held,
+        graded,
         round(stepped * optimizer_bytes_per_parameter(execution) * on_device),
     )
 
@@ -247,6 +300,12 @@ def accumulation_kernel(work: BlockWork, strategy: Strategy) -> tuple[Kernel, ..
     return (Kernel(kind="elementwise", dtype="fp32", flops=added, bytes_moved=moved, backward=True),)
 
 
+def casts_parameters(strategy: Strategy) -> bool:
+    """Whether a copy of the parameters in the dtype of compute stands beside them; gathered ones are in it already."""
+    sharded = zero_level(strategy) >= (1 if strategy.execution.fsdp2 else 3)
+    return computed_bytes(strategy) < dtype_bytes(strategy.execution.param_dtype) and not sharded
+
+
 def stage_buffers(parameters: int, trainable: int, gradient_bytes: int, strategy: Strategy) -> int:
     """Buffers alive for the whole step: compressed copies of a bucket, what error feedback keeps, and parameters
     cast for compute."""
@@ -257,6 +316,6 @@ def stage_buffers(parameters: int, trainable: int, gradient_bytes: int, strategy
         whole = trainable * dtype_bytes(execution.grad_dtype)
         found += max(residual_bytes(method, whole) for method in sync.compression)
     compute = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]]
-    if compute < dtype_bytes(execution.param_dtype) and zero_level(strategy) < 3:
+    if casts_parameters(strategy):
         found += parameters * compute
     return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoparallel.planner.outcome import ConstraintCost
 from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
-from autoparallel.planner.search.driver import Search, Stopped, after
+from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.points import search_points
 from autoparallel.planner.strategy.types import Strategy
@@ -68,14 +67,17 @@ def _best(problem: Problem, outer: Outer, known: Sequence[Evaluation], work: flo
     search = Search(outer=wider, check=after(work))
     search.consider(*known)
     ended = search.ended()
-    with suppress(Stopped):
-        search_points(search, after(work), ended=ended, most_work=work)
+    search_points(search, _never, ended=ended, most_work=work)
     if search.incumbent is None:
         return None
     bound = min(search.bound()[0], search.value[0])
     proved = not search.may_win(search.bound())
     value = search.value[0]
     return Relaxed(best=search.incumbent, value=value, bound=value if proved else bound, proved=proved)
+
+
+def _never(search: Search) -> None:
+    """No limit but that of work."""
 
 
 def without(problem: Problem, keys: tuple[str, ...]) -> Problem:

@@ -24,6 +24,7 @@ from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, build_space
 from autoparallel.planner.search.space.meshes import divisors
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.profiles.stacks import PLAIN
 
 # Work (`Search.work`, about milliseconds) that goes into the smallest strategy: bounds on memory are close.
 # Kind: formula.
@@ -37,6 +38,15 @@ def explain_empty(problem: Problem) -> Exception:
     """No legal strategy at all: the constraint that excludes them, and the values that it may take."""
     devices = problem.cluster.devices
     where = f"{problem.graph.name} on {devices} devices with batch.global = {problem.global_batch}"
+    stack = problem.execution.stack
+    if stack != PLAIN:
+        free = build_space(replace(problem, execution=replace(problem.execution, stack=PLAIN)))
+        if len(free.shapes) and free.counts().any():
+            has = ", ".join(problem.runs.schedules or ())
+            return UserError(
+                f'execution.stack = "{stack}": no strategy that it has{f" (schedules: {has})" if has else ""} is legal for '
+                f"{where}; fix pipeline.schedule, shard.zero or shard.sequence_parallel to go beyond it, or name another stack"
+            )
     for key, value in problem.constraints.items():
         space = build_space(without(problem, (key,)))
         allowed = _values(space, key) if len(space.shapes) and space.counts().any() else ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoparallel.planner.check import check_plan
 from autoparallel.planner.explain.alternatives import alternatives
+from autoparallel.planner.explain.break_even import break_evens
 from autoparallel.planner.explain.choice import complexity, is_tight, simpler_because
 from autoparallel.planner.explain.constraints import constraint_costs
 from autoparallel.planner.explain.simplest import simplest
@@ -57,6 +58,7 @@ def result_of(
         constraints=_constraints(outer, best) if explain else (),
         explored=explored(outer, search),
         tradeoffs=tradeoffs(outer, chosen) if explain else (),
+        break_evens=break_evens(problem, strategy) if explain else (),
         optimum=completed(expander, best.strategy) if other else None,
         optimum_s=best.step_time_s,
         instead=simpler_because(chosen.strategy, best.strategy, (is_tight(chosen), is_tight(best)))

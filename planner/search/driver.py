@@ -41,7 +41,7 @@ class Stopped(Exception):
     """A limit ended the search."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Search:
     """The state of a search. `check` is called before every step and raises `Stopped` at a limit."""
 
@@ -58,6 +58,12 @@ class Search:
     sims: Simulations = field(init=False)
     dual: Dual = field(init=False)
     taken: list[Search] = field(default_factory=list)  # searches of more of the space that belong to this one
+    _climb: Climb = field(init=False)
+    _begun: bool = False
+    _proving: float = 0.0  # work of either half
+    _climbing: float = field(init=False)
+    _polished: Evaluation | None = None
+    _climbed: int = 0  # since the incumbent was polished
 
     def __post_init__(self, below: Value) -> None:
         self.sims = Simulations(outer=self.outer, value=below)
@@ -65,38 +71,38 @@ class Search:
             sims=self.sims, effort=self.effort, only=self.only, most_actions=self.most_actions,
             at_once=self.at_once,
         )  # fmt: skip
+        self._climb = Climb(sims=self.sims, only=self.only, most_actions=self.most_actions)
+        self._climbing = FIRST_DUAL if self.climbs else inf
 
     def open(self, rows: Ints | None = None) -> None:
         """From now on the shapes `rows` (all of them if None) count in the bound."""
         self.dual.open(rows)
 
     def run(self, rows: Ints | None = None) -> None:
-        """Search the shapes `rows` (all of them if None) to the end."""
-        self.open(rows)
-        if self.starts:
-            self._start()
-        climb = Climb(sims=self.sims, only=self.only, most_actions=self.most_actions)
-        proving, climbing = 0.0, FIRST_DUAL if self.climbs else inf  # work of either half
-        polished: Evaluation | None = None
-        climbed = 0  # since the incumbent was polished
+        """Search the shapes `rows` (all of them if None) to the end; go on where an earlier call was stopped."""
+        if not self._begun:
+            self.open(rows)
+            self._begun = True
+            if self.starts:
+                self._start()
         while True:
             self.check(self)
             before = self.work
-            if proving <= climbing * DUAL_SHARE:
+            if self._proving <= self._climbing * DUAL_SHARE:
                 if not self.dual.step():
-                    if self.incumbent is not polished and (self.climbs or self._is_small()):
+                    if self.incumbent is not self._polished and (self.climbs or self._is_small()):
                         self._polish()
                     return
-                proving += self.work - before
-            elif (self.incumbent is polished or climbed < CLIMBS) and climb.step():
-                climbed += 1
-                climbing += self.work - before
-            elif self.incumbent is not polished:
+                self._proving += self.work - before
+            elif (self.incumbent is self._polished or self._climbed < CLIMBS) and self._climb.step():
+                self._climbed += 1
+                self._climbing += self.work - before
+            elif self.incumbent is not self._polished:
                 self._polish()
-                polished, climbed = self.incumbent, 0
-                climbing += self.work - before
+                self._climbed = 0
+                self._climbing += self.work - before
             else:
-                climbing = proving + FIRST_DUAL  # until something better is found to climb from
+                self._climbing = self._proving + FIRST_DUAL  # until something better is found to climb from
 
     def _is_small(self) -> bool:
         """Whether the incumbent is simulated in no time."""
@@ -107,11 +113,12 @@ class Search:
         if self.incumbent is not None and self.sims.chosen is not None:
             improve_partition(self.sims, self.sims.chosen, self.incumbent)
         improve_details(self.sims)
+        self._polished = self.incumbent
 
     def _start(self) -> None:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by."""
         promises, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.most_groups)
-        self.sims.work += spending.PER_VARIANT * looked_at
+        self.sims.work += spending.PER_START * looked_at
         left, found = self.starts, set[object]()
         for promised in promises:
             for chosen, bound_s in promised[:TRIES] if left else ():

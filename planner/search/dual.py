@@ -24,7 +24,7 @@ from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
 from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, scheduled_alike, values_of
 from autoparallel.planner.search.partition.deals import quick_deal
 from autoparallel.planner.search.partition.forms import PS
-from autoparallel.planner.search.partition.problem import has_choice
+from autoparallel.planner.search.partition.problem import StageProblem, has_choice
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.partition.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
@@ -35,7 +35,9 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 SHORT = 0.1  # of the effort, for a first look at a stage problem
-PLANES = 10  # paths that a schedule mostly asks for until it is bounded well. Kind: measured
+MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
+TIGHTER = 0.005  # share by which a linear program must be above the paths' bound for its weights to be wanted
+FURTHER = 1.3  # times the incumbent up to which weights are sought, as other variants are to be bounded by them, too
 MOST_CUTS = 12  # partitions of one candidate that are simulated for the paths that they show
 
 
@@ -55,7 +57,7 @@ class Dual:
         default_factory=list
     )  # solved again when no other is open
     _pushed: int = 0
-    _weights: dict[object, PathWeights | None] = field(default_factory=dict)  # by schedule
+    _weights: dict[object, list[PathWeights]] = field(default_factory=dict)  # by schedule
     _current: Value = NOTHING
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
 
@@ -121,7 +123,7 @@ class Dual:
         space = self.outer.space
         values = values_of(self.outer.problem, bounds, space.shapes.devices[found.shape])
         rows = values.order()
-        rows = rows[self._open_rows(values.take(rows))]
+        rows = rows[self.sims.rows_that_may_win(values.take(rows))]
         placed = self.outer.wires.inner_placements(found.take(rows))
         run = Run(variants=found.take(rows), values=values.take(rows), placed=placed, known=known)
         for part in (run.take(placed == 0), run.take(placed > 0)):
@@ -130,14 +132,6 @@ class Dual:
     def _push_run(self, run: Run) -> None:
         if len(run):
             self._push(run.bound, run)
-
-    def _open_rows(self, values: Values) -> Bools:
-        """Which rows could win."""
-        best, then = self.sims.value
-        if self._by_memory:
-            sooner = values.second < then * (1 - 1e-6)
-            return np.asarray((values.first < best) | ((values.first == best) & sooner))
-        return np.asarray(values.first < best * (1 - 1e-6))
 
     @property
     def _by_memory(self) -> bool:
@@ -161,7 +155,7 @@ class Dual:
     def _bound_paths(self, run: Run) -> bool:
         """Bound the variants of the first one's schedule by the paths of it; False where that was done or says nothing."""
         chosen = candidate(self.outer.space, run.variants, 0)
-        if self._by_memory or run.known == Known.PATHS or chosen.mesh.pp == 1:
+        if self._by_memory or chosen.mesh.pp == 1:
             return False
         if self.most_actions is not None and chosen.actions > self.most_actions:
             return False
@@ -170,33 +164,43 @@ class Dual:
             problem = self.sims.problem(chosen)
             if problem is None:
                 return False
-            walked = spending.PER_ACTION_WALKED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
-            self.sims.work += spending.PER_PLANE + PLANES * walked
-            below_s = self.sims.below_s(chosen.mesh.devices)
-            self._weights[key] = weigh(problem, self.sims.paths(chosen), below_s)
-        weights = self._weights[key]
-        if weights is None:
+            self._weights[key] = []
+            self._weigh(chosen, problem)
+        every = self._weights[key]
+        if run.known == Known.PATHS and run.weighed == len(every):
             return False
-        self.sims.layers[key] = weights.layers
         same = scheduled_alike(self.outer.space.shapes, run)
         self._push_run(run.take(~same))
         run = run.take(same)
-        bounds_s = weights.bounds_s(rows_of(self.outer, run.variants))
-        self.sims.work += spending.PER_RANK * len(run) * chosen.chunks
+        rows = rows_of(self.outer, run.variants)
+        each_s = [weights.bounds_s(rows, self.outer.chain) for weights in every[run.weighed :]]
+        bounds_s = np.max([np.zeros(len(run)), *each_s], axis=0)
+        self.sims.work += spending.PER_PASS + spending.PER_RANK * len(run) * chosen.chunks * len(each_s)
         devices = self.outer.space.shapes.devices[run.variants.shape]
         rates = np.array([self.outer.problem.value_of(1.0, 0.0, int(d))[0] for d in devices])
         values = Values(first=np.maximum(run.values.first, bounds_s * rates), second=run.values.second)
         order = values.order()
-        order = order[self._open_rows(values.take(order))]
-        run = replace(run, values=values, known=Known.PATHS)
+        order = order[self.sims.rows_that_may_win(values.take(order))]
+        run = replace(run, values=values, known=Known.PATHS, weighed=len(every))
         self._push_run(run.take(order))
         return True
+
+    def _weigh(self, chosen: Candidate, problem: StageProblem) -> None:
+        """Weigh the paths of a candidate's schedule as bounds it best, for all of its schedule to be bounded by."""
+        below_s = self.sims.below_s(chosen.mesh.devices)
+        weights, planes = weigh(problem, self.sims.paths(chosen), below_s * FURTHER)
+        walked = spending.PER_ACTION_WALKED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
+        self.sims.work += planes * (spending.PER_PLANE + walked)
+        if weights is not None:
+            self._weights[chosen.schedule_key].append(weights)
+            self.sims.layers.setdefault(chosen.schedule_key, weights.layers)
 
     def _bound_ranks(self, run: Run) -> None:
         """Bound the first variants of a run rank by rank; the rest of it goes back."""
         self._push_run(run.take(slice(VARIANTS_AT_ONCE, None)))
         found = run.variants.take(slice(VARIANTS_AT_ONCE))
-        self.sims.work += spending.PER_RANK * float(self.outer.space.shapes.pp[found.shape].sum())
+        ranks = float(self.outer.space.shapes.pp[found.shape].sum())
+        self.sims.work += spending.PER_PASS + spending.PER_RANK * ranks
         bounds = bound_variants(self.outer, found, self._below_all_s(found), memory=self._by_memory)
         open_ = np.isfinite(bounds.time_s)
         self._queue(found.take(open_), bounds.take(open_), Known.RANKS)
@@ -207,17 +211,17 @@ class Dual:
         owner = int(run.variants.shape[0])
         if not outer.far.knows(shapes, owner, at):
             row = outer.far.widest(shapes, np.unique(run.variants.shape[run.placed == at]), owner)
-            self.sims.work += spending.PER_TENSOR_PLACEMENT
+            self.sims.work += spending.PER_TENSOR_BLOCK * len(outer.problem.graph.blocks)
             try:
                 outer.far.price(candidate(outer.space, run.variants, 0).mesh, shapes, row, at)
             except UserError as error:
                 self.sims.errors.append(error)
-                self._push_run(run.take(~outer.far.alike(shapes, run.variants.shape, run.placed, row, at)))
+                self._push_run(run.take(~outer.far.told_by(shapes, run.variants.shape, run.placed, row, at)))
                 return
         told = outer.far.told(shapes, run.variants.shape, run.placed)
         self._push_run(run.take(~told))
         run = run.take(told)
-        self.sims.work += spending.PER_VARIANT * len(run)
+        self.sims.work += spending.PER_PASS + spending.PER_VARIANT * len(run)
         bounds = quick_bounds(outer.problem, rows_of(outer, run.variants), outer.capacity_bytes)
         devices = shapes.devices[run.variants.shape]
         if self._by_memory:
@@ -226,7 +230,7 @@ class Dual:
             found = values_of(outer.problem, bounds, devices)
             values = Values(first=np.maximum(run.values.first, found.first), second=run.values.second)
         order = values.order()
-        order = order[self._open_rows(values.take(order))]
+        order = order[self.sims.rows_that_may_win(values.take(order))]
         self._push_run(replace(run, values=values, known=Known.FAR).take(order))
 
     def _open(self, bound: Value, chosen: Candidate) -> None:
@@ -241,21 +245,32 @@ class Dual:
         if not has_choice(problem):  # one partition, which decides
             self.sims.try_quickly(chosen, bound)
             return
-        if not self._by_memory and chosen not in self.sims.candidates:
-            self.sims.try_quickly(chosen, bound)
-            problem = self.sims.with_paths(chosen, problem)
+        if not self._by_memory:
+            relaxed = self._relaxed(chosen, problem)
+            known = self._weights.get(chosen.schedule_key)
+            if known and len(known) < MOST_WEIGHTS and relaxed[0] > bound[0] * (1 + TIGHTER):
+                self._weigh(chosen, problem)
+            bound = max(bound, relaxed)
+            if not self.sims.may_win(bound):
+                return
+            if chosen not in self.sims.candidates:
+                self.sims.try_quickly(chosen, bound)
+                problem = self.sims.with_paths(chosen, problem)
         self._resolve(Node(chosen=chosen, bound=bound, problem=problem), SHORT)
+
+    def _relaxed(self, chosen: Candidate, problem: StageProblem) -> Value:
+        """What the linear relaxation of a candidate's stage problem says that no partition goes below."""
+        kinds = len(self.outer.chain.units)
+        self.sims.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks * kinds
+        least_s = relaxed_bound_s(problem, problem.paths)
+        return NOTHING if least_s is None else self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices)
 
     def _resolve(self, node: Node, share: float = 1.0) -> None:
         """Solve a node's stage problem with a share of the effort; it goes back with the bound that it has now."""
         chosen, bound, problem, excluded = node.chosen, node.bound, node.problem, node.excluded
         effort = self.effort * share
         if not self._by_memory and not excluded:
-            self.sims.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks
-            least_s = relaxed_bound_s(problem, problem.paths)
-            if least_s is None:
-                return
-            bound = max(bound, self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices))
+            bound = max(bound, self._relaxed(chosen, problem))
             if not self.sims.may_win(bound):
                 return
         if self._by_memory:

@@ -110,6 +110,7 @@ class Run:
     values: Values
     placed: Ints
     known: Known
+    weighed: int = 0  # how many weights of its schedule's paths it is bounded by
 
     def __len__(self) -> int:
         return len(self.placed)
@@ -117,7 +118,7 @@ class Run:
     def take(self, rows: Ints | Bools | slice) -> Run:
         return Run(
             variants=self.variants.take(rows), values=self.values.take(rows), placed=self.placed[rows],
-            known=self.known,
+            known=self.known, weighed=self.weighed,
         )  # fmt: skip
 
     @property

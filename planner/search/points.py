@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -30,7 +31,7 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
 from autoparallel.planner.search.bounds.tables import representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
-from autoparallel.planner.search.driver import Search
+from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.evaluate import TOLERANCE
 from autoparallel.planner.search.open import values_of
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
@@ -39,6 +40,7 @@ from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_
 from autoparallel.planner.strategy.types import Offload, Strategy, TensorRule
 
 POINTS_SHARE = 0.2  # of a search's work, for further points after one that stopped
+SLICE = 150.0  # work done on one of them at a time. Kind: measured
 SHAPES_ASKED = 16  # of a setting, those with the least bounds, that say whether it is asked for
 VARIANTS_ASKED = 256  # of these shapes likewise
 BINDS = 1.001  # times its bound without limit that a variant takes where memory binds. Kind: formula
@@ -64,7 +66,7 @@ def asked_points(search: Search) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]
     outer = search.outer
     for asked in list(_asked(search)):
         for price in asked.prices:
-            search.sims.work += spending.PER_TENSOR_PLACEMENT
+            search.sims.work += spending.PER_TENSOR_BLOCK * len(outer.problem.graph.blocks)
             plan = outer.book.expander.works.tensor_point(asked.strategy, price)
             if plan is not None and _pays(outer, asked.strategy, plan, price):
                 yield asked.rows, plan.rules
@@ -72,31 +74,47 @@ def asked_points(search: Search) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]
 
 def search_points(
     search: Search, check: Callable[[Search], None], *, ended: bool = True, most_work: float = inf
-) -> None:
+) -> bool:
     """Search further points of the settings that ask for them; `search`, whose search is over, takes over what is
-    found. Raises Stopped where they take `most_work`, which `check` allows each search, or `POINTS_SHARE` of it where that
-    of `search` has not `ended`: what is then still open counts in the bound of `search`."""
-    opened, work = [], 0.0 if ended else most_work * (1 - POINTS_SHARE)
+    found. They take `most_work` in all, `POINTS_SHARE` of it where `search` has not `ended`, the one with the least bound first;
+    what is then still open counts in the bound of `search`. Whether all of them came to an end; `check` is called before every
+    step and raises Stopped."""
+    opened: list[Search] = []
     for rows, rules in asked_points(search):
         point = _of_point(search.outer, rows, rules)
         if point is not None:
             opened.append(Search(outer=point, check=check, below=search.value))
             opened[-1].open()
             search.taken.append(opened[-1])
-    done = work
-    for own in opened:
-        own.sims.value, own.sims.work = min(own.value, search.value), done
-        _search(search, own)
-        done = own.work
-    search.sims.work += done - work
+    left = most_work * (1.0 if ended else POINTS_SHARE)
+    while opened and left > 0.0:
+        own = min(opened, key=lambda one: one.dual.bound())
+        if not ended and own.dual.bound() >= search.dual.bound():
+            break  # nothing here is less proved than what `search` has left open
+        own.sims.value, before = min(own.value, search.value), own.work
+        own.check = partial(_check_slice, check, before + min(left, SLICE))
+        if _searched(search, own):
+            opened.remove(own)
+        left -= own.work - before
+        search.sims.work += own.work - before
+        check(search)
+    return not opened
 
 
-def _search(search: Search, own: Search) -> None:
-    """Search a point below the best value, and take over what it finds."""
+def _check_slice(check: Callable[[Search], None], until: float, own: Search) -> None:
+    """The check of a search that also stops at so much work."""
+    check(own)
+    if own.work >= until:
+        raise Stopped
+
+
+def _searched(search: Search, own: Search) -> bool:
+    """Go on with a point below the best value, and take over what it finds; whether that came to an end."""
+    known = len(own.seen)
     try:
-        own.run()
+        return own.ended()
     finally:
-        search.seen.extend(own.seen)
+        search.seen.extend(own.seen[known:])
         if own.incumbent is not None:
             search.consider(own.incumbent)
 

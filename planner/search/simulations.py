@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import numpy as np
+
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.problem import NOTHING, Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
+from autoparallel.planner.search.open import Values
 from autoparallel.planner.search.partition.deals import proportional, quick_deal
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
@@ -23,6 +26,7 @@ from autoparallel.planner.search.partition.paths import SchedulePaths
 from autoparallel.planner.search.partition.problem import Deal, StageProblem, deal_value, with_less_room
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Bools
 
 ROOMS_TRIED = 5  # partitions tried where memory binds, each with as much more room as the one before lacked
 
@@ -53,6 +57,14 @@ class Simulations:
         if self.outer.problem.objective == Objective.MEMORY:
             return bound < (self.value[0], self.value[1] * (1 - TOLERANCE))
         return bound[0] < self.value[0] * (1 - TOLERANCE)
+
+    def rows_that_may_win(self, bounds: Values) -> Bools:
+        """`may_win` of many bounds at once."""
+        best, then = self.value
+        if self.outer.problem.objective == Objective.MEMORY:
+            sooner = bounds.second < then * (1 - TOLERANCE)
+            return np.asarray((bounds.first < best) | ((bounds.first == best) & sooner))
+        return np.asarray(bounds.first < best * (1 - TOLERANCE))
 
     def below_s(self, devices: int) -> float:
         """Seconds that a strategy on so many devices must stay below to be better than the incumbent."""

@@ -19,6 +19,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.access_laws import checked_law
 from autoparallel.planner.strategy.errors import explain_validation, nearest
 from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, Section, StrategySchema, keys_of
+from autoparallel.planner.strategy.stacks import with_stack
 from autoparallel.planner.strategy.types import (
     Batch,
     EmbeddingAccess,
@@ -77,6 +78,7 @@ class ProblemRecord:
     seq_len: int | None = None
     objective: str | None = None
     allow_lossy: bool | None = None
+    lossy_methods: tuple[str, ...] = ()
     cluster: Mapping[str, Any] | None = None
 
 
@@ -278,6 +280,7 @@ def strategy_from_constraints(constraints: Constraints, *, name: str = "strategy
             f"{name}: not a complete strategy, {', '.join(missing)} missing; have `autoparallel plan "
             "--strategy` fill it in"
         )
+    constraints = with_stack(constraints)
     parts: dict[str, Any] = {}
     for section, kind in _PARTS.items():
         given = {

@@ -20,7 +20,9 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Compression = Annotated[
     str,
     StringConstraints(
-        pattern=r"^(none|fp16|bf16|fp8|int8|int4|int2|sign|topk:(0?\.0*[1-9]\d*|1|1\.0)|powersgd:[1-9]\d*)$"
+        pattern=r"^(none|fp16|bf16|fp8|int8|int4|int2|sign|topk:RATIO(-RATIO)?|powersgd:[1-9]\d*)$".replace(
+            "RATIO", r"(0?\.0*[1-9]\d*|1|1\.0)"
+        )
     ),
 ]
 Layout = Annotated[
@@ -102,6 +104,9 @@ class OffloadSection(Section):
 class ExecutionSection(Section):
     """`[execution]`."""
 
+    stack: str | None = Field(
+        None, description="the software, a file of profiles/stacks: keys below override it"
+    )
     dtype: Precision | None = Field(None, description="matrix products")
     param_dtype: StoredPrecision | None = Field(None, description="what parameters() hold")
     master_weights: bool | None = Field(None, description="an fp32 copy beside, held by the optimizer")
@@ -116,7 +121,7 @@ class ExecutionSection(Section):
     )
     blocking_sends: bool | None = Field(None, description="stages wait for their messages to have gone")
     kept_outputs: bool | None = Field(
-        None, description="stages keep what they have sent until their backward"
+        None, description="what was sent, or returned beside the loss, is kept until the backward"
     )
     blocking_launches: bool | None = Field(
         None, description="the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)"
@@ -138,6 +143,10 @@ class ExecutionSection(Section):
     dtensor: bool | None = Field(
         None,
         description="tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator",
+    )
+    fsdp2: bool | None = Field(
+        None,
+        description="ZeRO is torch's FSDP2: shards beside whole parameters, units that are gathered and reduced at once",
     )
     hidden_dispatch: bool | None = Field(
         None, description="experts' exchanges run beside the computation of another micro-batch"
@@ -192,6 +201,7 @@ class ProblemSection(Section):
     seq_len: Degree | None = None
     objective: Literal["time", "cost", "memory"] | None = None
     allow_lossy: bool | None = None
+    lossy_methods: list[Compression] | None = None
     cluster: dict[str, Any] | None = None
 
 

@@ -83,8 +83,10 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What the user runs with: never chosen by the planner."""
+    """What the user runs with: never chosen by the planner. Flags say what the software does of its own accord; `stack` names
+    the one that they describe (`profiles/stacks/`), whose values they are unless stated one by one."""
 
+    stack: str = "plain"
     dtype: str = "bf16"
     param_dtype: str = "bf16"
     master_weights: bool = True
@@ -100,7 +102,7 @@ class Execution:
         False  # tensor-parallel sums of input gradients run beside the products of weight gradients
     )
     blocking_sends: bool = False  # a stage waits until its message has gone to the next one
-    kept_outputs: bool = False  # what a stage has sent stays with it until its backward pass (DeepSpeed)
+    kept_outputs: bool = False  # what a stage has sent (DeepSpeed), or the model returned beside its loss, stays until the backward pass
     blocking_launches: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
     late_gathers: bool = False  # ZeRO-1 and 2 gather updated parameters beside the next step's first forwards
     parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
@@ -111,6 +113,7 @@ class Execution:
     dtensor: bool = (
         False  # tp and cp by torch's DTensor: its gathers copy, and the host dispatches each eager operator
     )
+    fsdp2: bool = False  # ZeRO is torch's FSDP2: shards beside whole parameters, units that are gathered and reduced at once
     hidden_dispatch: bool = False  # experts' exchanges run beside the computation of another micro-batch
     merged_dispatch: bool = (
         False  # a token goes once to a rank and a node that hold several of its experts (DeepEP)

@@ -17,7 +17,14 @@ from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, comment_of
-from autoparallel.planner.strategy.types import EmbeddingAccess, EmbeddingRule, Strategy, TensorRule
+from autoparallel.planner.strategy.stacks import as_stated
+from autoparallel.planner.strategy.types import (
+    EmbeddingAccess,
+    EmbeddingRule,
+    Execution,
+    Strategy,
+    TensorRule,
+)
 
 UNSAID = ("placement", "per_node")  # keys left out where they say nothing: on regular clusters
 _COMMENT_COLUMN = 34
@@ -143,9 +150,10 @@ def _umask() -> int:
 
 def _strategy_section(section: str, part: Any) -> str:
     lines = [f"[{section}]"]
+    unsaid = as_stated(part) if isinstance(part, Execution) else ()
     for f in fields(part):
         key = f.name.rstrip("_")
-        if f.name in UNSAID and not getattr(part, f.name):
+        if f.name in unsaid or (f.name in UNSAID and not getattr(part, f.name)):
             continue
         value = getattr(part, f.name)
         line = f"{key} = {literal(dict(value) if key == 'tables' else value)}"

@@ -11,20 +11,20 @@ as recomputation and copies only take time, and no kernel or collective is faste
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autoparallel.planner.expand.axes import axes_of, inner_axes, tensor_stride
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import Units, placed_row
+from autoparallel.planner.search.bounds.tables import BY_KIND, KIND_TIMES, SINGLE, Units, placed_row
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import Shapes
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
 from autoparallel.planner.strategy.types import Mesh
 
-TIMES = tuple(f.name for f in fields(Units) if f.name.endswith("_s") and f.name != "recompute_s")
+TIMES = tuple(name for name in SINGLE if name.endswith("_s") and name != "recompute_s")
 Key = tuple[int, ...]  # tp, sequence parallelism, cp, ep, and the number of the placement
 
 
@@ -35,7 +35,9 @@ class FarPrices:
     problem: Problem
     chain: Chain
     book: PriceBook
-    _known: dict[Key, dict[int, Floats]] = field(default_factory=dict)  # [name of `TIMES`]
+    _known: dict[Key, dict[int, tuple[Floats, Floats]]] = field(
+        default_factory=dict
+    )  # [name of `TIMES`], and [kind, the first of `BY_KIND`]
 
     def price(self, mesh: Mesh, shapes: Shapes, row: int, placed: int) -> None:
         """Price a shape's setting where this mesh has it. Raises UserError where it cannot be."""
@@ -43,10 +45,10 @@ class FarPrices:
             self.problem, self.chain, self.book, shapes, row, inner_axes(axes_of(mesh)),
             tensor_stride(mesh, self.problem.cluster),
         )  # fmt: skip
-        names = [f.name for f in fields(Units)]
         micro = int(shapes.micro[row])
-        each = np.array([found[names.index(name)] for name in TIMES]) / micro
-        self._known.setdefault(self._key(shapes, row, placed), {})[micro] = each
+        each = np.array([found[SINGLE.index(name)] for name in TIMES]) / micro
+        by_kind = np.array(found[len(SINGLE) :]).reshape(-1, len(BY_KIND))[:, :KIND_TIMES] / micro
+        self._known.setdefault(self._key(shapes, row, placed), {})[micro] = each, by_kind
 
     def knows(self, shapes: Shapes, row: int, placed: int) -> bool:
         """Whether something is known of a shape's setting at a placement."""
@@ -64,12 +66,12 @@ class FarPrices:
 
     def told(self, shapes: Shapes, owners: Ints, placed: Ints) -> Bools:
         """Which variants, of these shapes and placements, something is known of."""
-        table = np.stack([owners, placed], axis=1)
-        distinct, which = np.unique(table, axis=0, return_inverse=True)
-        known = np.array([self.knows(shapes, owner, at) for owner, at in distinct.tolist()], dtype=np.bool_)
-        return np.asarray(known[which.reshape(-1)])
+        columns = (shapes.tp, shapes.sequence_parallel, shapes.cp, shapes.ep, shapes.micro)
+        first, which = alike(*(column[owners] for column in columns), placed)
+        known = [self.knows(shapes, int(owners[row]), int(placed[row])) for row in first.tolist()]
+        return np.array(known, dtype=np.bool_)[which]
 
-    def alike(self, shapes: Shapes, owners: Ints, placed: Ints, row: int, at: int) -> Bools:
+    def told_by(self, shapes: Shapes, owners: Ints, placed: Ints, row: int, at: int) -> Bools:
         """Which rows of `owners` a price of `row` at a placement tells of."""
         same = placed == at
         for name in ("tp", "sequence_parallel", "cp", "ep"):
@@ -82,13 +84,23 @@ class FarPrices:
         rows = np.flatnonzero(placed > 0) if self._known else placed[:0]
         if not len(rows):
             return units
-        table = np.stack([shapes.tp, shapes.sequence_parallel, shapes.cp, shapes.ep, placed], axis=1)[rows]
-        distinct, which = np.unique(table, axis=0, return_inverse=True)
-        columns = {name: getattr(units, name).copy() for name in TIMES}
-        for number, key in enumerate(distinct.tolist()):
-            own = rows[which.reshape(-1) == number]
-            for most, each in self._known.get(tuple(key), {}).items():
+        keys = (shapes.tp, shapes.sequence_parallel, shapes.cp, shapes.ep, placed)
+        first, which = alike(*(column[rows] for column in keys))
+        known = [
+            (number, self._known[key])
+            for number, row in enumerate(rows[first].tolist())
+            if (key := self._key(shapes, row, int(placed[row]))) in self._known
+        ]
+        if not known:
+            return units
+        columns = {name: getattr(units, name).copy() for name in (*TIMES, "by_kind")}
+        for number, prices in known:
+            own = rows[which == number]
+            for most, (each, by_kind) in prices.items():
                 fits = own[most % shapes.micro[own] == 0]
+                least = by_kind * shapes.micro[fits][:, None, None]
+                before = columns["by_kind"][fits, :, :KIND_TIMES]
+                columns["by_kind"][fits, :, :KIND_TIMES] = np.maximum(before, least)
                 for name, seconds in zip(TIMES, each.tolist(), strict=True):
                     columns[name][fits] = np.maximum(columns[name][fits], seconds * shapes.micro[fits])
         return replace(units, **columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -20,8 +20,14 @@ from autoparallel.planner.search.bounds.tables import (
     take_units,
     unit_table,
 )
-from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds, shape_bounds, variant_bounds
-from autoparallel.planner.search.bounds.wires import WireBook
+from autoparallel.planner.search.bounds.variants import (
+    Bounds,
+    communicated_s,
+    quick_bounds,
+    shape_bounds,
+    variant_bounds,
+)
+from autoparallel.planner.search.bounds.wires import WireBook, Wires
 from autoparallel.planner.search.partition.forms import Chain, units_of
 from autoparallel.planner.search.partition.unlike import capacities, fastest, lacking_bytes, rank_devices
 from autoparallel.planner.search.space.build import (
@@ -104,12 +110,15 @@ def build_outer(
     pace = pace_of_ranks(problem, chain, best, space.shapes)
     units = unit_table(problem, chain, best, space.shapes, capacity_bytes, processes)
     bounds = shape_bounds(problem, space, units, _counted(chain))
+    wires = WireBook.of(problem, space, units, book, chain)
+    least_s = communicated_s(space, units, wires, chain, *slowdowns(book))
+    bounds = replace(bounds, time_s=np.fmax(bounds.time_s, least_s))
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, units, pace)
     return Outer(
         problem=problem, space=space, chain=chain, book=book, units=units,
         counts=space.counts(),
-        wires=WireBook.of(problem, space, units, book, chain),
+        wires=wires,
         far=FarPrices(problem=problem, chain=chain, book=best),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
@@ -153,7 +162,7 @@ def rows_of(
 ) -> Rows:
     """Variants with their prices, and the numbers of blocks that their chunks may have (`_blocks_per_chunk`)."""
     shapes = outer.space.shapes.take(found.shape)
-    constants = outer.book.device.constants
+    slow, slow_comm = slowdowns(outer.book)
     wires = outer.wires.price(found)
     units = outer.far.apply(take_units(outer.units, found.shape), shapes, outer.wires.inner_placements(found))
     gather_s = wires.gather_s + wires.gather_expert_s * units.unit_experts
@@ -175,20 +184,55 @@ def rows_of(
         ),
         unit_step_s=wires.step_s * units.unit_trainable + wires.step_expert_s * units.unit_expert_trainable,
         all_step_s=wires.step_s * units.all_trainable + wires.step_expert_s * units.all_expert_trainable,
+        kind_gather_s=_kind_gathers_s(wires, units),
+        kind_reduce_s=_of_kinds(units, wires.reduce_s, wires.reduce_expert_s, "trainable"),
+        kind_step_s=_of_kinds(units, wires.step_s, wires.step_expert_s, "trainable"),
+        gather_each_s=wires.gather_each_s,
         step_s=wires.step_s,
         reduce_s=wires.reduce_s,
-        send_s=wires.send_s,
+        sends_s=wires.sends_s,
+        send_s=_shortest(wires.sends_s, outer.chain),
         tied_s=wires.tied_s,
         repeated=outer.repeated,
         others=outer.space.repeated - outer.repeated,
         least_per_chunk=least,
         least_per_end=ends,
         most_per_chunk=most,
-        slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
-        slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0),
+        slow=slow,
+        slow_comm=slow_comm,
         slower=None if outer.pace is None else 1.0 / outer.pace[:, found.shape],
         lacking_bytes=lacking_bytes(outer.problem),
     )
+
+
+def slowdowns(book: PriceBook) -> tuple[float, float]:
+    """How many times as long computation and communication take beside each other."""
+    constants = book.device.constants
+    return 1.0 + constants.get("overlap.compute_slowdown", 0.0), 1.0 + constants.get(
+        "overlap.comm_slowdown", 0.0
+    )
+
+
+def _of_kinds(units: Units, each_s: Floats, expert_s: Floats, numbers: str) -> Floats:
+    """Seconds of a unit of each kind at these rates per number, [variant, kind]."""
+    dense, experts = (
+        ("dense_trainable", "expert_trainable") if numbers == "trainable" else ("dense", "experts")
+    )
+    return units.of_kinds(dense) * each_s[:, None] + units.of_kinds(experts) * expert_s[:, None]
+
+
+def _shortest(sends_s: Floats, chain: Chain) -> Floats:
+    """The shortest message of each variant."""
+    return sends_s[:, chain.sent].min(axis=1) if chain.sent else np.zeros(len(sends_s))
+
+
+def _kind_gathers_s(wires: Wires, units: Units) -> Floats:
+    """Seconds to gather the parameters of a unit of each kind: at the best rate, and no less than those of the smallest unit
+    of the kinds that count where it has as many."""
+    as_many = units.of_kinds("dense") >= units.unit_parameters[:, None]
+    best = _of_kinds(units, wires.gather_each_s, 0.0 * wires.gather_expert_s, "all")
+    least = np.where(as_many, np.maximum(best, wires.gather_s[:, None]), best)
+    return least + units.of_kinds("experts") * wires.gather_expert_s[:, None]
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints) -> tuple[Ints, Ints, Ints]:

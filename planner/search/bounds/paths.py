@@ -10,20 +10,22 @@ linear program of one variant, and serve all others of the schedule, whose layer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoparallel.costmodel.stage_cost import Phase, StageCost
 from autoparallel.costmodel.timetable import pipeline_times
-from autoparallel.planner.search.bounds.rows import Rows, passes
-from autoparallel.planner.search.partition.forms import PS
+from autoparallel.planner.search.bounds.rows import Rows
+from autoparallel.planner.search.partition.forms import PS, Chain
 from autoparallel.planner.search.partition.paths import SchedulePaths
 from autoparallel.planner.search.partition.problem import Q, Row, StageProblem
 from autoparallel.planner.search.partition.relaxation import Relaxation
-from autoparallel.planner.search.space.meshes import Floats
+from autoparallel.planner.search.space.meshes import Bools, Floats
 
 MOST_PLANES = 60  # paths that are added for one schedule. Kind: formula
+MOST_NUMBERS = 20_000_000  # that units dealt in order may take; more are dealt in any order. Kind: formula
 CLOSE = 1e-3  # share to which bound and timetable agree at the end
 STEP = 0.4  # of the way from the best layers to those that the program proposes. Kind: measured
 TIMES = tuple(q for q in Q if q < Q.STATE)  # the quantities that are seconds
@@ -36,110 +38,211 @@ class PathWeights:
     counts: Floats  # [quantity of `TIMES`, chunk]
     layers: tuple[float, ...]  # of each chunk, with which a walk took least
 
-    def bounds_s(self, rows: Rows) -> Floats:
+    def bounds_s(self, rows: Rows, chain: Chain) -> Floats:
         """Seconds that no partition of any of these variants, all of this schedule, goes below."""
-        u, nothing = rows.units, np.zeros(len(rows.zero))
-        f, _, ended_s, b = passes(rows, 1.0)
-        input_s, weight_s = np.minimum(u.unit_input_s, b), u.unit_weight_s
-        hidden = rows.slow / rows.slow_comm  # of a reduction beside a second of computation
-        every = rows.zero >= 2  # each backward ends with its reduction: nothing is left
-
-        def left_s(compute_s: Floats) -> Floats:
-            return np.where(every, 0.0, np.maximum(rows.unit_reduce_s - compute_s * hidden, 0.0))
-
-        backward_s = {Q.BACKWARD: b, Q.LAST_BACKWARD: b, Q.END: np.maximum(ended_s, b)}
-        weights_s = {Q.BACKWARD_WEIGHT: weight_s, Q.LAST_BACKWARD_WEIGHT: weight_s}
-        weights_s[Q.END_WEIGHT] = rows.beside(weight_s, rows.unit_reduce_s)
-        seconds = {
-            Q.FORWARD: f, Q.BACKWARD_INPUT: input_s, **backward_s, **weights_s, Q.STEP: rows.unit_step_s,
-            Q.REDUCE: left_s(u.unit_backward_s), Q.REDUCE_AFTER_WEIGHT: left_s(weight_s),
-        }  # fmt: skip
-        each = np.zeros((len(nothing), self.counts.shape[1]))
-        for q, value in seconds.items():
-            each += np.outer(value, self.counts[TIMES.index(q)])
-
-        def end(forward_s: Floats, all_s: Floats, input_s: Floats, trainable: Floats) -> dict[Q, Floats]:
-            back_s, reduce_s = all_s - forward_s, rows.reduce_s * trainable
-            weight_s = back_s - input_s
-            return {
-                Q.FORWARD: forward_s, Q.BACKWARD_INPUT: input_s, Q.STEP: rows.step_s * trainable,
-                Q.BACKWARD: back_s, Q.LAST_BACKWARD: back_s, Q.END: rows.beside(back_s, reduce_s),
-                Q.BACKWARD_WEIGHT: weight_s, Q.LAST_BACKWARD_WEIGHT: weight_s,
-                Q.END_WEIGHT: rows.beside(weight_s, reduce_s), Q.TIED: rows.tied_s,
-            }  # fmt: skip
-
-        fixed = rows.send_s * self.counts[TIMES.index(Q.SEND)].sum() + nothing
-        head = end(u.head_forward_s, u.head_s, u.head_input_s, u.head_trainable)
-        tail = end(u.tail_forward_s, u.tail_s, u.tail_input_s, u.tail_trainable)
-        for at, values in ((0, head), (-1, tail)):
+        of_kind = [chain.kinds.count(kind) for kind in range(len(chain.units))]
+        took = _Took(rows, of_kind)
+        times = [TIMES.index(q) for q in took.units]
+        each = np.stack(list(took.units.values()), axis=2) @ self.counts[times]  # [variant, kind, chunk]
+        fixed = np.zeros(len(each))
+        for at, values in ((0, took.head), (-1, took.tail)):
             for q, value in values.items():
                 fixed = fixed + value * self.counts[TIMES.index(q)][at]
-        least = np.ones(each.shape[1]) if not rows.others else np.zeros(each.shape[1])
-        least[[0, -1]] = 0
-        rest = max(rows.repeated - least.sum(), 0)
-        return np.asarray(fixed + (each * least).sum(axis=1) + rest * each.min(axis=1))
+        for q, value in took.chunks.items():
+            fixed = fixed + value * self.counts[TIMES.index(q)][1:-1].sum()
+        sends = self.counts[TIMES.index(Q.SEND)]
+        if len(set(chain.kinds)) > 1 and each.size * len(chain.kinds) <= MOST_NUMBERS:
+            return fixed + _in_order(rows, chain, each, sends)
+        units, least = np.array(of_kind, dtype=np.float64), each.min(axis=2)
+        # A chunk that is not at an end of the model has a unit, which takes there what it takes more than in the best chunk.
+        more = (each - least[:, :, None])[:, units > 0, 1:-1].min(axis=1).sum(axis=1)
+        more = more * (rows.least_per_chunk > 0) + rows.send_s * sends.sum()
+        return np.asarray(fixed + least @ units + more)
 
 
-def weigh(problem: StageProblem, paths: SchedulePaths, below_s: float) -> PathWeights | None:
-    """The weights that bound one variant best, layers divided at will: Kelley's cutting planes.
+def _in_order(rows: Rows, chain: Chain, each: Floats, sends: Floats) -> Floats:
+    """The least that units and messages come to, [variant], of all ways to deal the units to the chunks in their order: a unit
+    of a kind takes `each` [variant, kind, chunk], the message after a chunk its seconds `sends` [chunk] times. By dynamic
+    programming over the chunks, every number of units dealt so far at once.
+    """
+    message_s = rows.sends_s[:, list(chain.cuts)]  # [variant, units before it]
+    least = int(rows.least_per_chunk.min(initial=1))
+    dealt = _so_far(each[:, list(chain.kinds), 0])
+    for chunk in range(1, each.shape[2]):
+        before = _so_far(each[:, list(chain.kinds), chunk])
+        best = np.minimum.accumulate(dealt + sends[chunk - 1] * message_s - before, axis=1)
+        fewest = least if chunk < each.shape[2] - 1 else 0
+        dealt = np.full_like(before, np.inf)
+        dealt[:, fewest:] = before[:, fewest:] + best[:, : best.shape[1] - fewest]
+    return np.asarray(dealt[:, -1])
+
+
+def _so_far(seconds: Floats) -> Floats:
+    """The sums of the first columns, from none to all of them."""
+    return np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
+
+
+class _Took:
+    """Seconds of each quantity by variant: of a unit of each kind, of the ends of the model, and what any chunk that is not at
+    an end takes besides.
+
+    Computation beside communication takes no less than either of two linear forms (`Rows.beside`). All units and ends of a
+    variant are given the same one, which is the larger one for the whole model: one unit may hide what another exchanges.
+    """
+
+    def __init__(self, rows: Rows, of_kind: Sequence[int]) -> None:
+        self._rows = rows
+        self._of_kind = np.array(of_kind, dtype=np.float64)
+        gain = max(1.0 / rows.slow + 1.0 / rows.slow_comm - 1.0, 0.0)
+        self._more = max(
+            1.0 - rows.slow_comm * gain, 0.0
+        )  # of a second of communication, if computation leads
+        self._less = max(1.0 - rows.slow * gain, 0.0)  # of a second of computation, if communication leads
+        u, every = rows.units, rows.zero >= 2  # each backward ends with its reduction: nothing is left
+        copied = np.where((rows.shapes.pp > 1) & ~rows.v_shaped, u.tail_tied, 0.0)
+        trainable = (u.head_trainable, u.tail_trainable + copied)
+        gathers = (
+            rows.kind_gather_s, rows.gather_each_s * u.head_parameters, rows.gather_each_s * u.tail_parameters
+        )  # fmt: skip
+        reduces = (rows.kind_reduce_s, *(rows.reduce_s * numbers for numbers in trainable))
+        both = tuple(a + b for a, b in zip(gathers, reduces, strict=True))
+        nothing = tuple(0.0 * seconds for seconds in gathers)
+        forward = (u.of_kinds("forward_s"), u.head_forward_s, u.tail_forward_s)
+        backward = (u.of_kinds("backward_s"), u.head_s - u.head_forward_s, u.tail_s - u.tail_forward_s)
+        inputs = (u.of_kinds("input_s"), u.head_input_s, u.tail_input_s)
+        weight = (u.of_kinds("weight_s"), *(a - b for a, b in zip(backward[1:], inputs[1:], strict=True)))
+        each = tuple(np.where(_column(every, a), a, b) for a, b in zip(both, gathers, strict=True))
+        each_weight = tuple(np.where(_column(every, a), a, b) for a, b in zip(reduces, nothing, strict=True))
+        self.units: dict[Q, Floats] = {}
+        self.chunks: dict[Q, Floats] = {}
+        self.head: dict[Q, Floats] = {Q.TIED: rows.tied_s}
+        self.tail: dict[Q, Floats] = {Q.TIED: rows.tied_s}
+        self._take(Q.FORWARD, forward, gathers, ends_computing=True)
+        self._take(Q.BACKWARD_INPUT, inputs, gathers, ends_computing=True)
+        for q in (Q.BACKWARD, Q.LAST_BACKWARD):
+            self._take(q, backward, each, waits_for=gathers[0])
+        self._take(Q.END, backward, both, waits_for=gathers[0])
+        for q in (Q.BACKWARD_WEIGHT, Q.LAST_BACKWARD_WEIGHT):
+            self._take(q, weight, each_weight)
+        self._take(Q.END_WEIGHT, weight, reduces)
+        self._add(Q.STEP, rows.kind_step_s, *(rows.step_s * numbers for numbers in trainable))
+        self._leave(Q.REDUCE, backward, reduces, every)
+        self._leave(Q.REDUCE_AFTER_WEIGHT, weight, reduces, every)
+
+    def _add(self, q: Q, units: Floats, head: Floats, tail: Floats) -> None:
+        self.units[q], self.head[q], self.tail[q] = units, head, tail
+
+    def _take(
+        self,
+        q: Q,
+        computed: _Parts,
+        exchanged: _Parts,
+        *,
+        ends_computing: bool = False,
+        waits_for: Floats | None = None,
+    ) -> None:
+        """A quantity of so much computation (units, head, tail) beside so much communication. The gather of a chunk's first
+        unit is waited for (all of what is `exchanged` if nothing else is said), and where a pass `ends_computing` the last
+        unit has nothing beside it."""
+        compute, comm = (part[0] @ self._of_kind + part[1] + part[2] for part in (computed, exchanged))
+        led = compute + self._more * comm >= comm + self._less * compute
+        self._add(q, *(
+            np.where(_column(led, a), a + self._more * b, b + self._less * a)
+            for a, b in zip(computed, exchanged, strict=True)
+        ))  # fmt: skip
+        gathered = (exchanged[0] if waits_for is None else waits_for)[:, self._of_kind > 0]
+        if not gathered.shape[1] or not (ends_computing or waits_for is not None):
+            return
+        first_s = (1.0 - self._more) * gathered.min(axis=1)
+        last_s = (1.0 - self._less) * computed[0][:, self._of_kind > 0].min(axis=1) if ends_computing else 0.0
+        self.chunks[q] = np.where(led, first_s, last_s) * (self._rows.least_per_chunk > 0)
+
+    def _leave(self, q: Q, computed: _Parts, reduced: _Parts, every: Bools) -> None:
+        """What computation leaves of a reduction beside it; nothing where units may hide what others leave."""
+        hidden = self._rows.slow / self._rows.slow_comm
+        units, head, tail = (b - a * hidden for a, b in zip(computed, reduced, strict=True))
+        some = (units > 0.0)[:, self._of_kind > 0].all(axis=1) & ~every
+        # What the tail computes comes before the units, whose reductions it cannot hide.
+        self._add(q, *(np.where(_column(some, x), x, 0.0) for x in (units, head, np.maximum(tail, 0.0))))
+
+
+_Parts = tuple[Floats, ...]  # of the units [variant, kind], of the head, of the tail
+
+
+def _column(rows: Bools, like: Floats) -> Bools:
+    """A truth by variant, as a column where there is one by kind."""
+    return rows[:, None] if like.ndim == 2 else rows
+
+
+def weigh(problem: StageProblem, paths: SchedulePaths, below_s: float) -> tuple[PathWeights | None, int]:
+    """The weights that bound one variant best, layers divided at will, and how many planes that took: Kelley's method.
 
     A linear program over the known paths proposes layers per chunk; walked through the timetable between these and the best
     ones so far, they show the path that the program lacked. Ends where the two agree, or the bound reaches `below_s`. What
     paths carried weight at the end are from then on among those of the schedule. None where devices are unlike.
     """
     if problem.device_of or problem.chunks == 1 or not problem.kinds:
-        return None
+        return None, 0
     program = Relaxation.of(problem, memory=False)
     for row in paths.rows:
         program.add(row)
-    best = np.full(problem.chunks, len(problem.kinds) / problem.chunks)
-    best_s, row = _walk(problem, paths, best)
+    counts = [problem.kinds.count(kind) for kind in program.kinds]
+    best = np.tile(np.array(counts) / problem.chunks, (problem.chunks, 1))
+    walk = _Walk(problem, paths)
+    best_s, row = walk(best)
     program.add(row)
     for _ in range(MOST_PLANES):
         solved = program.solve()
         if solved is None:
-            return None
-        step_s, blocks = solved
+            return None, len(program.planes)
+        step_s, layers = solved
         if step_s >= min(below_s, best_s * (1 - CLOSE)):
             break
-        between = best + STEP * (blocks - best)
-        length_s, row = _walk(problem, paths, between)
+        between = best + STEP * (layers - best)
+        length_s, row = walk(between)
         if length_s < best_s:
             best, best_s = between, length_s
         if not program.add(row):
-            length_s, row = _walk(problem, paths, blocks)
+            length_s, row = walk(layers)
             if length_s < best_s:
-                best, best_s = blocks, length_s
+                best, best_s = layers, length_s
             if not program.add(row):
                 break
-    return _weights(program, paths, best) if program.solve() is not None else None
+    weights = _weights(program, paths, best) if program.solve() is not None else None
+    return weights, len(program.planes)
 
 
-def _walk(problem: StageProblem, paths: SchedulePaths, blocks: Floats) -> tuple[float, Row]:
-    """Seconds of the timetable with so many layers in each chunk, none recomputed, and its critical path."""
-    kinds, costs = tuple(dict.fromkeys(problem.kinds)), []
-    for chunk, n in enumerate(blocks.tolist()):
-        s = [
-            max(
-                0.0,
-                *(form.fixed[chunk] + n * min(form.kept[kind] for kind in kinds) for form in quantity.forms),
-            )
-            / PS
-            for quantity in problem.quantities[: len(TIMES)]
-        ]
-        costs.append(
-            StageCost(
-                forward=Phase(total_s=s[Q.FORWARD]), backward=Phase(total_s=s[Q.BACKWARD]),
-                backward_input=Phase(total_s=s[Q.BACKWARD_INPUT]),
-                backward_weight=Phase(total_s=s[Q.BACKWARD_WEIGHT]),
-                last_backward=Phase(total_s=s[Q.LAST_BACKWARD]),
-                last_backward_weight=Phase(total_s=s[Q.LAST_BACKWARD_WEIGHT]),
-                step=Phase(total_s=s[Q.STEP]), reduce_s=s[Q.REDUCE], reduce_after_weight_s=s[Q.REDUCE_AFTER_WEIGHT],
-                send_s=s[Q.SEND], tied_s=s[Q.TIED], updated_s=s[Q.UPDATED],
-            )
-        )  # fmt: skip
-    times = pipeline_times(paths.timetable, costs)
-    return times.step_time_s, paths.critical(costs, times)
+class _Walk:
+    """A schedule's timetable walked with layers divided at will."""
+
+    def __init__(self, problem: StageProblem, paths: SchedulePaths) -> None:
+        self._paths = paths
+        quantities = problem.quantities[: len(TIMES)]
+        forms = [form for quantity in quantities for form in quantity.forms]
+        kinds = list(dict.fromkeys(problem.kinds))
+        self._each = np.array([form.kept for form in forms], dtype=np.float64)[:, kinds] / PS  # [form, kind]
+        self._fixed = np.array([form.fixed for form in forms], dtype=np.float64) / PS  # [form, chunk]
+        self._first = np.cumsum([0, *(len(quantity.forms) for quantity in quantities[:-1])])
+
+    def __call__(self, layers: Floats) -> tuple[float, Row]:
+        """Seconds with so many layers of each kind in each chunk, none recomputed, and the critical path."""
+        every = np.maximum.reduceat(self._fixed + self._each @ layers.T, self._first, axis=0)
+        costs = []
+        for s in np.maximum(every, 0.0).T.tolist():
+            costs.append(
+                StageCost(
+                    forward=Phase(total_s=s[Q.FORWARD]), backward=Phase(total_s=s[Q.BACKWARD]),
+                    backward_input=Phase(total_s=s[Q.BACKWARD_INPUT]),
+                    backward_weight=Phase(total_s=s[Q.BACKWARD_WEIGHT]),
+                    last_backward=Phase(total_s=s[Q.LAST_BACKWARD]),
+                    last_backward_weight=Phase(total_s=s[Q.LAST_BACKWARD_WEIGHT]),
+                    step=Phase(total_s=s[Q.STEP]), reduce_s=s[Q.REDUCE],
+                    reduce_after_weight_s=s[Q.REDUCE_AFTER_WEIGHT],
+                    send_s=s[Q.SEND], tied_s=s[Q.TIED], updated_s=s[Q.UPDATED],
+                )
+            )  # fmt: skip
+        times = pipeline_times(self._paths.timetable, costs)
+        return times.step_time_s, self._paths.critical(costs, times)
 
 
 def _weights(program: Relaxation, paths: SchedulePaths, best: Floats) -> PathWeights | None:
@@ -155,4 +258,4 @@ def _weights(program: Relaxation, paths: SchedulePaths, best: Floats) -> PathWei
                 paths.rows.append(row)
             for q, c, n in row.terms:
                 counts[q, c] += weight / total * n
-    return PathWeights(counts=counts, layers=tuple(best.tolist()))
+    return PathWeights(counts=counts, layers=tuple(best.sum(axis=1).tolist()))

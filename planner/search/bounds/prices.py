@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.buckets import fill_buckets
-from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
+from autoparallel.costmodel.graph import ITEM_BYTES, TensorSpec
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, contended_s, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program, Step
@@ -18,6 +18,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
+from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.search.partition.problem import Row
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
@@ -84,8 +85,8 @@ class PriceBook:
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
     _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
+    _fetched: dict[object, BlockWork] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
-    _messages: dict[tuple[str, int, int], int] = field(default_factory=dict, repr=False)
     _others: dict[str, PriceBook] = field(default_factory=dict, repr=False)
 
     def at_best(self) -> PriceBook:
@@ -113,7 +114,6 @@ class PriceBook:
                 _rates={},
                 _links={},
                 _moments={},
-                _messages={},
                 _others={},
             )
         return self._others[device.name]
@@ -152,18 +152,25 @@ class PriceBook:
     def _price(
         self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool, added: bool
     ) -> LinkPrice:
-        work = self.expander.work(strategy, block, mode)
+        work, one_by_one = self.expander.work(strategy, block, mode), fetches(strategy)
         both = state.gathers_of(work.parameters, work.expert_parameters, strategy)
-        gathers = [gather for gather in both if gather is not None]
+        gathers = [gather for gather in both if gather is not None and not one_by_one]
         parameters, trainable = work.parameters, work.trainable
         if not held:
             tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]
             parameters = max(parameters - sum(p.numel for p in tied), 0)
             trainable = max(trainable - sum(p.numel for p in tied if p.trainable), 0)
         accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy) if added else ()
+        if one_by_one:
+            work, accumulate = self._fetched_work(strategy, work, block, held=held), ()
         forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
-        zero = state.zero_level(strategy)
-        reduction = state.reduction_of(trainable, strategy, work.expert_trainable)
+        if (
+            not one_by_one
+        ):  # the memory of a unit takes no other time: what is remembered is of the work itself
+            reduced = state.reduction_of(work.trainable, strategy, work.expert_trainable)
+            unit = self.expander.as_unit(strategy, replace(work, gather=both[0]), block, reduced, frozenset())
+            work = replace(unit, gather=None)
+        reduction = () if one_by_one else state.reduction_of(trainable, strategy, work.expert_trainable)
         contended = self._contended_s(strategy, block, work, axes, (*gathers, *reduction))
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
         return LinkPrice(
@@ -171,9 +178,9 @@ class PriceBook:
             input_s=input_s,
             weight_s=weight_s,
             gather_s=sum(self.pricer.collective_s(gather, axes) for gather in gathers),
-            reduce_s=self._reduce_s(trainable, work.expert_trainable, strategy, axes),
+            reduce_s=0.0 if one_by_one else self._reduce_s(trainable, work.expert_trainable, strategy, axes),
             gather_bytes=sum(gather.size_bytes for gather in gathers),
-            reduce_bytes=sum(whole) if zero >= 2 else 0,
+            reduce_bytes=sum(whole) if state.gradient_level(strategy) >= 2 else 0,
             parameters=parameters,
             trainable=trainable,
             experts=work.expert_parameters,
@@ -188,6 +195,14 @@ class PriceBook:
             forward_contended_s=contended[0],
             backward_contended_s=contended[1],
         )
+
+    def _fetched_work(self, strategy: Strategy, work: BlockWork, block: int, *, held: bool) -> BlockWork:
+        """A link that fetches its parameters one by one; not `held`: but for tied ones."""
+        tied = () if held else (p.name for p in self.expander.graph.blocks[block].parameters if p.tied)
+        key = (id(work), block, held, state.shard_axes(strategy), state.shard_ranks(strategy))
+        if key not in self._fetched:
+            self._fetched[key] = self.expander.fetched(strategy, work, block, frozenset(tied))
+        return self._fetched[key]
 
     def _contended_s(
         self,
@@ -206,13 +221,12 @@ class PriceBook:
         whole = replace(work, gather=gather, expert_gather=expert_gather, reduce=reduction)
         return contended_s(whole, _bare_program(strategy, axes), self.pricer)
 
-    def least_message_bytes(self, dtype: str, micro: int, parts: int) -> int:
-        """The smallest message between neighbouring stages, of all places where the chain may be cut, on one of the
-        `parts` devices that share a micro-batch, when training in `dtype`."""
-        key = (dtype, micro, parts)
-        if key not in self._messages:
-            self._messages[key] = _least_message_bytes(self.expander.graph, TENSOR_DTYPE[dtype], micro, parts)
-        return self._messages[key]
+    def message_bytes(self, specs: Sequence[TensorSpec], dtype: str, micro: int, parts: int) -> int:
+        """A message between neighbouring stages on one of the `parts` devices that share a micro-batch, when training in
+        `dtype`."""
+        own, dtype = self.expander.graph.dtype, TENSOR_DTYPE[dtype]
+        items = (ITEM_BYTES[dtype if spec.dtype == own else spec.dtype] for spec in specs)
+        return sum(spec.numel(micro) * item // parts for spec, item in zip(specs, items, strict=True))
 
     def send_s(self, axes: tuple[Axis, ...], size_bytes: int, *, wraps: bool = False) -> float:
         """Seconds of a message to the next stage, or back to the first rank."""
@@ -221,6 +235,11 @@ class PriceBook:
         )
         return self.pricer.collective_s(message, axes)
 
+    def join_s(self, axes: tuple[Axis, ...], size_bytes: int) -> float:
+        """Seconds to join a message of which each tensor-parallel rank has got a share."""
+        gather = Collective(op=CollectiveOp.ALL_GATHER, axes=("tp",), size_bytes=size_bytes, label="pp")
+        return self.pricer.collective_s(gather, axes)
+
     def block_s(
         self, strategy: Strategy, work: BlockWork, more: tuple[Kernel, ...], axes: tuple[Axis, ...]
     ) -> tuple[float, float, float]:
@@ -228,7 +247,7 @@ class PriceBook:
 
         A pass is priced whole: where the host is slower than the device, its parts do not add up.
         """
-        inner = inner_axes(axes)
+        inner = axes if fetches(strategy) else inner_axes(axes)
         key = (id(work), more, inner, strategy.execution.kernels)  # the expander keeps every work alive
         if key not in self._blocks:
             weights = self._weights.setdefault(
@@ -294,22 +313,10 @@ class PriceBook:
         return min(found)
 
 
-def _least_message_bytes(graph: ModelGraph, dtype: str, micro: int, parts: int) -> int:
-    starts = graph.repeated_positions
-    ends = {graph.chain[p - 1].sends for p in starts if p} | {graph.chain[p].sends for p in starts[-1:]}
-    sizes = [
-        sum(
-            spec.numel(micro) * ITEM_BYTES[dtype if spec.dtype == graph.dtype else spec.dtype] // parts
-            for spec in sends
-        )
-        for sends in ends
-    ]
-    return min(sizes, default=0)
-
-
 def _bare_program(strategy: Strategy, axes: tuple[Axis, ...]) -> Program:
     """A program without actions: what pricing a block's steps needs to know."""
     return Program(
         ranks=(), stages=(), axes=axes, micro_batches=strategy.micro_batches, dtype=strategy.execution.dtype,
         overlap=strategy.grad_sync.overlap, kernels=strategy.execution.kernels,
+        blocking_launches=strategy.execution.blocking_launches,
     )  # fmt: skip

@@ -40,17 +40,19 @@ class Rates:
     trainable: Floats
 
 
-def state_rates(problem: Problem, zero: Ints, ranks: Ints, away: Floats) -> Rates:
+def state_rates(problem: Problem, zero: Ints, ranks: Ints, away: Floats, several: Bools) -> Rates:
     """Bytes per parameter (held, cast) and per trainable one (gradient, optimizer) under ZeRO over `ranks`, with a share
-    of the optimizer's state `away` on the host."""
+    of the optimizer's state `away` on the host; `several`: micro-batches. As `planner.expand.state` has them."""
     execution = problem.execution
     held = state.dtype_bytes(execution.param_dtype)
     stepped = state.optimizer_bytes_per_parameter(execution) * (1.0 - away)
     graded = state.dtype_bytes(execution.grad_dtype)
-    return Rates(
-        parameter=held / np.where(zero == 3, ranks, 1),
-        trainable=graded / np.where(zero >= 2, ranks, 1) + stepped / np.where(zero >= 1, ranks, 1),
-    )
+    gradient, parameter = graded / np.where(zero >= 2, ranks, 1), held / np.where(zero == 3, ranks, 1)
+    if execution.fsdp2:
+        whole = min(held, ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
+        parameter = np.where((zero == 1) | (zero == 2), held / ranks + whole, parameter)
+        gradient = np.where(zero == 1, np.where(several, graded, graded / ranks), gradient)
+    return Rates(parameter=parameter, trainable=gradient + stepped / np.where(zero >= 1, ranks, 1))
 
 
 def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates]:
@@ -59,8 +61,10 @@ def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates
     level = np.where(ranks > 1, zero, 0)
     alike = np.maximum(ranks * shapes.tp // shapes.ep, 1)
     return (
-        state_rates(problem, level, ranks, shapes.optimizer_away),
-        state_rates(problem, np.where(alike > 1, level, 0), alike, shapes.optimizer_away),
+        state_rates(problem, level, ranks, shapes.optimizer_away, shapes.micro_batches > 1),
+        state_rates(
+            problem, np.where(alike > 1, level, 0), alike, shapes.optimizer_away, shapes.micro_batches > 1
+        ),
     )
 
 
@@ -130,7 +134,8 @@ class RankBounds:
         # What is left of the reductions after the last backwards beside which they run stands in line on the rank's link.
         beside_s = np.where(plain, u.unit_backward_s, u.unit_weight_s) * (rows.slow / rows.slow_comm)
         left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.unit_reduce_s - beside_s, 0.0))
-        self.reduced_per_block_s = left_s + rows.unit_step_s
+        # No chunk's last backward starts before every micro-batch has passed all stages.
+        self.reduced_per_block_s = m * f + left_s + rows.unit_step_s
         self.reduced_base_s = before * others_f + sends_s + step_s * ends
         self.recompute_s = m * u.recompute_s
 
@@ -293,6 +298,9 @@ class Room:
 def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
     """Parameters of a unit gathered to run it, and whole gradients of one on their way to a reduction."""
     u, execution = rows.units, problem.execution
+    # One parameter at a time; or as a unit of FSDP2, in whose own peaks both are (`planner.expand.units`).
+    if execution.parameter_gathers or execution.fsdp2:
+        return np.zeros(len(rows.zero)), np.zeros(len(rows.zero))
     sharded = rows.shapes.dp_shard * rows.shapes.cp > 1
     item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
     whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable

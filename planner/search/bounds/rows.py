@@ -8,7 +8,7 @@ import numpy as np
 
 from autoparallel.planner.search.bounds.tables import Units, take_units
 from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, joined
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,14 @@ class Rows:
     all_gather_s: Floats
     unit_step_s: Floats  # the optimizer and the gather of updated parameters of a unit
     all_step_s: Floats
+    kind_gather_s: Floats  # likewise [variant, kind of unit]
+    kind_reduce_s: Floats
+    kind_step_s: Floats
+    gather_each_s: Floats  # of one parameter, when all are gathered at once
     step_s: Floats  # likewise per trainable parameter, experts aside
     reduce_s: Floats  # the gradient of one
-    send_s: Floats  # the shortest message between neighbouring stages
+    sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
+    send_s: Floats  # the shortest of them
     tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
     repeated: int  # units of the kinds that count
     others: int  # units of other kinds, which may stand anywhere and count for nothing
@@ -55,7 +60,8 @@ class Rows:
     def take(self, index: Ints) -> Rows:
         columns = (
             "zero", "schedule", "chunks", "unit_reduce_s", "all_reduce_s", "unit_gather_s", "all_gather_s",
-            "unit_step_s", "all_step_s", "step_s", "reduce_s", "send_s", "tied_s",
+            "unit_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
+            "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s",
         )  # fmt: skip
         return Rows(
             shapes=self.shapes.take(index), units=take_units(self.units, index),
@@ -80,13 +86,13 @@ class Rows:
     def filled(self) -> Ints:
         """The sum of `before` over the ranks."""
         columns = (self.shapes.pp, self.chunks, self.least_per_chunk, self.least_per_end, self.most_per_chunk)
-        _, first, which = np.unique(joined(*columns), return_index=True, return_inverse=True)
+        first, which = alike(*columns)
         sums = np.zeros(len(first), dtype=np.int64)
         for at, (pp, chunks, least, end, most) in enumerate(np.stack(columns)[:, first].T.tolist()):
             rank = np.arange(pp)
             fewest = np.where(rank > 0, (rank - 1) * least + end, 0) - self.others
             sums[at] = np.maximum(np.maximum(fewest, self.repeated - (pp * chunks - rank) * most), 0).sum()
-        return np.asarray(sums[which.reshape(-1)])
+        return np.asarray(sums[which])
 
     def first_stage_s(self) -> Floats:
         """What stands besides on the way of a micro-batch through all stages and back: the first stage's forwards of the

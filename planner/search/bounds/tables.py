@@ -33,6 +33,10 @@ NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of para
 NEARLY_ALL = 0.9
 FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
 SETTING = ("activations_away", "tp", "sequence_parallel", "recompute", "cp", "ep")
+# What of each kind of unit stands in `Units.by_kind`: seconds of a micro-batch, of the cheaper of kept and recomputed; numbers
+# of parameters; bytes kept of a micro-batch, at least if it is recomputed in full, and the seconds that this then costs.
+BY_KIND = ("forward_s", "backward_s", "input_s", "weight_s", *NUMBERS, "saved", "least_saved", "recompute_s")
+KIND_TIMES = 4  # of these the first are seconds
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
@@ -80,6 +84,15 @@ class Units:
     all_experts: Floats
     all_expert_trainable: Floats
     buffer_bytes: Floats  # of the whole model
+    tail_tied: Floats  # trainable numbers of the tail that the head holds, too: a stage of its own has a copy
+    by_kind: Floats  # [shape, kind of unit, what of `BY_KIND`]
+
+    def of_kinds(self, name: str) -> Floats:
+        """One of `BY_KIND`, [shape, kind]."""
+        return np.asarray(self.by_kind[:, :, BY_KIND.index(name)])
+
+
+SINGLE = tuple(f.name for f in fields(Units) if f.name != "by_kind")
 
 
 def kinds_that_count(chain: Chain) -> tuple[int, ...]:
@@ -110,12 +123,19 @@ def unit_table(
     illegal = next((one.illegal for one in found if one.illegal is not None), None)
     if illegal is not None and not any(one.legal for one in found):
         raise illegal
-    rows = np.empty((len(settings), len(fields(Units))))
+    rows = np.empty((len(settings), row_length(chain)))
     for some, one in zip(alike.values(), found, strict=True):
         rows[some] = one.rows
         book.expander.works.know(one.plans)
     columns = rows[setting_of]
-    return Units(**{f.name: columns[:, i] for i, f in enumerate(fields(Units))})
+    single = columns[:, : len(SINGLE)].T
+    by_kind = columns[:, len(SINGLE) :].reshape(len(columns), -1, len(BY_KIND))
+    return Units(**dict(zip(SINGLE, single, strict=True)), by_kind=by_kind)
+
+
+def row_length(chain: Chain) -> int:
+    """Numbers in a row of the table: those of the model, then those of each kind of unit."""
+    return len(SINGLE) + len(chain.units) * len(BY_KIND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +156,7 @@ def _priced(
     capacity_bytes: float,
 ) -> _Priced:
     """Rows of settings."""
-    names = [f.name for f in fields(Units)]
-    nothing = (np.inf,) * len(names)
+    nothing = (np.inf,) * row_length(chain)
     known = set(book.expander.works.plans)
     priced: list[tuple[float, ...]] = []
     full: tuple[float, ...] = ()  # the setting whose smaller micro-batches are too large already
@@ -155,8 +174,8 @@ def _priced(
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
-        unit = row[names.index("least_saved")] + row[names.index("peak")]
-        if max(unit, row[names.index("tail_peak")]) > capacity_bytes:
+        unit = row[SINGLE.index("least_saved")] + row[SINGLE.index("peak")]
+        if max(unit, row[SINGLE.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
     plans = {request: plan for request, plan in book.expander.works.plans.items() if request not in known}
@@ -179,7 +198,7 @@ def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
 def added_up(problem: Problem, shapes: Shapes) -> Ints:
     """How many micro-batches' gradients are added up, 2 for more; 1 with fused kernels, which do so on the way, and 0 where
     ZeRO-2 or 3 may add them to shards, for which nothing is counted."""
-    if problem.execution.kernels == "fused":
+    if problem.execution.kernels == "fused" and not problem.execution.added_gradients:
         return np.ones_like(shapes.micro_batches)
     level = problem.fixed_int("shard.zero")
     sharded = (shapes.dp_shard * shapes.cp > 1) & (level is None or level >= 2)
@@ -222,7 +241,15 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
 
 
-_Links = tuple[list[LinkPrice], list[LinkPrice], list[list[LinkPrice]], list[list[LinkPrice]]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """Head, tail, what of the tail the head holds, too, and each kind of unit, kept and recomputed in full."""
+
+    head: list[LinkPrice]
+    tail: list[LinkPrice]
+    tail_tied: int  # trainable numbers
+    units: list[list[LinkPrice]]
+    full: list[list[LinkPrice]]
 
 
 def _links(
@@ -234,7 +261,7 @@ def _links(
     *,
     added: bool,
 ) -> _Links:
-    """Head, tail, and each kind of unit, kept and recomputed in full."""
+    """Prices of every link in a strategy's setting."""
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
@@ -243,15 +270,17 @@ def _links(
 
     head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [link(b, "none") for b in chain.tail]
+    copies = [link(b, "none", held=True) for b in chain.tail]
+    tied_numbers = sum(a.dense_trainable - b.dense_trainable for a, b in zip(copies, tail, strict=True))
     units = [[link(b, mode if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    if mode == "full" and "recompute.per_stage" not in problem.constraints:
-        return head, tail, units, units
-    full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    return head, tail, units, full
+    full = units
+    if mode != "full" or "recompute.per_stage" in problem.constraints:
+        full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
+    return _Links(head=head, tail=tail, tail_tied=tied_numbers, units=units, full=full)
 
 
 def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
-    head, tail, units, full = links
+    head, tail, units, full = links.head, links.tail, links.units, links.full
     counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
     # Where activations go to the host, a recomputed unit, which has fewer to copy, may take less time.
     ways = list(zip(units, full if strategy.offload.activations else units, strict=True))
@@ -301,6 +330,26 @@ def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
             for n in NUMBERS
         ),
         float(min((link.buffer_bytes for link in every), default=0)),
+        float(links.tail_tied),
+        *(
+            n
+            for kind in range(len(units))
+            for n in _kind_row(ways[kind], units[kind], full[kind], least[kind])
+        ),
+    )
+
+
+def _kind_row(
+    ways: Sequence[Sequence[LinkPrice]], unit: Sequence[LinkPrice], full: Sequence[LinkPrice], least: float
+) -> tuple[float, ...]:
+    """What of `BY_KIND` a kind of unit has; `ways` are those of kept and recomputed that may take least time."""
+    return (
+        *(min(_sum(links, name) for links in ways) for name in ("forward_s", "backward_s", "input_s")),
+        min(_sum(unit, "weight_s"), _sum(full, "weight_s")),
+        *(_sum(unit, name) for name in NUMBERS),
+        _sum(unit, "saved"),
+        least,
+        max(_sum(full, "backward_s") - _sum(unit, "backward_s"), 0.0),
     )
 
 

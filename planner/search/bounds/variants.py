@@ -19,6 +19,8 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import Units
+from autoparallel.planner.search.bounds.wires import WireBook
+from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
 from autoparallel.planner.search.space.meshes import Bools, Floats
 
@@ -65,6 +67,32 @@ def shape_bounds(problem: Problem, space: Space, units: Units, repeated: int) ->
             np.maximum(middle, last), all_state_bytes(problem, shapes, units, best) / shapes.pp
         ),
     )
+
+
+def communicated_s(
+    space: Space, units: Units, wires: WireBook, chain: Chain, slow: float, slow_comm: float
+) -> Floats:
+    """Seconds that no variant of a shape goes below, as its gradients are reduced, its parameters updated and its messages
+    sent: the least of all orders of the mesh's axes. `slow` and `slow_comm`: what either takes longer beside the other."""
+    shapes, least, found_s = space.shapes, wires.least_s(), np.full(len(space.shapes), np.inf)
+    trainable, experts = (
+        np.where(np.isfinite(units.all_forward_s), numbers, 0.0)  # a shape that is no strategy has none
+        for numbers in (units.all_trainable, units.all_expert_trainable)
+    )
+    m, pp, compute_s = shapes.micro_batches, shapes.pp, units.all_forward_s + units.all_backward_s
+    for order in range(len(space.meshes.orders)):
+        at = shapes.mesh, order
+        step_s = least.step_s[at] * trainable + least.step_expert_s[at] * experts
+        reduce_s = least.reduce_s[at] * trainable + least.reduce_expert_s[at] * experts
+        left_s = np.maximum(reduce_s - units.all_backward_s * (slow / slow_comm), 0.0)
+        one_s = m * compute_s + left_s + step_s  # of one stage, whose reduction is beside its last backward
+        several_s = np.maximum(m * compute_s, m * units.all_forward_s + left_s) + step_s
+        send_s = wires.shortest_s(order, chain)
+        through_s = units.all_forward_s + units.all_input_s + 2 * (pp - 1) * send_s
+        through_s = np.maximum(through_s, (m + pp - 2) * send_s)
+        each_s = np.where(pp == 1, one_s, np.maximum(several_s / pp, through_s))
+        found_s = np.minimum(found_s, each_s)
+    return found_s
 
 
 def _may_split(space: Space) -> bool:
@@ -114,7 +142,9 @@ def _shared_s(rows: Rows) -> Floats:
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
     whole_s = u.all_forward_s + u.all_backward_s + rows.tied_s
     whole_s += np.where(rows.chunks > 1, rows.first_stage_s(), rows.step_s * u.head_trainable)
-    through_s = np.where(plain, whole_s + sends_s, u.all_forward_s + u.all_input_s)
+    # A schedule in the shape of a V turns on its last rank, without a message.
+    there_and_back_s = u.all_forward_s + u.all_input_s + sends_s - 2 * rows.v_shaped * rows.send_s
+    through_s = np.where(plain, whole_s + sends_s, there_and_back_s)
     gathers_s = rows.all_gather_s
     forward_s = rows.beside(u.all_forward_s, gathers_s)
     backward_s = rows.beside(u.all_backward_s, gathers_s)
@@ -130,7 +160,8 @@ def _shared_s(rows: Rows) -> Floats:
         rows.slow / rows.slow_comm
     )
     left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.all_reduce_s - beside_s, 0.0))
-    reduced_s = fill_s + left_s + rows.all_step_s
+    # No chunk's last backward starts before every micro-batch has passed all stages.
+    reduced_s = fill_s + m * forward_s + left_s + rows.all_step_s
     # Every micro-batch's messages from the first rank to the second follow each other on one link, before the way back.
     sent_each_s = m * np.where(rows.v_shaped, 1, rows.chunks) * rows.send_s
     through_s = np.maximum(

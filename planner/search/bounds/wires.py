@@ -14,21 +14,23 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest_axes
-from autoparallel.planner.expand.expander import MIB, mesh_axes
+from autoparallel.planner.expand.expander import mesh_axes
+from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.exchanges import EXCHANGED, at_once_s, exchange_s, reduces, update_s
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import Units
 from autoparallel.planner.search.partition.forms import Chain, tied_ends
 from autoparallel.planner.search.space.build import Shapes, Space, Variants
 from autoparallel.planner.search.space.candidates import sync_of
-from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints
-from autoparallel.planner.search.space.syncs import widest_bucket_mib
+from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, alike
 from autoparallel.planner.strategy.types import AXES, Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
-EXCHANGED = ("reduce_s", "gather_s", "gather_each_s", "reduce_expert_s", "gather_expert_s")
 STEPPED = ("step_s", "step_expert_s")
+REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
+LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +44,18 @@ class Wires:
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
     gather_expert_s: Floats
     step_expert_s: Floats
-    send_s: Floats  # the shortest message between neighbouring stages
+    sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     tied_s: Floats  # the exchange of tied gradients between the first and the last stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Least:
+    """Of `Wires`, by mesh and order, the least of all levels of ZeRO and compressions."""
+
+    reduce_s: Floats
+    reduce_expert_s: Floats
+    step_s: Floats
+    step_expert_s: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +70,15 @@ class WireBook:
     held: Ints  # by shape: the number of what its units hold
     away: Ints  # by shape: the number of the share of the optimizer's state on the host
     syncs: tuple[GradSync, ...]  # by compression
-    pipelines: tuple[list[tuple[int, int]], Ints]  # `_pipelines`
-    messages: tuple[list[int], Ints]  # `_messages`
+    pipelines: tuple[list[tuple[int, int]], Ints]  # `_places` of the pipeline axis
+    tensors: tuple[list[tuple[int, int]], Ints]  # and of the tensor-parallel one
+    messages: tuple[list[tuple[int, ...]], Ints]  # `_messages`
     tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
     _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _sends: dict[int, float] = field(default_factory=dict, repr=False)
+    _sends: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _joins: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
 
@@ -83,19 +97,67 @@ class WireBook:
             held=held.reshape(-1),
             away=np.unique(space.shapes.optimizer_away, return_inverse=True)[1].reshape(-1),
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
-            pipelines=_pipelines(space),
-            messages=_messages(problem, book, space.shapes),
+            pipelines=_places(space, "pp"),
+            tensors=_places(space, "tp"),
+            messages=_messages(problem, book, space.shapes, chain),
             tied=tuple(tied_ends(problem.graph, chain).values()),
         )
 
     def price(self, found: Variants) -> Wires:
         """The communication of some variants."""
-        few, which = _without_schedules(self.space, found)
+        few, which = _without_schedules(found)
         columns = dict(zip(EXCHANGED, self._exchange_prices(few).T, strict=True))
         columns |= zip(STEPPED, self._step_prices(few).T, strict=True)
-        columns["send_s"] = self._sends_s(few)
+        columns["sends_s"] = self._sends_s(few)
         columns["tied_s"] = self._tied_s(few)
         return Wires(**{name: column[which] for name, column in columns.items()})
+
+    def least_s(self) -> Least:
+        """What no variant of a mesh and order goes below."""
+        shapes, orders = self.space.shapes, len(self.space.meshes.orders)
+        rows = np.flatnonzero(np.isfinite(self.units.all_trainable))  # shapes that are strategies at all
+        first, _ = alike(shapes.mesh[rows], self.away[rows])  # what is updated on the host takes other time
+        least = np.full((len(self.space.meshes.sizes), orders, len(LEAST)), np.inf)
+        owners = np.repeat(rows[first], orders)
+        for zero in self.space.zeros:
+            legal = self.space.zero_fits(shapes.take(owners), zero)
+            for compression in range(len(self.space.compressions)):
+                found = Variants(
+                    shape=owners, order=np.tile(np.arange(orders), len(first)), zero=np.full_like(owners, zero),
+                    schedule=np.zeros_like(owners), virtual_stages=np.ones_like(owners),
+                    compression=np.full_like(owners, compression),
+                ).take(legal)  # fmt: skip
+                at = shapes.mesh[found.shape], found.order
+                each = self._at_once_prices(found) if zero == 3 else self._exchange_prices(found)[:, REDUCED]
+                np.minimum.at(least, at, np.concatenate([each, self._step_prices(found)], axis=1))
+        least[~np.isfinite(least)] = 0.0  # where no level is legal
+        return Least(**{name: least[:, :, i] for i, name in enumerate(LEAST)})
+
+    def shortest_s(self, order: int, chain: Chain) -> Floats:
+        """The shortest message between neighbouring stages, by shape, under this order of the mesh's axes."""
+        (_, pipeline), (messages, message) = self.pipelines, self.messages
+        own = pipeline[self.space.shapes.mesh, order] * len(messages) + message
+        first, which = alike(own)
+        shortest = []
+        for key in own[first].tolist():
+            if key not in self._sends:
+                self._sends[key] = self._sent_s(key)
+            shortest.append(min((self._sends[key][cut] for cut in chain.sent), default=0.0))
+        return np.array(shortest, dtype=np.float64)[which]
+
+    def _at_once_prices(self, found: Variants) -> Floats:
+        """`REDUCED` of ZeRO-3: nothing is faster than the gradients of the whole model at once."""
+        whole = max(self.problem.graph.parameter_count, 1)
+
+        def price(row: int) -> tuple[float, ...]:
+            strategy = self._example_of(found, row)
+            axes, experts = mesh_axes(strategy), self.units.all_experts[found.shape[row]] > 0
+            dense_s = at_once_s(self.book, strategy, axes, whole) if reduces(strategy) else 0.0
+            experts &= not fetches(strategy)
+            return dense_s, at_once_s(self.book, strategy, axes, whole, whole) if experts else 0.0
+
+        keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
+        return _looked_up({}, keys, price, len(REDUCED))
 
     def _example(self, mesh: int, order: int, zero: int, compression: int = 0, away: float = 0.0) -> Strategy:
         """A strategy whose gradients and parameters are exchanged, and updated, as they are in such variants."""
@@ -111,12 +173,12 @@ class WireBook:
         """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
         that is as near as can be."""
         keys = self.space.shapes.mesh[found.shape] * len(self.space.meshes.orders) + found.order
-        distinct, which = np.unique(keys, return_inverse=True)
-        for key in distinct.tolist():
+        first, which = alike(keys)
+        distinct = keys[first].tolist()
+        for key in distinct:
             if key not in self._inner:
                 self._inner[key] = self._inner_placement(*divmod(key, len(self.space.meshes.orders)))
-        numbers = [self._inner[key] for key in distinct.tolist()]
-        return np.asarray(np.array(numbers, dtype=np.int64)[which.reshape(-1)])
+        return np.asarray(np.array([self._inner[key] for key in distinct], dtype=np.int64)[which])
 
     def _inner_placement(self, mesh: int, order: int) -> int:
         sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
@@ -132,19 +194,32 @@ class WireBook:
         return self._numbers.setdefault(where, len(self._numbers) + 1)
 
     def _sends_s(self, found: Variants) -> Floats:
-        """The shortest message between neighbouring stages."""
-        columns, pipeline = self.pipelines
-        messages, message = self.messages
-        keys = (
-            pipeline[self.space.shapes.mesh[found.shape], found.order] * len(messages) + message[found.shape]
-        )
-        distinct, which = _dense(keys, len(columns) * len(messages))
-        for key in distinct.tolist():
-            if key not in self._sends:
-                (pp, stride), size_bytes = columns[key // len(messages)], messages[key % len(messages)]
-                axis = Axis(name="pp", size=pp, stride=stride)
-                self._sends[key] = self.book.send_s((axis,), size_bytes) if pp > 1 else 0.0
-        return np.array([self._sends[key] for key in distinct.tolist()], dtype=np.float64)[which]
+        """The messages between neighbouring stages, joined where tensor-parallel ranks each send a share."""
+        shapes = self.space.shapes
+        (_, pipeline), (tensors, tensor), (messages, message) = self.pipelines, self.tensors, self.messages
+        own, mesh = message[found.shape], shapes.mesh[found.shape]
+        keys = pipeline[mesh, found.order] * len(messages) + own
+        found_s = _looked_up(self._sends, keys, lambda row: self._sent_s(int(keys[row])), len(messages[0]))
+        if self.problem.execution.kernels != "fused":
+            return found_s
+        rows = np.flatnonzero((shapes.tp > 1)[found.shape] & (shapes.sequence_parallel == 0)[found.shape])
+        rows = rows[shapes.pp[found.shape[rows]] > 1]
+        joins = tensor[mesh[rows], found.order[rows]] * len(messages) + own[rows]
+
+        def joined(row: int) -> tuple[float, ...]:
+            (tp, stride), sizes = tensors[joins[row] // len(messages)], messages[joins[row] % len(messages)]
+            axis = Axis(name="tp", size=tp, stride=stride)
+            return tuple(self.book.join_s((axis,), size * tp) for size in sizes)
+
+        found_s[rows] += _looked_up(self._joins, joins, joined, len(messages[0]))
+        return found_s
+
+    def _sent_s(self, key: int) -> tuple[float, ...]:
+        """Each message, by the number of its pipeline and that of its size."""
+        pipeline, message = divmod(key, len(self.messages[0]))
+        pp, stride = self.pipelines[0][pipeline]
+        axis = Axis(name="pp", size=pp, stride=stride)
+        return tuple(self.book.send_s((axis,), size) if pp > 1 else 0.0 for size in self.messages[0][message])
 
     def _tied_s(self, found: Variants) -> Floats:
         """Shards of gradients of tensors that both ends of the model hold, from rank to rank; as if tp sharded all of them."""
@@ -173,7 +248,7 @@ class WireBook:
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            return _exchange_s(self.problem, self.book, self.units, strategy, int(found.shape[row]))
+            return exchange_s(self.problem, self.book, self.units, strategy, int(found.shape[row]))
 
         return _looked_up(self._exchanged, keys, price, len(EXCHANGED))
 
@@ -185,8 +260,8 @@ class WireBook:
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
             axes, experts = mesh_axes(strategy), self.units.all_experts[found.shape[row]] > 0
-            step_s = _step_s(self.book, strategy, axes, whole, 0)
-            expert_s = _step_s(self.book, strategy, axes, whole, whole) if experts else 0.0
+            step_s = update_s(self.book, strategy, axes, whole, 0)
+            expert_s = update_s(self.book, strategy, axes, whole, whole) if experts else 0.0
             return step_s / whole, expert_s / whole
 
         return _looked_up(self._stepped, keys, price, len(STEPPED))
@@ -208,53 +283,47 @@ def _looked_up(
     known: dict[int, tuple[float, ...]], keys: Ints, price: Callable[[int], tuple[float, ...]], columns: int
 ) -> Floats:
     """The prices by key, so many columns; of a key that is not known yet, that of its first row."""
-    distinct, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    for key, row in zip(distinct.tolist(), first.tolist(), strict=True):
+    first, which = alike(keys)
+    distinct = keys[first].tolist()
+    for key, row in zip(distinct, first.tolist(), strict=True):
         if key not in known:
             known[key] = price(row)
-    prices = np.array([known[key] for key in distinct.tolist()], dtype=np.float64).reshape(-1, columns)
-    return np.asarray(prices[which.reshape(-1)])
+    prices = np.array([known[key] for key in distinct], dtype=np.float64).reshape(len(distinct), columns)
+    return np.asarray(prices[which])
 
 
-def _without_schedules(space: Space, found: Variants) -> tuple[Variants, Ints]:
+def _without_schedules(found: Variants) -> tuple[Variants, Ints]:
     """Of variants that differ in their schedules alone the first one each, and which of these each variant is like."""
-    shapes, place = _dense(found.shape, len(space.shapes))
-    sizes = (len(shapes), 4, len(space.meshes.orders), len(space.compressions))
-    cells = np.ravel_multi_index((place, found.zero, found.order, found.compression), sizes)
-    distinct, which = _dense(cells, int(np.prod(sizes)))
-    first = np.empty(len(distinct), dtype=np.int64)
-    first[which[::-1]] = np.arange(len(found))[::-1]
+    first, which = alike(found.shape, found.zero, found.order, found.compression)
     return found.take(first), which
 
 
-def _dense(numbers: Ints, size: int) -> tuple[Ints, Ints]:
-    """The distinct ones of numbers below `size`, ascending, and which of them each is: `np.unique` without sorting."""
-    there = np.zeros(size, dtype=np.bool_)
-    there[numbers] = True
-    return np.flatnonzero(there), (np.cumsum(there) - 1)[numbers]
-
-
-def _messages(problem: Problem, book: PriceBook, shapes: Shapes) -> tuple[list[int], Ints]:
-    """The distinct sizes of the shortest message between neighbouring stages, in bytes, and which of them each shape has."""
+def _messages(
+    problem: Problem, book: PriceBook, shapes: Shapes, chain: Chain
+) -> tuple[list[tuple[int, ...]], Ints]:
+    """The distinct sizes of the chain's messages between neighbouring stages, in bytes, and which of them each shape has."""
     # Never fewer parts than `planner.expand.scatters_messages` has it.
     shared = (shapes.sequence_parallel > 0) | (problem.execution.kernels == "fused")
     parts = shapes.cp * np.where(shared, shapes.tp, 1)
     most = int(parts.max(initial=1)) + 1
     sizes, which = np.unique(shapes.micro * most + parts, return_inverse=True)
     dtype = problem.execution.dtype
-    messages = [book.least_message_bytes(dtype, *divmod(key, most)) for key in sizes.tolist()]
+    messages = [
+        tuple(book.message_bytes(specs, dtype, *divmod(key, most)) for specs in chain.messages)
+        for key in sizes.tolist()
+    ]
     return messages, which.reshape(-1)
 
 
-def _pipelines(space: Space) -> tuple[list[tuple[int, int]], Ints]:
-    """The distinct (size, stride) of the pipeline axis, and which of them it has by mesh and order."""
+def _places(space: Space, axis: str) -> tuple[list[tuple[int, int]], Ints]:
+    """The distinct (size, stride) of an axis, and which of them it has by mesh and order."""
     sizes, columns = space.meshes.sizes, []
     for order in space.meshes.orders:
-        inside = [MESH_KEYS.index(name) for name in order[order.index("pp") + 1 :]]
-        columns.append(np.stack([sizes[:, MESH_KEYS.index("pp")], sizes[:, inside].prod(axis=1)], axis=1))
+        inside = [MESH_KEYS.index(name) for name in order[order.index(axis) + 1 :]]
+        columns.append(np.stack([sizes[:, MESH_KEYS.index(axis)], sizes[:, inside].prod(axis=1)], axis=1))
     every = np.stack(columns, axis=1).reshape(-1, 2)
     distinct, which = np.unique(every, axis=0, return_inverse=True)
-    return [(pp, stride) for pp, stride in distinct.tolist()], which.reshape(len(sizes), -1)
+    return [(size, stride) for size, stride in distinct.tolist()], which.reshape(len(sizes), -1)
 
 
 def _placements(space: Space) -> Ints:
@@ -268,76 +337,3 @@ def _placements(space: Space) -> Ints:
     rows = np.concatenate([near, np.tile(sizes, (orders, 1))], axis=1)
     _, number = np.unique(rows, axis=0, return_inverse=True)
     return np.asarray(number.reshape(orders, meshes).T)
-
-
-def _exchange_s(
-    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, shape: int
-) -> tuple[float, ...]:
-    """EXCHANGED of one placement."""
-    axes, experts = mesh_axes(strategy), int(units.all_experts[shape])
-    dense = _dense_s(problem, book, units, strategy, axes, shape) if _reduces(strategy) else (0.0,) * 3
-    if not experts:
-        return (*dense, 0.0, 0.0)
-    gather_s = _gather_s(book, strategy, axes, experts, experts) / experts
-    return (*dense, _reduce_expert_s(problem, book, strategy, axes, experts), gather_s)
-
-
-def _reduces(strategy: Strategy) -> bool:
-    return strategy.mesh.data_parallel * strategy.mesh.cp > 1
-
-
-def _step_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
-    """To update so many parameters at once and to gather them again: experts and others are updated by one kernel, so
-    that the rate of either is that of all."""
-    mode = strategy.execution.kernels
-    updates = state.optimizer_kernel(parameters, strategy, experts)
-    gathers = () if strategy.execution.late_gathers else state.updated_gather(parameters, strategy, experts)
-    step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
-    return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
-
-
-def _dense_s(
-    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, axes: Axes, shape: int
-) -> tuple[float, float, float]:
-    """reduce_s, gather_s and gather_each_s."""
-    if state.zero_level(strategy) < 3:
-        return _bucket_s(problem, book, strategy, axes), 0.0, 0.0
-    # Shards of experts and of the rest are summed over replicas by one collective.
-    most = max(int(units.most_trainable[shape]), 1) + int(units.all_experts[shape])
-    reduce_s = _at_once_s(book, strategy, axes, most)
-    whole = max(problem.graph.parameter_count, 1)
-    unit = int(units.unit_parameters[shape])
-    return (
-        reduce_s,
-        _gather_s(book, strategy, axes, unit, 0),
-        _gather_s(book, strategy, axes, whole, 0) / whole,
-    )
-
-
-def _at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:
-    """To reduce the gradient of one of so many parameters, all of them at once."""
-    return book.reduction_s(parameters, strategy, axes, experts) / parameters
-
-
-def _bucket_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, *, experts: bool = False
-) -> float:
-    """To reduce the gradient of one parameter in the widest bucket."""
-    item = state.dtype_bytes(strategy.execution.grad_dtype)
-    bucket = round(widest_bucket_mib(problem) * MIB)
-    return book.reduce_rate(strategy, axes, bucket, experts=experts) * item
-
-
-def _gather_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
-    """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
-    gathers = state.gathers_of(parameters, experts, strategy)
-    return sum(book.pricer.collective_s(c, axes) for c in gathers if c is not None)
-
-
-def _reduce_expert_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, experts: int
-) -> float:
-    """To reduce the gradient of one of so many parameters."""
-    if state.zero_level(strategy) < 3:
-        return _bucket_s(problem, book, strategy, axes, experts=True)
-    return _at_once_s(book, strategy, axes, experts, experts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoparallel.planner.problem import Value, objective_value
+from autoparallel.planner.problem import Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly
 from autoparallel.planner.search.improve.neighbours import neighbours
@@ -91,18 +91,18 @@ class Climb:
         if self.only is not None:
             open_ &= self.only(found, shapes.take(found.shape))
         values = values_of(outer.problem, bounds, shapes.devices[found.shape])
-        kept = np.flatnonzero(open_ & (values.first < self.sims.value[0]))
+        kept = np.flatnonzero(open_ & self.sims.rows_that_may_win(values))
         kept = kept[np.argsort(values.first[kept], kind="stable")][:MOST_BOUNDED]
         if not len(kept):
             return []
         found = found.take(kept)
-        self.sims.work += spending.PER_RANK * float(shapes.pp[found.shape].sum())
+        self.sims.work += spending.PER_PASS + spending.PER_RANK * float(shapes.pp[found.shape].sum())
         below_s = max(self.sims.below_s(int(d)) for d in np.unique(shapes.devices[found.shape]))
-        by_memory = outer.problem.objective == "memory"
+        by_memory = outer.problem.objective == Objective.MEMORY
         bounds = bound_variants(outer, found, below_s, memory=by_memory)
         values = values_of(outer.problem, bounds, shapes.devices[found.shape])
         order = values.order()
-        order = order[np.isfinite(values.first[order]) & (values.first[order] < self.sims.value[0])]
+        order = order[np.isfinite(values.first[order]) & self.sims.rows_that_may_win(values.take(order))]
         kinds = found.shape[order] * len(outer.space.schedules) + found.schedule[order]
         order = first_of_each(kinds, order, 1)
         order = first_of_each(found.shape[order], order, VARIANTS_EACH)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor
 
-from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph import ModelGraph, TensorSpec
 from autoparallel.planner.search.bounds.prices import LinkPrice
 from autoparallel.planner.search.partition.problem import Form
 
@@ -28,6 +28,17 @@ class Chain:
     kinds: tuple[int, ...]
     units: tuple[tuple[int, ...], ...]  # per kind, its blocks: the repeated one, then glue
     tail: tuple[int, ...]  # blocks after the last repeated one
+    cuts: tuple[int, ...] = ()  # before each unit, and after the last one: which of `messages` is sent there
+    messages: tuple[tuple[TensorSpec, ...], ...] = ()  # the distinct ones
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Which of `messages` are sent somewhere, and have something in them."""
+        return tuple(cut for cut in dict.fromkeys(self.cuts) if self.messages[cut])
+
+    def least_after(self, seconds: Sequence[float], kind: int) -> float:
+        """The least of the messages' `seconds` after a unit of a kind."""
+        return min(seconds[cut] for cut, one in zip(self.cuts[1:], self.kinds, strict=True) if one == kind)
 
 
 def units_of(graph: ModelGraph) -> Chain:
@@ -40,7 +51,14 @@ def units_of(graph: ModelGraph) -> Chain:
     runs = [blocks[a:b] for a, b in zip(starts, ends, strict=True)]
     units = tuple(dict.fromkeys(runs))
     kinds = tuple(units.index(run) for run in runs)
-    return Chain(head=blocks[: starts[0]], kinds=kinds, units=units, tail=blocks[starts[-1] + 1 :])
+    sent = [graph.chain[start - 1].sends if start else () for start in starts] + [
+        graph.chain[starts[-1]].sends
+    ]
+    messages = tuple(dict.fromkeys(sent))
+    return Chain(
+        head=blocks[: starts[0]], kinds=kinds, units=units, tail=blocks[starts[-1] + 1 :],
+        cuts=tuple(messages.index(specs) for specs in sent), messages=messages,
+    )  # fmt: skip
 
 
 def tied_ends(graph: ModelGraph, chain: Chain) -> dict[str, int]:

@@ -97,12 +97,12 @@ def stage_problem(
     def quantities_on(device: Device) -> tuple[Quantity, ...]:
         own = book.on(device)
         there = price_candidate(problem, chain, own, chosen)
-        return (*_seconds(problem, chain, own, there), *_bytes(there, ends))
+        return (*_seconds(problem, chain, own, there), *_bytes(problem, chain, own, there, ends))
 
     stages = StageProblem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
-        quantities=(*_seconds(problem, chain, book, priced), *_bytes(priced, ends)),
+        quantities=(*_seconds(problem, chain, book, priced), *_bytes(problem, chain, book, priced, ends)),
         paths=tuple(paths),
         memory=(*book.memory_rows(states, memory_rows), *host_rows(problem, strategy, states)),
         capacity_bytes=int(capacity_bytes),
@@ -169,7 +169,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         Quantity(forms=end),
         Quantity(forms=end_weight),
         Quantity(forms=(links.sums(lambda link: update(link) + (0.0 if late else gather(link))),)),
-        Quantity(forms=(_sends(problem, book, strategy, links),)),
+        Quantity(forms=(_sends(problem, chain, book, strategy, links),)),
         Quantity(forms=(_tied(book, chain, priced),)),
         *(_left(links, work, none=every, beside=strategy.grad_sync.overlap) for work in (_backward, _weight)),
         Quantity(forms=(links.sums(gather) if late else links.constant(0),)),
@@ -245,42 +245,91 @@ def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
     return replace(form, fixed=(floor(seconds * PS), *form.fixed[1:-1], floor(seconds * PS)))
 
 
-def _sends(problem: Problem, book: PriceBook, strategy: Strategy, links: PricedChain) -> Form:
-    """The shortest message after each chunk; on an irregular network the way back to the first rank is another."""
-    form = links.constant(_send_s(problem, book, strategy) * PS)
-    if problem.cluster.network is None or strategy.pipeline.virtual_stages == 1:
-        return form
+def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, links: PricedChain) -> Form:
+    """The message after each chunk: the shortest there is, and what that after its last unit takes longer. On an irregular
+    network the way back to the first rank is another."""
+    there_s = _send_each_s(problem, chain, book, strategy)
+    back_s = there_s
+    if problem.cluster.network is not None and strategy.pipeline.virtual_stages > 1:
+        back_s = _send_each_s(problem, chain, book, strategy, wraps=True)
     home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
-    back = links.constant(_send_s(problem, book, strategy, wraps=True) * PS)
-    fixed = tuple(
-        back.fixed[c] if c + 1 < len(home) and home[c + 1] < home[c] else form.fixed[c]
-        for c in range(len(form.fixed))
+    least_s, least_back_s = (_least_send_s(chain, each) for each in (there_s, back_s))
+    wraps = [c + 1 < len(home) and home[c + 1] < home[c] for c in range(links.chunks)]
+    longer = [
+        min(
+            chain.least_after(each, kind) - least
+            for each, least in ((there_s, least_s), (back_s, least_back_s))
+        )
+        for kind in range(len(chain.units))
+    ]
+    return replace(
+        links.constant(0),
+        fixed=tuple(floor((least_back_s if back else least_s) * PS) for back in wraps),
+        last=tuple(floor(seconds * PS) for seconds in longer) if any(s > 0.0 for s in longer) else (),
     )
-    return replace(form, fixed=fixed)
 
 
-def _send_s(problem: Problem, book: PriceBook, strategy: Strategy, *, wraps: bool = False) -> float:
-    """The shortest message between neighbouring stages."""
+def _least_send_s(chain: Chain, each_s: Sequence[float]) -> float:
+    """The shortest of all messages that there are."""
+    return min((each_s[cut] for cut in chain.sent), default=0.0)
+
+
+def _send_each_s(
+    problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, *, wraps: bool = False
+) -> list[float]:
+    """Seconds of each of the chain's messages to the next stage."""
     if strategy.mesh.pp == 1:
-        return 0.0
+        return [0.0] * len(chain.messages)
     shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
-    shards = strategy.mesh.tp if shared else 1
+    parts = strategy.mesh.cp * (strategy.mesh.tp if shared else 1)
     dtype, micro = problem.execution.dtype, strategy.batch.micro
-    size = book.least_message_bytes(dtype, micro, shards * strategy.mesh.cp)
-    return book.send_s(mesh_axes(strategy), size, wraps=wraps)
+    sizes, axes = (
+        [book.message_bytes(specs, dtype, micro, parts) for specs in chain.messages],
+        mesh_axes(strategy),
+    )
+    sent_s = [book.send_s(axes, size, wraps=wraps) for size in sizes]
+    if not scatters_messages(strategy):
+        return sent_s
+    return [
+        seconds + book.join_s(axes, size * strategy.mesh.tp)
+        for seconds, size in zip(sent_s, sizes, strict=True)
+    ]
 
 
-def _bytes(priced: Priced, ends: Ends) -> tuple[Quantity, ...]:
+def _bytes(
+    problem: Problem, chain: Chain, book: PriceBook, priced: Priced, ends: Ends
+) -> tuple[Quantity, ...]:
     """Quantities STATE to HOST_SAVED."""
     links = priced.links
+    sent = _kept_outputs(problem, chain, book, priced)
     split = priced.chosen.schedule in SPLIT_BACKWARD
     return (
         Quantity(forms=(links.sums(state_rate(priced.strategy), 1.0),)),
-        Quantity(forms=(links.sums(lambda link: link.saved, 1.0),)),
+        Quantity(forms=(_more(links.sums(lambda link: link.saved, 1.0), sent),)),
         Quantity(forms=(links.sums(lambda link: link.weight_saved, 1.0),)),
         forward_peak(links, ends),
-        backward_peak(links, ends),
+        Quantity(forms=tuple(_more(form, sent) for form in backward_peak(links, ends).forms)),
         weight_peak(links) if split else Quantity(forms=(links.constant(0),)),
         Quantity(forms=(links.sums(host_state_rate(priced.strategy), 1.0),)),
         Quantity(forms=(links.sums(lambda link: link.host_bytes, 1.0),)),
     )
+
+
+def _kept_outputs(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[int, ...]:
+    """What each chunk keeps of a micro-batch that it has sent on (`execution.kept_outputs`): the smallest message there is."""
+    strategy, chunks = priced.strategy, priced.links.chunks
+    home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
+    if not strategy.execution.kept_outputs:
+        return (0,) * chunks
+    parts = strategy.mesh.cp * (strategy.mesh.tp if strategy.shard.sequence_parallel else 1)
+    sizes = [
+        book.message_bytes(chain.messages[cut], problem.execution.dtype, strategy.batch.micro, parts)
+        for cut in sorted(set(chain.cuts))
+    ]
+    least = min(sizes, default=0)
+    return tuple(least if c + 1 < chunks and home[c] != home[c + 1] else 0 for c in range(chunks))
+
+
+def _more(form: Form, fixed: Sequence[int]) -> Form:
+    """A form and so much more of each chunk."""
+    return replace(form, fixed=tuple(a + b for a, b in zip(form.fixed, fixed, strict=True)))

@@ -20,18 +20,13 @@ from autoparallel.planner.strategy.types import Strategy
 def state_rate(strategy: Strategy) -> Value:
     """Bytes that live through the whole step for a link: `planner.state.state_bytes`, not rounded up."""
     execution = strategy.execution
-    compute, cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]], 0
-    if compute < state.dtype_bytes(execution.param_dtype) and state.zero_level(strategy) < 3:
-        cast = compute
+    cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]] if state.casts_parameters(strategy) else 0
     kept = 1.0 - strategy.offload.optimizer
 
     def rates(shards: state.Shards) -> tuple[float, float]:
-        zero, ranks = shards.zero, shards.ranks
-        gradient = state.dtype_bytes(execution.grad_dtype) / (ranks if zero >= 2 else 1)
-        stepped = state.optimizer_bytes_per_parameter(execution) * kept / (ranks if zero >= 1 else 1)
-        return state.dtype_bytes(execution.param_dtype) / (
-            ranks if zero == 3 else 1
-        ) + cast, gradient + stepped
+        stepped = state.optimizer_bytes_per_parameter(execution) * kept / (shards.ranks if shards.zero else 1)
+        gradient = state.bytes_per_gradient(strategy, shards)
+        return state.bytes_per_parameter(strategy, shards) + cast, gradient + stepped
 
     dense, expert = rates(state.dense_shards(strategy)), rates(state.expert_shards(strategy))
     return lambda link: (

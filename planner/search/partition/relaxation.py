@@ -1,8 +1,10 @@
-"""The linear relaxation of a stage problem: layers and recomputed layers of each chunk as real numbers, by GLOP.
+"""The linear relaxation of a stage problem: layers of each kind in each chunk, kept or recomputed, as real numbers, by GLOP.
 
-    minimise T    every known path <= T;  0 <= k[c] <= n[c];  sum n[c] = N;  optionally every moment of memory <= capacity
+    minimise T    every known path <= T;  0 <= k[c, i] <= n[c, i];  sum over c of n[c, i] = N[i];
+                  optionally every moment of memory <= capacity
 
-A layer takes the least of the kinds that there are, and what only some partitions pay is left out: no partition is below it.
+where n[c, i] layers of kind i stand in chunk c and k[c, i] of them are recomputed. The order of the layers is left out, and so
+is what only some partitions pay: no partition is below it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ortools.linear_solver import pywraplp
 
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.problem import Form, Row, StageProblem
+from autoparallel.planner.search.space.meshes import Floats
 
 GIB = 2.0**30
 
@@ -25,32 +28,40 @@ class Relaxation:
 
     problem: StageProblem
     solver: pywraplp.Solver
-    blocks: list[pywraplp.Variable]
-    recomputed: list[pywraplp.Variable | None]
+    kinds: tuple[int, ...]
+    layers: list[list[pywraplp.Variable]]  # by chunk and kind
+    recomputed: list[list[pywraplp.Variable]]  # likewise; empty where nothing may be
     step: pywraplp.Variable
     planes: dict[Row, pywraplp.Constraint] = field(default_factory=dict)
     _amounts: dict[tuple[int, int, float], pywraplp.Variable] = field(default_factory=dict)
+    _slopes: dict[int, tuple[Floats, tuple[float, ...]]] = field(default_factory=dict)  # by `id` of a form
 
     @staticmethod
     def of(problem: StageProblem, *, memory: bool) -> Relaxation:
         """The relaxation without any path."""
         solver = pywraplp.Solver.CreateSolver("GLOP")
-        whole = solver.Constraint(float(len(problem.kinds)), float(len(problem.kinds)))
-        blocks: list[pywraplp.Variable] = []
-        recomputed: list[pywraplp.Variable | None] = []
+        kinds = tuple(dict.fromkeys(problem.kinds))
+        counts = [float(problem.kinds.count(kind)) for kind in kinds]
+        every = [solver.Constraint(count, count) for count in counts]
+        again = memory and problem.recompute and problem.recomputed is None
+        layers: list[list[pywraplp.Variable]] = []
+        recomputed: list[list[pywraplp.Variable]] = []
         for least, most in zip(problem.least, problem.most, strict=True):
-            blocks.append(solver.NumVar(float(least), float(most), ""))
-            whole.SetCoefficient(blocks[-1], 1.0)
-            recomputed.append(None)
-            if memory and problem.recompute and problem.recomputed is None:
-                recomputed[-1] = solver.NumVar(0.0, float(most), "")
+            here = [solver.NumVar(0.0, min(float(most), count), "") for count in counts]
+            layers.append(here)
+            recomputed.append([solver.NumVar(0.0, solver.infinity(), "") for _ in kinds] if again else [])
+            in_chunk = solver.Constraint(float(least), float(most))
+            for whole, variable in zip(every, here, strict=True):
+                in_chunk.SetCoefficient(variable, 1.0)
+                whole.SetCoefficient(variable, 1.0)
+            for variable, kept in zip(recomputed[-1], here, strict=False):
                 few = solver.Constraint(0.0, solver.infinity())
-                few.SetCoefficient(blocks[-1], 1.0)
-                few.SetCoefficient(recomputed[-1], -1.0)
+                few.SetCoefficient(kept, 1.0)
+                few.SetCoefficient(variable, -1.0)
         step = solver.NumVar(0.0, solver.infinity(), "T")
         solver.Objective().SetCoefficient(step, 1.0)
         solver.Objective().SetMinimization()
-        found = Relaxation(problem, solver, blocks, recomputed, step)
+        found = Relaxation(problem, solver, kinds, layers, recomputed, step)
         if memory:
             for row in problem.memory:
                 room = problem.room(row) / GIB
@@ -67,11 +78,12 @@ class Relaxation:
         self.planes[row] = plane
         return True
 
-    def solve(self) -> tuple[float, np.ndarray] | None:
-        """The least T and the layers of each chunk with it; None where nothing fits, or the solver gives up."""
+    def solve(self) -> tuple[float, Floats] | None:
+        """The least T, and the layers of each chunk and kind with it; None where nothing fits, or the solver gives up."""
         if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
-        return self.step.solution_value(), np.array([block.solution_value() for block in self.blocks])
+        layers = [[variable.solution_value() for variable in here] for here in self.layers]
+        return self.step.solution_value(), np.array(layers, dtype=np.float64).reshape(len(layers), -1)
 
     @property
     def infeasible(self) -> bool:
@@ -80,22 +92,21 @@ class Relaxation:
 
     def _constrain(self, target: pywraplp.Constraint, row: Row, unit: float, sign: float) -> None:
         """Add a row's value, `sign` times, to a constraint whose constants stand in its bounds."""
-        constant, each = row.constant / unit, dict[int, list[float]]()
+        constant = row.constant / unit
+        each: dict[
+            int, Floats
+        ] = {}  # by chunk: what a layer of each kind adds, and what its recomputation does
         more: list[tuple[pywraplp.Variable, float]] = []
         for q, c, n in row.terms:
             forms = self.problem.quantities[q].forms
             if len(forms) > 1 and n > 0:
                 more.append((self._amount(q, c, unit), float(n)))
                 continue
-            kept, extra, fixed = _linear(self.problem, forms[0], c)
-            both = each.setdefault(c, [0.0, 0.0])
-            both[0] += n * kept / unit
-            both[1] += n * extra / unit
+            rates, fixed = self._linear(forms[0], c)
+            each[c] = each.get(c, 0.0) + rates * (n / unit)
             constant += n * fixed / unit
-        for chunk, (kept, extra) in each.items():
-            target.SetCoefficient(self.blocks[chunk], sign * kept)
-            if self.recomputed[chunk] is not None:
-                target.SetCoefficient(self.recomputed[chunk], sign * extra)
+        for chunk, rates in each.items():
+            self._add_layers(target, chunk, sign * rates)
         for variable, count in more:
             target.SetCoefficient(variable, sign * count)
         if sign < 0:
@@ -107,27 +118,35 @@ class Relaxation:
         """A variable that is no less than any form of a quantity."""
         key = (quantity, chunk, unit)
         if key not in self._amounts:
-            amount = self._amounts[key] = self.solver.NumVar(
-                -self.solver.infinity(), self.solver.infinity(), ""
-            )
+            free = self.solver.infinity()
+            amount = self._amounts[key] = self.solver.NumVar(-free, free, "")
             for form in self.problem.quantities[quantity].forms:
-                kept, extra, fixed = _linear(self.problem, form, chunk)
-                least = self.solver.Constraint(fixed / unit, self.solver.infinity())
+                rates, fixed = self._linear(form, chunk)
+                least = self.solver.Constraint(fixed / unit, free)
                 least.SetCoefficient(amount, 1.0)
-                least.SetCoefficient(self.blocks[chunk], -kept / unit)
-                if self.recomputed[chunk] is not None:
-                    least.SetCoefficient(self.recomputed[chunk], -extra / unit)
+                self._add_layers(least, chunk, rates / -unit)
         return self._amounts[key]
 
+    def _add_layers(self, target: pywraplp.Constraint, chunk: int, rates: Floats) -> None:
+        """`rates` [layer and its recomputation, kind] times the layers of a chunk."""
+        for variables, some in zip((self.layers[chunk], self.recomputed[chunk]), rates.tolist(), strict=True):
+            for variable, rate in zip(variables, some, strict=False):
+                target.SetCoefficient(variable, rate)
 
-def _linear(problem: StageProblem, form: Form, chunk: int) -> tuple[float, float, float]:
-    """What a layer adds to a form at least, what its recomputation adds to that, and what stands there without layers."""
-    kinds = dict.fromkeys(problem.kinds)
-    kept = min((form.kept[kind] for kind in kinds), default=0)
-    again = min((form.recomputed[kind] for kind in kinds), default=0)
-    fixed: float = form.fixed[chunk] + min(form.when_all, 0) + min(form.when_few, 0)
-    fixed += min(form.when_none[chunk], 0) if form.when_none else 0
-    return float(kept), float(min(again - kept, 0) if len(kinds) > 1 else again - kept), float(fixed)
+    def _linear(self, form: Form, chunk: int) -> tuple[Floats, float]:
+        """What a layer of each kind adds to a form and what its recomputation adds to that [2, kind], and what stands there
+        without layers at least."""
+        if id(form) not in self._slopes:  # the problem keeps its forms alive
+            kept = np.array([form.kept[kind] for kind in self.kinds], dtype=np.float64)
+            again = np.array([form.recomputed[kind] for kind in self.kinds], dtype=np.float64)
+            besides = min(form.when_all, 0) + min(form.when_few, 0)
+            none = form.when_none or (0,) * len(form.fixed)
+            fixed = tuple(
+                float(value + besides + min(less, 0)) for value, less in zip(form.fixed, none, strict=True)
+            )
+            self._slopes[id(form)] = np.stack([kept, again - kept]), fixed
+        rates, fixed = self._slopes[id(form)]
+        return rates, fixed[chunk]
 
 
 def relaxed_bound_s(problem: StageProblem, rows: Sequence[Row]) -> float | None:

@@ -126,7 +126,8 @@ class Space:
             fits &= shapes.pp * chunks == self.chunks
         if self.schedule_fixed:
             return np.asarray(fits)
-        if SCHEDULES[schedule] == "1f1b":  # one micro-batch takes the same way as under GPipe
+        gpipe = any(SCHEDULES[other] == "gpipe" for other, _ in self.schedules)
+        if SCHEDULES[schedule] == "1f1b" and gpipe:  # one micro-batch takes the same way as under GPipe
             fits &= shapes.micro_batches > 1
         return np.asarray(fits & ((shapes.pp == 1) == (schedule == NONE)))
 
@@ -168,14 +169,14 @@ def shape_row(
 
 def build_space(problem: Problem) -> Space:
     """Every mesh, shape and choice that is legal and respects the constraints; empty columns where none is."""
-    meshes, zero = build_meshes(problem), problem.fixed_int("shard.zero")
+    meshes = build_meshes(problem)
     return Space(
         meshes=meshes,
         shapes=_shapes(problem, meshes),
         compressions=open_compressions(problem),
         offloads=_offloads(problem),
-        zeros=(0, 1, 2, 3) if zero is None else tuple(sorted({0, zero})),
-        zero_fixed=zero,
+        zeros=_zeros(problem),
+        zero_fixed=problem.fixed_int("shard.zero"),
         alone=problem.fixed_int("mesh.dp_shard") == 1,
         schedules=_schedules(problem),
         chunks=_fixed_chunks(problem),
@@ -237,14 +238,23 @@ def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
             f"pipeline.schedule = {word}: cannot be searched for; use one of {', '.join(SCHEDULES)}"
         )
     most = max(chunks or 0, min(MAX_VIRTUAL_STAGES, repeated // 2))
+    tried = only(word, problem.runs.schedules or SCHEDULES)
     several = {"interleaved-1f1b": range(2, most + 1), "zb1p": range(1, most + 1)}
     several |= {"zbv": range(2, 3), "dualpipev": range(2, 3)}
     return tuple(
         (SCHEDULES.index(name), v)
-        for name in only(word, SCHEDULES)
+        for name in SCHEDULES
+        if name in tried
         for v in several.get(name, range(1, 2))
         if chunks in (None, v)
     )
+
+
+def _zeros(problem: Problem) -> tuple[int, ...]:
+    """Levels of ZeRO that may be tried: the user's or what the software has, and 0 where there is nothing to share."""
+    zero = problem.fixed_int("shard.zero")
+    tried = problem.runs.zeros or (0, 1, 2, 3) if zero is None else (zero,)
+    return tuple(sorted({0, *tried}))
 
 
 def _fixed_chunks(problem: Problem) -> int | None:
@@ -267,6 +277,7 @@ def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
     rows: dict[str, list[Ints | Floats]] = {f.name: [] for f in fields(Shapes)}
     modes = _modes(problem)
     fixed_sp = problem.constraints.get("shard.sequence_parallel")
+    always = problem.runs.sequence_parallel if fixed_sp is None else None  # the software's, under tp
     replicas = sizes[:, 1] * sizes[:, 2]
     per_rank = problem.global_batch // np.maximum(replicas, 1)
     micros = only(problem.fixed_int("batch.micro"), divisors(problem.global_batch))
@@ -276,9 +287,11 @@ def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
         fits = (per_rank % micro == 0) if micro > 0 else np.zeros(len(sizes), dtype=np.bool_)
         if fixed_sp is not None and bool(sequence) != bool(fixed_sp):
             continue
+        tp = sizes[:, 4]
         if sequence:
-            tp = sizes[:, 4]
             fits = fits & (tp > 1) & (graph.tokens_per_sample % tp == 0)
+        if always is not None and bool(sequence) != always:
+            fits = fits & (tp == 1)
         if _moves_to_shards(problem):
             fits = fits & (np.gcd(sizes[:, 3], max(micro, 1)) == 1)
         hit = np.flatnonzero(fits)

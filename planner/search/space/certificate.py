@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.build import MAX_VIRTUAL_STAGES
 from autoparallel.planner.search.space.meshes import LEAST_TOKENS, MOST_TENSOR_RANKS
+from autoparallel.planner.search.space.syncs import METHODS
 from autoparallel.planner.strategy.schema import SECTIONS, keys_of
 
 ENTRIES = ("tensor", "embedding")  # lists of tables in the file, a key each here
@@ -83,7 +84,7 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "grad_sync.algorithm": "all but auto, unless for the plan itself, which may be hierarchical",
         "grad_sync.bucket_mib": "sizes but the smallest that wastes little of the network, unless for the plan itself",
         "grad_sync.overlap": "reductions that wait for the end, unless for the plan itself",
-        "grad_sync.compression": "methods other than bf16",
+        "grad_sync.compression": f"methods other than {', '.join(problem.lossy or METHODS)}, and several at once",
         "tensor": "plans that are neither the fastest nor the leanest at a price of memory",
     }
     if problem.cluster.network is not None:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 MOST_EXPERT_SIZES = 6  # sizes of ep tried unasked; of more, every second. Kind: formula
 # Largest tp tried unasked where the innermost network level joins fewer devices. Kind: formula.
 MOST_TENSOR_RANKS = 8
+MANY = 8  # times as many numbers as rows: then rows are sorted to find equal ones. Kind: measured
 MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LEAST_TOKENS = (
     1024  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
@@ -55,6 +56,21 @@ def joined(first: Ints, *others: Ints) -> Ints:
     for column in others:
         numbers = numbers * (int(column.max(initial=0)) + 1) + column
     return np.asarray(numbers)
+
+
+def alike(*columns: Ints) -> tuple[Ints, Ints]:
+    """Rows that are equal in all columns: the first one of each kind, and of which kind each row is."""
+    numbers = joined(*columns)
+    if not len(numbers):
+        return numbers, numbers
+    largest = int(numbers.max())
+    if largest >= MANY * len(numbers):
+        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+        return first, which.reshape(-1)
+    first_of = np.full(largest + 1, -1, dtype=np.int64)  # by number; quicker than to sort
+    first_of[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    there = first_of >= 0
+    return first_of[there], (np.cumsum(there) - 1)[numbers]
 
 
 def divisors(n: int) -> tuple[int, ...]:

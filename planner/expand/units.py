@@ -1,0 +1,76 @@
+"""Units of FSDP2 (`execution.fsdp2`): repeated blocks, and modules outside of them whose parameters are their own.
+
+A unit is gathered, and its gradients reduced, at once. What is left of a stage (tied tensors, parameters of the model
+itself) is its root unit: it stays gathered for a whole pass, and its gradients stand until the backward pass is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from autoparallel.costmodel.graph import ITEM_BYTES, Block, ModelGraph
+from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.local import TENSOR_DTYPE
+from autoparallel.planner.strategy.types import Strategy
+
+
+def own_units(graph: ModelGraph) -> tuple[str, ...]:
+    """Paths of the modules outside of the repeated blocks that are units."""
+    glue = dict.fromkeys(link.block for link in graph.chain if not link.repeated)
+    return tuple(module for block in glue for module in _own(graph.blocks[block]))
+
+
+def _own(block: Block) -> list[str]:
+    """Modules of which all parameters are read by their own code, and by none but theirs."""
+    home = {f"param:{p.name}": p.name.rpartition(".")[0] for p in block.parameters}
+    readers: dict[str, set[str]] = {}
+    for operator in block.operators:
+        for name in operator.inputs:
+            if name in home:
+                readers.setdefault(home[name], set()).add(operator.module)
+    tied = {home[f"param:{p.name}"] for p in block.parameters if p.tied}
+    modules = dict.fromkeys(home.values())
+    return [m for m in modules if m and readers.get(m) == {m} and m not in tied]
+
+
+def whole_gradients(reduce: Sequence[Collective]) -> int:
+    """Bytes of what reduce-scatters take in."""
+    return sum(c.size_bytes for c in reduce if c.op is CollectiveOp.REDUCE_SCATTER)
+
+
+def as_unit(
+    work: BlockWork, block: Block, reduce: Sequence[Collective], dropped: Collection[str], strategy: Strategy,
+    *, repeated: bool, beside: int,
+) -> BlockWork:  # fmt: skip
+    """The memory of a block that is a unit, or of glue: all its gradients stand in the dtype of compute until they are
+    copied into what is reduced, which is whole, and goes when the next unit is reduced.
+
+    `costmodel.memory` adds what is reduced to the block's own backward, and to that of the next one: `beside` bytes here,
+    which have gone when gradients are copied, as have parameters that were gathered.
+    """
+    zero = state.zero_level(strategy)
+    if not strategy.execution.fsdp2 or not zero:
+        return work
+    whole = whole_gradients(reduce)
+    standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
+    gathered = 0 if work.gather is None else work.gather.size_bytes
+    if state.gradient_level(strategy) >= 2:
+        standing = max(standing, work.left_bytes + whole - beside - gathered) - whole
+    elif not beside:  # the first to be reduced, once a step, when all that was summed up still stands
+        standing = max(standing, work.left_bytes + whole)
+    root = 0 if repeated else _root_bytes(work, block, dropped, strategy)
+    return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root)
+
+
+def _root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
+    """Of parameters in the root unit: gathered (ZeRO-3), and their gradients, which wait for one another."""
+    own = set(_own(block))
+    numel = sum(
+        p.numel for p in block.parameters if p.name.rpartition(".")[0] not in own and p.name not in dropped
+    )
+    whole = sum(p.numel for p in block.parameters if p.name not in dropped)
+    held = numel * work.parameters // whole if whole else 0  # tensor parallelism is taken to divide all alike
+    item = ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
+    return held * item * (2 if state.zero_level(strategy) == 3 else 1)

@@ -1,0 +1,94 @@
+"""What gradients and parameters take to be exchanged where a mesh places its groups: rates that no strategy there goes below."""
+
+from __future__ import annotations
+
+from autoparallel.costmodel.program import Axis
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.expander import MIB, mesh_axes
+from autoparallel.planner.expand.one_by_one import fetches
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.prices import PriceBook
+from autoparallel.planner.search.bounds.tables import Units
+from autoparallel.planner.search.space.syncs import widest_bucket_mib
+from autoparallel.planner.strategy.types import Strategy
+
+Axes = tuple[Axis, ...]
+EXCHANGED = ("reduce_s", "gather_s", "gather_each_s", "reduce_expert_s", "gather_expert_s")
+
+
+def exchange_s(
+    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, shape: int
+) -> tuple[float, ...]:
+    """EXCHANGED of one placement."""
+    if fetches(strategy):  # priced with the passes of the blocks, to which nothing is done as a whole
+        return (0.0,) * len(EXCHANGED)
+    axes, experts = mesh_axes(strategy), int(units.all_experts[shape])
+    dense = _dense_s(problem, book, units, strategy, axes, shape) if reduces(strategy) else (0.0,) * 3
+    if not experts:
+        return (*dense, 0.0, 0.0)
+    gather_s = _gather_s(book, strategy, axes, experts, experts) / experts
+    return (*dense, _reduce_expert_s(problem, book, strategy, axes, experts), gather_s)
+
+
+def reduces(strategy: Strategy) -> bool:
+    """Whether several ranks share the gradients of a parameter, and exchange them as a whole."""
+    if fetches(strategy):
+        return False
+    return strategy.mesh.data_parallel * strategy.mesh.cp > 1
+
+
+def update_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
+    """To update so many parameters at once and to gather them again: experts and others are updated by one kernel, so
+    that the rate of either is that of all."""
+    mode = strategy.execution.kernels
+    updates = state.optimizer_kernel(parameters, strategy, experts)
+    gathers = () if strategy.execution.late_gathers else state.updated_gather(parameters, strategy, experts)
+    step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
+    return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
+
+
+def _dense_s(
+    problem: Problem, book: PriceBook, units: Units, strategy: Strategy, axes: Axes, shape: int
+) -> tuple[float, float, float]:
+    """reduce_s, gather_s and gather_each_s."""
+    if state.zero_level(strategy) < 3:
+        return _bucket_s(problem, book, strategy, axes), 0.0, 0.0
+    # Shards of experts and of the rest are summed over replicas by one collective.
+    most = max(int(units.most_trainable[shape]), 1) + int(units.all_experts[shape])
+    reduce_s = at_once_s(book, strategy, axes, most)
+    whole = max(problem.graph.parameter_count, 1)
+    unit = int(units.unit_parameters[shape])
+    return (
+        reduce_s,
+        _gather_s(book, strategy, axes, unit, 0),
+        _gather_s(book, strategy, axes, whole, 0) / whole,
+    )
+
+
+def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:
+    """To reduce the gradient of one of so many parameters, all of them at once."""
+    return book.reduction_s(parameters, strategy, axes, experts) / parameters
+
+
+def _bucket_s(
+    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, *, experts: bool = False
+) -> float:
+    """To reduce the gradient of one parameter in the widest bucket."""
+    item = state.dtype_bytes(strategy.execution.grad_dtype)
+    bucket = round(widest_bucket_mib(problem) * MIB)
+    return book.reduce_rate(strategy, axes, bucket, experts=experts) * item
+
+
+def _gather_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
+    """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
+    gathers = state.gathers_of(parameters, experts, strategy)
+    return sum(book.pricer.collective_s(c, axes) for c in gathers if c is not None)
+
+
+def _reduce_expert_s(
+    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, experts: int
+) -> float:
+    """To reduce the gradient of one of so many parameters."""
+    if state.zero_level(strategy) < 3:
+        return _bucket_s(problem, book, strategy, axes, experts=True)
+    return at_once_s(book, strategy, axes, experts, experts)
