@@ -9,8 +9,9 @@
   computation (`streams.py`, `contention.py`).
 - `timetable.py`, `timeline.py`: when each action runs, and the same as a picture.
 - `memory.py`, `host_memory.py`, `held.py`: live bytes on devices, on hosts, and both against what there is.
-- `simulate.py` makes a `prediction.py` of all this; `confidence.py` says how far to trust it.
-- `fit.py`, `fit_device.py`, `fit_collectives.py`, `calibrate.py`: constants from measurements.
+- `simulate.py` makes a `prediction.py` of all this; `confidence.py` says how far to trust it, of which `parts.py`.
+- `recovery.py`: what failures cost, by the way that a run recovers.
+- `fit.py`, `fit_device.py`, `fit_collectives.py`, `fit_table.py` (of a `kernel_table.py`), `calibrate.py`: constants from measurements.
 
 `collecting.py` keeps Python's cyclic collector out of large builds.
 """

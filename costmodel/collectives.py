@@ -328,7 +328,10 @@ def _compressed_s(
         if len(set(methods)) == 1:
             break
     if len(set(methods)) == 1:
-        return coding + _plain_s(collective.op, wires[0], path, collective.algorithm, constants)
+        # Every rank needs both of PowerSGD's factors whole, also for a share of their product.
+        factors = parse_method(methods[0]).name == "powersgd" and collective.op == CollectiveOp.REDUCE_SCATTER
+        op = CollectiveOp.ALL_REDUCE if factors else collective.op
+        return coding + _plain_s(op, wires[0], path, collective.algorithm, constants)
     if collective.op in (CollectiveOp.SEND, CollectiveOp.ALL_TO_ALL):
         return coding + _plain_s(collective.op, max(wires), path, "auto", constants)
     return coding + _hierarchical_s(collective.op, wires, path, constants)

@@ -1,7 +1,8 @@
 """Gradient compression: bytes on the wire and the passes over memory that encoding and decoding take.
 
 A method is named as in the strategy file: none, fp16, bf16, fp8, int8, int4, int2, sign, topk:RATIO,
-powersgd:RANK. Kind of every figure: formula, from the definition of the method.
+topk:LEAST-MOST (a ratio that follows what error feedback has to carry, priced at the most), powersgd:RANK. Kind of
+every figure: formula, from the definition of the method; `runtime/gradients/codecs.py` sends these bytes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Device
 
-_BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2, "sign": 1}
-_GROUP = 128  # numbers that share one 16-bit scale, methods of 8 bits and less
+BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2, "sign": 1}
+GROUP = 128  # numbers that share one 16-bit scale, methods of 8 bits and less
 _SCALE_BITS = 16
 _INDEX_BITS = 32  # of a number that top-k keeps
 _LOSSLESS = ("none", "")
@@ -22,36 +23,49 @@ _SUMMABLE = ("none", "fp16", "bf16", "powersgd")  # a reduction may add the enco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A parsed method; `amount` is top-k's ratio or PowerSGD's rank."""
+    """A parsed method; `amount` is top-k's ratio (the most that it may be) or PowerSGD's rank, `least` the ratio that
+    top-k starts from and falls to."""
 
     name: str
     amount: float = 0.0
+    least: float = 0.0
 
     @property
     def summable(self) -> bool:
         """Encoded gradients can be added, so that reduce-scatter keeps its volume."""
         return self.name in _SUMMABLE
 
+    @property
+    def biased(self) -> bool:
+        """What is decoded is not on average what was encoded, so that error feedback must carry the rest."""
+        return self.name in _BIASED
+
 
 def parse_method(text: str) -> Method:
     """The method that a strategy file names; UserError where there is none of that name."""
     name, colon, amount = text.partition(":")
     if name in ("topk", "powersgd"):
-        try:
-            value = float(amount)
-        except ValueError:
-            value = -1.0
-        valid = 0.0 < value <= 1.0 if name == "topk" else value >= 1.0 and value == int(value)
-        if not valid:
-            need = (
-                "a ratio above 0, at most 1: `topk:0.01`" if name == "topk" else "a whole rank: `powersgd:4`"
-            )
-            raise UserError(f"compression `{text}` needs {need}")
-        return Method(name=name, amount=value)
-    if (name in _BITS or name in _LOSSLESS) and not colon:
+        return _with_amount(name, amount)
+    if (name in BITS or name in _LOSSLESS) and not colon:
         return Method(name=name or "none")
-    known = ", ".join(("none", *_BITS, "topk:RATIO", "powersgd:RANK"))
+    known = ", ".join(("none", *BITS, "topk:RATIO", "powersgd:RANK"))
     raise UserError(f"unknown compression `{text}`; one of {known}")
+
+
+def _with_amount(name: str, amount: str) -> Method:
+    least, _, most = amount.partition("-") if name == "topk" else (amount, "", "")
+    try:
+        low, high = float(least), float(most or least)
+    except ValueError:
+        low = high = -1.0
+    if name == "topk" and not 0.0 < low <= high <= 1.0:
+        raise UserError(
+            f"compression `topk:{amount}` needs a ratio above 0, at most 1: `topk:0.01`, or the least and the most of one that "
+            "follows the residual: `topk:0.001-0.05`"
+        )
+    if name == "powersgd" and not (high >= 1.0 and high == int(high)):
+        raise UserError(f"compression `powersgd:{amount}` needs a whole rank: `powersgd:4`")
+    return Method(name=name, amount=high, least=low)
 
 
 def is_lossy(text: str) -> bool:
@@ -59,12 +73,16 @@ def is_lossy(text: str) -> bool:
     return parse_method(text).name != "none"
 
 
-def residual_bytes(text: str, size_bytes: int) -> int:
+def residual_bytes(text: str, size_bytes: int, ranks: int = 1) -> int:
     """State of error feedback for gradients of `size_bytes`: what a biased method left out of the last step.
 
-    Rounding to nearest errs to either side and keeps none; sign, top-k and low rank leave out what is small.
+    Every rank keeps that of its own gradients, and of the mean that it sends on, a share of `ranks`. Rounding to either
+    side errs to either side and keeps none; sign, top-k and low rank leave out what is small.
     """
-    return size_bytes if parse_method(text).name in _BIASED else 0
+    method = parse_method(text)
+    if not method.biased:
+        return 0
+    return size_bytes + (size_bytes // ranks if ranks > 1 and not method.summable else 0)
 
 
 def wire_bytes(text: str, size_bytes: float, item_bytes: int) -> float:
@@ -81,8 +99,8 @@ def wire_bytes(text: str, size_bytes: float, item_bytes: int) -> float:
     elif method.name == "powersgd":
         coded = 2 * method.amount * numbers**0.5 * item_bytes
     else:
-        bits = _BITS[method.name]
-        coded = numbers * (bits + (_SCALE_BITS / _GROUP if bits <= 8 else 0.0)) / 8
+        bits = BITS[method.name]
+        coded = numbers * (bits + (_SCALE_BITS / GROUP if bits <= 8 else 0.0)) / 8
     return min(size_bytes, coded)
 
 
@@ -90,7 +108,8 @@ def coding_s(text: str, size_bytes: float, item_bytes: int, device: Device) -> f
     """Seconds to encode and decode once, as memory passes: read, write coded, read coded, write.
 
     Methods with error feedback (all below 16 bits) also read and write the residual; top-k selects in two
-    further passes; PowerSGD multiplies by its factors, two passes over the gradient and two for the result.
+    further passes; PowerSGD multiplies by its factors, two passes over the gradient and two for the result. All of it
+    `compress.METHOD` times: 1 for fused kernels, what calibration measures for the runtime's own.
     """
     method = parse_method(text)
     if method.name == "none" or not size_bytes:
@@ -99,4 +118,5 @@ def coding_s(text: str, size_bytes: float, item_bytes: int, device: Device) -> f
     passes = {"fp16": 2.0, "bf16": 2.0, "topk": 6.0, "powersgd": 6.0}.get(method.name, 4.0)
     moved = passes * size_bytes + 2.0 * coded
     bandwidth = device.hbm_bytes_per_s * device.constants["memory.efficiency.compress"]
-    return 2 * device.constants["kernel.start_s"] + moved / bandwidth
+    each = device.constants[f"compress.{method.name}"]
+    return each * (2 * device.constants["kernel.start_s"] + moved / bandwidth)

@@ -1,31 +1,49 @@
-"""How far a prediction should be trusted: what kinds of figures it rests on, and an interval around its step time.
+"""How far a prediction should be trusted: what kinds of figures it rests on, and intervals around its step time and its memory.
 
 *Shares.* Every figure (a peak, a bandwidth, an efficiency, a latency) says how it is known. All figures of one kind
 are made one percent slower together and the program is priced again; how much longer the step then takes, as a share
 of the sum over the kinds, is what rests on that kind. A product's time rests on a peak (datasheet) and an efficiency
 (fitted) alike.
 
-*Interval.* Half its width is the error that nine of ten steps stayed within: of the rows held out when the device was
-calibrated (`residuals.step` of its profile), else of published runs of sources that no constant was fitted to.
+*Interval.* Nine of ten steps lie within exp(+- q sd) of the predicted one, where
+
+    sd^2 = KNOWN^2 + UNSEEN^2 [no training row decided the generation's constants] + (ON_LINKS l)^2
+
+with l the share of the step that follows the speed of links; from rows of publishers whose rows no constant had seen. Of a device
+that `calibrate` corrected sd comes of what its rows left unknown of the parts that this step rests on (`parts.py`).
+
+*Memory.* Likewise a factor either way, and the probability that the step fits, from left-out rows that ran and that died.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import log
+from math import erf, exp, inf, log, sqrt
 
+import numpy as np
+
+from autoparallel.costmodel.calibrate import spread_of
+from autoparallel.costmodel.parts import LINKS, PARTS, correct
+from autoparallel.costmodel.prediction import Held
 from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.program import Program
 from autoparallel.costmodel.timetable import Timetable, pipeline_times, prepare
-from autoparallel.profiles.hardware import Cluster, Device, Level, Network, Provenance, Residual, ValueKind
+from autoparallel.profiles.hardware import Cluster, Device, Level, Network, Provenance, ValueKind
 
 SLOWER = 1.01
+PROBE = 0.05  # log scale, of a part
 STEP = "step"  # the residual of whole steps
 COVERAGE = 0.9  # of an interval
-# Kind: measured. Source: benchmarks/accuracy.py on benchmarks/published/further_rows.csv: sources that constants were not
-# fitted to, as a user's own cluster is, each counting alike. Those they were fitted to are nine of ten within 13 %.
-PUBLISHED = Residual(samples=360, mean_absolute_error=0.089, p90_absolute_error=0.24, bias=-0.043)
+# Kind: fitted. Source: `python -m benchmarks.scatter` on the rows of publishers left out (benchmarks/published/left_out.csv): the
+# spreads by their likelihood, the quantiles so that nine of ten lie within, each source counting alike.
+KNOWN, UNSEEN, ON_LINKS = 0.095, 0.28, 0.2
+QUANTILE = 1.98
+QUANTILE_CALIBRATED = 2.4
+# Of memory: nine of ten measured peaks lie within this factor of the predicted one, each source counting alike. And
+# p = LAPSE + (1 - 2 LAPSE) Phi((ROOM - log(peak / capacity)) / BLUR), the likelihood of what ran and what died.
+MEMORY_FACTOR = 1.16
+ROOM, BLUR, LAPSE = 0.07, 0.08, 0.02
 # Constants that are rates or shares of one, and those that are times or stretch them. What is neither (counts, tile
 # sizes) is no figure that time is proportional to.
 _RATES = ("gemm.efficiency", "gemm.memory", "gemm.conv", "gemm.grouped_eff", "gemm.tile.", "attention.forward", "attention.backward", "memory.efficiency", "collective.efficiency", "collective.nvls_eff", "collective.tree", "collective.all_to_all_eff", "collective.send_eff", "collective.bandwidth", "host.bytes", "host.memory_bytes_per_s")  # fmt: skip
@@ -59,21 +77,58 @@ def confidence(program: Program, cluster: Cluster, timetable: Timetable | None =
         return pipeline_times(order, price_program(program, of)).step_time_s
 
     now_s = step_s(cluster)
-    residual, basis = step_residual(cluster)
-    width = 1.0 + residual.p90_absolute_error
+    factor, basis = _interval(step_s, now_s, cluster)
     return Confidence(
-        low_s=now_s / width, high_s=now_s * width, coverage=COVERAGE, basis=basis, shares=shares(step_s, now_s, cluster)
+        low_s=now_s / factor, high_s=now_s * factor, coverage=COVERAGE, basis=basis, shares=shares(step_s, now_s, cluster)
     )  # fmt: skip
 
 
-def step_residual(cluster: Cluster) -> tuple[Residual, str]:
-    """The widest of the devices' residuals of whole steps, and where it is from."""
-    known = [group.device.residuals.get(STEP) for group in cluster.groups]
-    calibrated = [residual for residual in known if residual is not None]
-    if len(calibrated) < len(known):
-        return PUBLISHED, "published runs on devices of these generations"
-    widest = max(calibrated, key=lambda r: r.p90_absolute_error)
-    return widest, f"{widest.samples} measured steps"
+def _interval(step_s: Callable[[Cluster], float], now_s: float, cluster: Cluster) -> tuple[float, str]:
+    """The factor either way within which nine of ten steps lie, and what says so."""
+    devices = [group.device for group in cluster.groups]
+
+    def on(change: Callable[[Device], Device]) -> float:
+        groups = tuple(replace(group, device=change(group.device)) for group in cluster.groups)
+        return step_s(replace(cluster, groups=groups))
+
+    learnt = [device.posterior for device in devices]
+    if all(learnt):
+        s = np.array(
+            [
+                -log(on(lambda d, n=part.name: correct(d, {n: exp(PROBE)}, "probe")) / now_s) / PROBE  # type: ignore[misc]
+                for part in PARTS
+            ]
+        )
+        widest = max(spread_of(one, s) for one in learnt)
+        return exp(QUANTILE_CALIBRATED * widest), f"{min(one.rows for one in learnt if one)} measured steps"
+    known = [residual for device in devices if (residual := device.residuals.get(STEP)) is not None]
+    if len(known) == len(devices):
+        width = max(one.p90_absolute_error for one in known)
+        return 1.0 + width, f"{min(one.samples for one in known)} measured steps"
+    faster = dict.fromkeys(LINKS, exp(PROBE))
+    on_links = -log(on(lambda d: correct(d, faster, "probe")) / now_s) / PROBE
+    seen = all(device.publishers or measured_kernels(device) for device in devices)
+    where = "of these generations" if seen else "of other generations than these"
+    return exp(QUANTILE * spread_unmeasured(on_links, seen=seen)), f"published runs on devices {where}"
+
+
+def spread_unmeasured(on_links: float, *, seen: bool) -> float:
+    """One standard deviation of the logarithm of a step of which nothing was measured; `on_links`: what follows links."""
+    return sqrt(KNOWN**2 + (0.0 if seen else UNSEEN**2) + (ON_LINKS * on_links) ** 2)
+
+
+def measured_kernels(device: Device) -> bool:
+    """Whether products were measured on the device itself (`profile`)."""
+    return any(family.startswith("gemm.") for family in device.residuals)
+
+
+def fits(prediction: Held) -> float:
+    """The probability that a step fits in the memory of its devices."""
+    fullest = max(
+        log(stage.peak / room) if stage.peak > 0 < room else (-inf if room > 0 else inf)
+        for stage, room in zip(prediction.memory, prediction.capacities_bytes, strict=True)
+    )
+    return LAPSE + (1 - 2 * LAPSE) * 0.5 * (1 + erf((ROOM - fullest) / BLUR / sqrt(2)))
 
 
 def shares(

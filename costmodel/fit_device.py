@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from autoparallel.costmodel.compression import coding_s, parse_method
 from autoparallel.costmodel.fit import Sample, fit_constants, kernel_price, with_constants
 from autoparallel.costmodel.kernels import kernel_s, runs_ahead
 from autoparallel.profiles.constants import MEMORY_KINDS
@@ -63,7 +64,20 @@ def fit_device(base: Device, samples: Sequence[Sample], *, source: str, own_peak
         )
     device = _overhead(device, overhead, by_family.get("launch", ()), source)
     device = _dtensor(device, by_family.get("dtensor", ()), source)
+    device = _coding(device, by_family.get("coding", ()), source)
     return replace(device, residuals=residuals)
+
+
+def _coding(device: Device, samples: Sequence[Sample], source: str) -> Device:
+    """What methods of compression take, relative to their passes over memory; a sample's label is `METHOD of BYTES`."""
+    for sample in samples:
+        method, _, size = sample.label.partition(" of ")
+        key = f"compress.{parse_method(method).name}"
+        device = with_constants(device, {key: 1.0}, source=source, kind=ValueKind.MEASURED)
+        ratio = sample.seconds / coding_s(method, float(size), 4, device)
+        measured = f"{source}; {sample.label}"
+        device = with_constants(device, {key: ratio}, source=measured, kind=ValueKind.MEASURED)
+    return device
 
 
 def _overhead(device: Device, key: str, tiny: Sequence[Sample], source: str) -> Device:

@@ -94,6 +94,7 @@ class KernelSpec:
     bytes_moved: Size  # read and written, device memory
     product: str = ""
     gradient_of: str = ""  # "" forward; "input" or "weight": the zero-bubble split of the backward pass
+    count: int = 1  # launches: rounds of a loop; the sizes are those of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +267,6 @@ class ModelGraph:
         for link in self.chain:
             for op in self.blocks[link.block].operators:
                 kernels = (*op.forward, *op.backward)
-                total += sum(k.flops.per_sample for k in kernels) * samples
-                total += sum(k.flops.const for k in kernels)
+                total += sum(k.flops.per_sample * k.count for k in kernels) * samples
+                total += sum(k.flops.const * k.count for k in kernels)
         return total

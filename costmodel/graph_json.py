@@ -107,7 +107,8 @@ def _spec(spec: TensorSpec) -> Any:
 
 def _kernel(kernel: KernelSpec) -> Any:
     return [
-        kernel.kind, kernel.dtype, _size(kernel.flops), _size(kernel.bytes_moved), kernel.product, kernel.gradient_of
+        kernel.kind, kernel.dtype, _size(kernel.flops), _size(kernel.bytes_moved), kernel.product, kernel.gradient_of,
+        *([kernel.count] if kernel.count != 1 else []),
     ]  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def _read_spec(raw: Any) -> TensorSpec:
 
 
 def _read_kernel(raw: Any) -> KernelSpec:
-    kind, dtype, flops, moved, product, gradient = raw
+    kind, dtype, flops, moved, product, gradient, *count = raw
     return KernelSpec(
         kind=OpKind(kind),
         dtype=_dtype(dtype),
@@ -199,6 +200,7 @@ def _read_kernel(raw: Any) -> KernelSpec:
         bytes_moved=_read_size(moved),
         product=_word(product),
         gradient_of=_word(gradient),
+        count=_whole(*count) if count else 1,
     )
 
 

@@ -170,7 +170,9 @@ class StageWork:
     output_bytes: int = (
         0  # of what it has handed on for a micro-batch, where that lives until its backward pass
     )
-    tied_reduce: tuple[Collective, ...] = ()  # gradients of tensors tied across stages
+    tied_reduce: tuple[
+        Collective, ...
+    ] = ()  # once a step: gradients of tensors tied across stages, and of shards over replicas
     received: Collective | None = (
         None  # after a message, either way: joins the shares of tensor-parallel ranks
     )

@@ -3,7 +3,9 @@
 - `hardware.py`: `Device` and `Cluster`, as the rest of the house knows them.
 - `load.py`: from a name, a file or DEVICE:NODESxPER_NODE to these: `schema.py` checks keys and types, `figures.py` ranges
   and provenance, `constants.py` lists the cost model's own; `build.py` and `network.py` make the data of them.
+- `stacks.py`: software stacks, likewise from TOML.
 - `parts.py`: nodes and groups of a cluster as clusters of their own.
+- `resize.py`: a cluster with more or fewer devices.
 - `convert.py`, `write.py`: back to plain tables and to files; `record.py`: as strategy files keep them; `likest.py`: the profile that suits a device's name.
 """
 

@@ -10,15 +10,27 @@ from typing import Any
 from autoparallel.errors import UserError
 from autoparallel.profiles.constants import CONSTANTS, DIVISORS, UNLESS_SET, UNSTATED
 from autoparallel.profiles.figures import Figures
-from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Group, Level, Residual, ValueKind
+from autoparallel.profiles.hardware import (
+    ANY_SIZE,
+    Cluster,
+    Device,
+    Failures,
+    Group,
+    Level,
+    Posterior,
+    Residual,
+    ValueKind,
+)
 from autoparallel.profiles.network import with_network
 from autoparallel.profiles.parts import at_nodes, bounded, evenly_filled
 from autoparallel.profiles.schema import (
     ClusterFile,
     DeviceFile,
+    FailuresTable,
     FigureTable,
     GroupTable,
     LevelTable,
+    PosteriorTable,
     check_figure,
     nearest,
 )
@@ -30,8 +42,10 @@ MOST_DEVICES = 2**20
 HOST_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.start_s.", "collective.host_s", "collective.peer_s")  # fmt: skip
 
 
-def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) -> Device:
-    """The device of a checked file; `inherited` are the constants of its architecture."""
+def build_device(
+    table: DeviceFile, inherited: Mapping[str, Any], where: str, *, publishers: int = 0
+) -> Device:
+    """The device of a checked file; `inherited` are the constants of its architecture, which saw rows of so many `publishers`."""
     figures = Figures(where, table.provenance)
     for dtype in table.peak_flops:
         if dtype not in DTYPES:
@@ -62,6 +76,20 @@ def build_device(table: DeviceFile, inherited: Mapping[str, Any], where: str) ->
         cores=figures.whole("box.cores", box.cores) if box.cores else 0,
         provenance=figures.provenance,
         residuals={name: Residual(**r.model_dump()) for name, r in table.residuals.items()},
+        posterior=_posterior(table.posterior),
+        publishers=publishers,
+    )
+
+
+def _posterior(table: PosteriorTable | None) -> Posterior | None:
+    """What `calibrate` wrote."""
+    if table is None:
+        return None
+    return Posterior(
+        parts=tuple(table.parts),
+        covariance=tuple(map(tuple, table.covariance)),
+        rows=table.rows,
+        noise=table.noise,
     )
 
 
@@ -95,7 +123,14 @@ def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> 
         common = gcd(*(group.devices_per_node for group in groups))
         levels = _box_levels(devices[0], common, count)
         groups = tuple(group if group.devices_per_node == common else _joined(group) for group in groups)
-    cluster = Cluster(name=table.name or where, groups=groups, levels=levels, provenance=figures.provenance)
+    failures = _failures(table.failures, figures) if table.failures is not None else None
+    cluster = Cluster(
+        name=table.name or where,
+        groups=groups,
+        levels=levels,
+        provenance=figures.provenance,
+        failures=failures,
+    )
     if irregular:
         return with_network(cluster, table, figures)
     if table.nics is not None:
@@ -103,6 +138,11 @@ def build_cluster(table: ClusterFile, devices: Sequence[Device], where: str) -> 
             f"{where}: `nics` here counts a node's ports to [[switch]]es and [[link]]s; there is none"
         )
     return replace(cluster, levels=bounded(levels, count))
+
+
+def _failures(table: FailuresTable, figures: Figures) -> Failures:
+    given = {name: getattr(table, name) for name in FailuresTable.model_fields}
+    return Failures(**{n: figures.take(f"failures.{n}", f) for n, f in given.items() if f is not None})
 
 
 def _joined(group: Group) -> Group:

@@ -8,6 +8,7 @@ from __future__ import annotations
 KERNEL_MODES = ("eager", "fused", "compiled")
 TILES = ("256x128", "128x256", "128x128", "128x64", "64x128", "64x64")
 MEMORY_KINDS = ("elementwise", "norm", "batch_norm", "pool", "softmax", "cross_entropy", "dropout", "embedding", "reduction", "copy", "optimizer", "compress")  # fmt: skip
+COMPRESSIONS = ("fp16", "bf16", "fp8", "int8", "int4", "int2", "sign", "topk", "powersgd")
 PROTOCOLS = ("simple", "ll128", "ll")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
@@ -75,6 +76,10 @@ CONSTANTS: dict[str, str] = {
     **{f"launch_s.{mode}": f"host time per kernel launch, kernels = {mode}" for mode in KERNEL_MODES},
     **{f"gemm.tile.{tile}": f"main-loop efficiency of a {tile} tile relative to the best" for tile in TILES},
     **{f"memory.efficiency.{kind}": f"share of memory bandwidth, {kind} kernels" for kind in MEMORY_KINDS},
+    **{
+        f"compress.{method}": f"time of encoding and decoding by {method} relative to its passes over memory"
+        for method in COMPRESSIONS
+    },
     **{f"collective.start_s.{p}": f"time before the first hop, protocol {p}" for p in PROTOCOLS},
     **{
         f"collective.factor.{op}": f"time of {op} relative to its formula, from how the library does it"
@@ -90,6 +95,7 @@ DIVISORS = ("gemm.units", "gemm.tile.", "attention.forward", "attention.backward
 UNSTATED = "stated by no file: the default of profiles/constants.py"
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {
+    **{f"compress.{method}": 1.0 for method in COMPRESSIONS},  # fused kernels. Kind: formula
     "launch_s.expert": "launch_s.fused",
     # Kind: measured, on other hosts. Source: veScale (arXiv:2509.07003), DTensor's dispatch in C++, as torch has it since 2.10.
     "launch_s.dtensor": 30e-6,

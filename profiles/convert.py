@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Level, Provenance
+from autoparallel.profiles.hardware import ANY_SIZE, Cluster, Device, Level, Posterior, Provenance
 from autoparallel.profiles.load import parse_cluster
 from autoparallel.profiles.network import network_tables
 from autoparallel.profiles.schema import SCHEMA
@@ -47,6 +47,8 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         table |= network_tables(network.fabric)
         if cluster.levels[-1].nics:
             table["nics"] = cluster.levels[-1].nics
+    if cluster.failures is not None:
+        table["failures"] = asdict(cluster.failures)
     return table | {"provenance": _grouped(cluster.provenance)}
 
 
@@ -73,7 +75,17 @@ def device_to_dict(device: Device) -> dict[str, Any]:
         "box": box,
         "constants": _nested(device.constants),
         "provenance": _grouped(device.provenance),
+        **({"posterior": _posterior(device.posterior)} if device.posterior else {}),
         **({"residuals": {k: asdict(r) for k, r in device.residuals.items()}} if device.residuals else {}),
+    }
+
+
+def _posterior(posterior: Posterior) -> dict[str, Any]:
+    table = asdict(posterior)
+    return {
+        **table,
+        "parts": list(posterior.parts),
+        "covariance": [list(row) for row in posterior.covariance],
     }
 
 

@@ -50,6 +50,17 @@ class Residual:
     bias: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posterior:
+    """What measured steps left unknown of a device: the covariance of the logarithms of its parts' factors
+    (`costmodel/parts.py`), after so many rows, each with so much noise."""
+
+    parts: tuple[str, ...]
+    covariance: tuple[tuple[float, ...], ...]
+    rows: int
+    noise: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator, whole: memory, peaks, and the constants of the operator cost model.
@@ -70,6 +81,8 @@ class Device:
     residuals: Mapping[str, Residual] = field(
         default_factory=dict, compare=False
     )  # by family of measurements
+    posterior: Posterior | None = field(default=None, compare=False)  # of `calibrate`
+    publishers: int = field(default=0, compare=False)  # whose training rows its architecture's constants saw
     cores: int = 0  # more devices in a node than this share its compute; 0: each has its own
 
 
@@ -144,6 +157,18 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """How often devices fail (hours between failures of one), and what goes on from there: the storage's bandwidth for the
+    whole cluster, seconds until a failure is noticed, until processes run again, and until a failed node is back."""
+
+    mtbf_hours_per_device: float
+    storage_bytes_per_s: float
+    detect_s: float = 30.0  # Kind: chosen; the time-out of a long action
+    restart_s: float = 60.0  # Kind: chosen; starting processes and connecting them
+    replace_s: float = 1800.0  # Kind: chosen; a reboot, or a node from the pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Groups of devices, and the network levels that join them, innermost first."""
 
@@ -154,6 +179,7 @@ class Cluster:
         default_factory=dict, compare=False
     )  # of the levels' figures
     network: Network | None = None  # what stands behind the outermost level, where that is irregular
+    failures: Failures | None = None
 
     @property
     def nodes(self) -> int:

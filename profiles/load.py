@@ -72,10 +72,12 @@ def parse_device(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Devi
     """A device from a file's table; `where` is what error messages call it."""
     table = check(DeviceFile, data, where)
     inherited: Mapping[str, Any] = {}
+    publishers = 0
     if table.architecture:
         path = _resolve(table.architecture, _files("architectures", dirs, "constants"), "architecture")
-        inherited = check(ArchitectureFile, read_toml(path), str(path)).constants
-    return build_device(table, inherited, where)
+        above = check(ArchitectureFile, read_toml(path), str(path))
+        inherited, publishers = above.constants, above.publishers
+    return build_device(table, inherited, where, publishers=publishers)
 
 
 def parse_cluster(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Cluster:

@@ -124,6 +124,22 @@ class ResidualTable(Strict):
     bias: float
 
 
+class PosteriorTable(Strict):
+    """What measured steps left unknown of a device's parts."""
+
+    parts: list[str]
+    covariance: list[list[float]]
+    rows: int
+    noise: float
+
+    @model_validator(mode="after")
+    def _square(self) -> PosteriorTable:
+        count = len(self.parts)
+        if len(self.covariance) != count or any(len(row) != count for row in self.covariance):
+            raise PydanticCustomError("square", "covariance must have a row and a column for each of parts")
+        return self
+
+
 class DeviceFile(Strict):
     """A device file; constants that it lacks come from its architecture's file."""
 
@@ -137,6 +153,7 @@ class DeviceFile(Strict):
     constants: dict[str, Any] = Field(default_factory=dict)
     provenance: list[ProvenanceTable] = Field(default_factory=list)
     residuals: dict[str, ResidualTable] = Field(default_factory=dict)
+    posterior: PosteriorTable | None = None
 
 
 class ArchitectureFile(Strict):
@@ -144,6 +161,7 @@ class ArchitectureFile(Strict):
 
     schema_: int = Field(alias="schema", default=SCHEMA)
     name: str
+    publishers: int = 0
     constants: dict[str, Any]
 
 
@@ -185,6 +203,16 @@ class LinkTable(Strict):
     latency_s: Figure
 
 
+class FailuresTable(Strict):
+    """How often devices fail, and how long it takes until they are back."""
+
+    mtbf_hours_per_device: Figure
+    storage_bytes_per_s: Figure
+    detect_s: Figure | None = None
+    restart_s: Figure | None = None
+    replace_s: Figure | None = None
+
+
 class ClusterFile(Strict):
     """A cluster file; without levels it has those of its first device's box.
 
@@ -198,6 +226,7 @@ class ClusterFile(Strict):
     switch: list[SwitchTable] = Field(default_factory=list)
     link: list[LinkTable] = Field(default_factory=list)
     nics: Figure | None = None
+    failures: FailuresTable | None = None
     provenance: list[ProvenanceTable] = Field(default_factory=list)
 
 
