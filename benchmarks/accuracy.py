@@ -144,7 +144,7 @@ def calibrated(runs: Sequence[Run], scorer: Scorer, rows: int) -> list[Run]:
         chosen = [timed[i] for i in spread(len(timed), rows)]
         ids = {run.id for run in chosen}
         rest = [run for run in group if run.id not in ids]
-        if len(chosen) > 1:
+        if chosen and rest:
 
             def predict(device: Device, chosen: list[Run] = chosen) -> list[float]:
                 return [scorer.predict(run, with_device(run.cluster, device)).step_time_s for run in chosen]
@@ -154,7 +154,6 @@ def calibrated(runs: Sequence[Run], scorer: Scorer, rows: int) -> list[Run]:
                 predict,
                 [run.step_time_s or 0.0 for run in chosen],
                 source=f"{len(chosen)} rows of {source}",
-                held_out=False,
             )
             print(f"calibrated {source[:40]}: " + ", ".join(f"{k} x {v:.3f}" for k, v in result.factors))
             rest = [replace(run, cluster=with_device(run.cluster, result.device)) for run in rest]

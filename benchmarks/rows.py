@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.strategy.stacks import SOFTWARE_KEYS, runs_of, stack_values
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
@@ -162,7 +163,7 @@ def shape_of(row: Row) -> Shape:
         experts_per_token=_int(row, "experts_per_token", 0, least=0),
         dropout=_dropout(row),
         loss=framework.loss,
-        fused_norm=framework.eager and _flag(row, "fused_norm", False),
+        fused_norm=_said(row).get("kernels") == "eager" and _flag(row, "fused_norm", False),
     )
 
 
@@ -199,59 +200,72 @@ def chunk_layers(layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(base + (1 if 0 < i <= extra else 0) for i in range(chunks))
 
 
+def _stack(row: Row) -> str:
+    return framework_of(row.get("framework", "")).stack
+
+
+def _said(row: Row, dtype: str = "bf16") -> Mapping[str, object]:
+    """What the row's software stack says of its execution."""
+    return stack_values(_stack(row), dtype)
+
+
 def _sequence_parallel(row: Row) -> bool:
-    return _flag(row, "sequence_parallel", framework_of(row.get("framework", "")).sequence_parallel)
+    return _flag(row, "sequence_parallel", bool(runs_of(_stack(row)).sequence_parallel))
 
 
 def _attention(row: Row) -> str:
-    """The generation of flash attention that the row names, else its framework's."""
-    framework = framework_of(row.get("framework", ""))
+    """The generation of flash attention that the row names, else its software's."""
+    framework, own = framework_of(row.get("framework", "")), str(_said(row).get("attention", "flash"))
     attention = _text(row, "attention", ATTENTIONS, default="flash")
-    if framework.attention and _assumed(row):
-        return framework.attention
+    if own == "unfused" and _assumed(row):
+        return own
     if attention != "flash":
         return attention
     kernel = row.get("attention_kernel", "")
     named = {"flash_attentionv1": "flash-v1", "flash_attention2": "flash-v2", "cudnn": "flash"}
     return next(
         (generation for name, generation in named.items() if kernel.startswith(name)),
-        "flash-v1" if row.get("device") in framework.early_flash_on else framework.flash,
+        "flash-v1" if row.get("device") in framework.early_flash_on else own.replace("unfused", "flash"),
     )
 
 
 def _execution(row: Row) -> Execution:
+    """What the row's stack says, and how the row used it: flags that mean something for some strategies only are off elsewhere."""
     dtype = _text(row, "dtype", (*PRECISIONS, *DTYPES))
     dtype = DTYPES.get(dtype, dtype)
     half = "fp16" if dtype == "fp16" else "bf16"
-    framework = framework_of(row.get("framework", ""))
-    sharded = _int(row, "zero", 0, least=0) == 3
-    half_gradients = dtype == "fp16" or framework.half_gradients or (sharded and not framework.full_reduction)
+    said = _said(row, dtype)
+    zero = _int(row, "zero", 0, least=0)
+    sharded = zero == 3
+    half_gradients = said.get("grad_dtype") == half or (sharded and said.get("grad_dtype") != "fp32")
     kernels = _text(row, "kernels", KERNEL_MODES, default="fused")
-    if framework.eager or row.get("fused_norm") == "False":
+    if said.get("kernels") == "eager" or row.get("fused_norm") == "False":
         kernels = "eager"  # a code base whose normalisation is not one kernel fuses nothing else either
+    flags = {key: bool(said.get(key, False)) for key in SOFTWARE_KEYS}
+    flags["merged_dispatch"] |= _says(row, "DeepEP", "HybridEP")
+    flags["hidden_dispatch"] |= _says(row, "A2A overlap")
+    flags["blocking_launches"] |= any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES)
+    used = {
+        "async_tp": _sequence_parallel(row),
+        "late_gathers": _flag(row, "overlap_dp", False),
+        "blocking_sends": zero > 0,  # without ZeRO a run may have run in Megatron's own engine
+        "parameter_gathers": sharded,
+        "joined_pieces": sharded,
+    }
+    flags |= {key: flags[key] and use for key, use in used.items()}
     return Execution(
+        stack=_stack(row),
         dtype=dtype,
-        param_dtype="fp32" if sharded and framework.full_parameters else half,
+        param_dtype="fp32" if sharded and said.get("param_dtype") == "fp32" else half,
         # Megatron and DeepSpeed keep an fp32 master copy and accumulate bf16 gradients in fp32, fp16 ones in
         # fp16, and NeMo's recipes bf16 ones in bf16; "pure" FSDP mixed precision holds everything in half
         # precision.
         master_weights=not sharded,
-        grad_dtype=half if half_gradients else "fp32",
+        grad_dtype=half if dtype == "fp16" or half_gradients else "fp32",
         attention=_attention(row),
         kernels=kernels,
         dropout=_dropout(row),
-        async_tp=framework.async_tp and dtype not in framework.in_line_tp and _sequence_parallel(row),
-        async_gradients=framework.async_gradients,
-        merged_dispatch=framework.merged_dispatch or _says(row, "DeepEP", "HybridEP"),
-        hidden_dispatch=framework.hidden_dispatch or _says(row, "A2A overlap"),
-        late_gathers=framework.late_gathers and _flag(row, "overlap_dp", False),
-        added_gradients=framework.added_gradients,
-        dtensor=framework.dtensor,
-        blocking_sends=framework.blocking_sends and _int(row, "zero", 0, least=0) > 0,
-        kept_outputs=framework.kept_outputs,
-        blocking_launches=any(place in row.get("origin", "") for place in BLOCKING_LAUNCHES),
-        parameter_gathers=framework.parameter_gathers and sharded,
-        joined_pieces=framework.joined_pieces and sharded,
+        **flags,
     )
 
 

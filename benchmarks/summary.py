@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
+from math import exp
 from statistics import mean, median
 
-from autoparallel.costmodel.confidence import COVERAGE, PUBLISHED
+from autoparallel.costmodel.confidence import COVERAGE, KNOWN, QUANTILE
 
 TIE = 0.01  # two measured times closer than this are not ordered: sources repeat a run within a few percent
 NEAR_BEST = 0.03
@@ -56,8 +57,8 @@ def error_summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def interval_summary(rows: Sequence[Scored]) -> dict[str, float]:
-    """What predictions say of themselves (`costmodel.confidence`), each source counting alike: the width they state (0.1:
-    a tenth either way), the share of the measured steps within it, and the width within which nine of ten are."""
+    """Steps against the narrowest interval that predictions state (`costmodel.confidence`: known devices, nothing rests on links),
+    each source counting alike: its width (0.1: a tenth either way), the share of the measured steps within it, and the width within which nine of ten are."""
     timed = by(lambda r: r.source, [r for r in rows if r.measured_s and r.outcome == "ok"])
     off = sorted(
         (max(r.predicted_s / r.measured_s, r.measured_s / r.predicted_s) - 1, 1 / len(group))
@@ -65,7 +66,7 @@ def interval_summary(rows: Sequence[Scored]) -> dict[str, float]:
         for r in group
         if r.measured_s
     )
-    stated = PUBLISHED.p90_absolute_error
+    stated = exp(QUANTILE * KNOWN) - 1
     reached = list(accumulate(weight / len(timed) for _, weight in off))
     return {
         "stated": stated,

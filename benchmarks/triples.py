@@ -1,8 +1,8 @@
 """How well three rows calibrate: `python benchmarks/triples.py ROWS.csv … [--draws 100] [--cache DIR]`.
 
 For every source and device, three random rows correct the device and the others are predicted, many times over. So that this
-takes minutes, each run is simulated as it is and once with each correction a tenth stronger, and the logarithm of its step
-is taken to be linear in those of the corrections.
+takes minutes, each run is simulated as it is and once with each part of the device a tenth faster, and the logarithm of its step
+is taken to be linear in those of the parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autoparallel.costmodel.calibrate import CORRECTIONS, Correction, Predict, calibrate, correct
+from autoparallel.costmodel.calibrate import Predict, calibrate
+from autoparallel.costmodel.parts import PARTS, Part, correct
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Device
 from benchmarks.accuracy import DEVICES, Graphs, Scorer, spread, with_device
@@ -31,20 +32,20 @@ STRONGER = 0.1  # log scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitive:
-    """A run's measured and predicted step, and by how much each correction's logarithm moves the predicted one's."""
+    """A run's measured and predicted step, and by how much each part's logarithm moves the predicted one's."""
 
     measured_s: float
     predicted_s: float
     slopes: tuple[float, ...]
 
     def at(self, factors: Sequence[float]) -> float:
-        """The predicted step with the corrections' factors, seconds."""
+        """The predicted step with the parts' factors, seconds."""
         moves = (slope * log(factor) for slope, factor in zip(self.slopes, factors, strict=True))
         return self.predicted_s * exp(sum(moves))
 
 
 def sensitive(run: Run, scorer: Scorer) -> Sensitive:
-    """Simulate a run as it is and with each correction."""
+    """Simulate a run as it is and with each part faster."""
     assert run.step_time_s
     device = run.cluster.device
 
@@ -52,19 +53,19 @@ def sensitive(run: Run, scorer: Scorer) -> Sensitive:
         return scorer.predict(run, with_device(run.cluster, correct(device, factors, "probe"))).step_time_s
 
     predicted_s = step_s({})
-    slopes = tuple(log(step_s({c.name: exp(STRONGER)}) / predicted_s) / STRONGER for c in CORRECTIONS)
+    slopes = tuple(log(step_s({p.name: exp(STRONGER)}) / predicted_s) / STRONGER for p in PARTS)
     return Sensitive(measured_s=run.step_time_s, predicted_s=predicted_s, slopes=slopes)
 
 
 def factors_of(device: Device, base: Device) -> tuple[float, ...]:
-    """By how much each correction was applied to `base`: one constant of each tells."""
+    """By how much each part was corrected to `base`: one constant of each tells."""
 
-    def factor(correction: Correction) -> float:
-        key = next(k for k in base.constants if k.startswith(correction.prefixes) and base.constants[k])
-        ratio = device.constants[key] / base.constants[key]
-        return 1 / ratio if correction.inverse else ratio
+    def factor(part: Part) -> float:
+        keys = [k for k in base.constants if k.startswith(part.prefixes) and base.constants[k]]
+        ratio = device.constants[keys[0]] / base.constants[keys[0]] if keys else 1.0
+        return 1 / ratio if part.inverse else ratio
 
-    return tuple(map(factor, CORRECTIONS))
+    return tuple(map(factor, PARTS))
 
 
 def predictor(runs: Sequence[Sensitive], base: Device) -> Predict:
@@ -83,7 +84,7 @@ def held_out_error(
         three = [runs[i] for i in chosen]
         rest = [run for i, run in enumerate(runs) if i not in chosen]
         measured_s = [run.measured_s for run in three]
-        device = calibrate(base, predictor(three, base), measured_s, source="three", held_out=False).device
+        device = calibrate(base, predictor(three, base), measured_s, source="three").device
         predicted_s = predictor(rest, base)(device)
         after.append(mean(abs(p / r.measured_s - 1) for p, r in zip(predicted_s, rest, strict=True)))
     return before, mean(after)
