@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from math import isinf
 from typing import TYPE_CHECKING, Any
 
-from autoparallel.costmodel.confidence import confidence
+from autoparallel.confidence_table import confidence_table
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.prediction import Prediction, Span, StageMemory
 from autoparallel.costmodel.price import price_program
@@ -17,6 +18,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.outcome import (
     Alternative,
+    BreakEven,
     ConstraintCost,
     Explored,
     PlanResult,
@@ -25,10 +27,12 @@ from autoparallel.planner.outcome import (
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.complexity import complexity
-from autoparallel.planner.strategy.types import EmbeddingAccess, Mesh, Strategy
+from autoparallel.planner.strategy.stacks import as_stated
+from autoparallel.planner.strategy.types import EmbeddingAccess, Execution, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.record import cluster_record
+from autoparallel.recovery_answer import recovery_table
 from autoparallel.runtime.limits import refused
 from autoparallel.stamp import KEY as STAMP
 from autoparallel.stamp import stamp
@@ -128,12 +132,13 @@ def strategy_table(strategy: Strategy) -> dict[str, Any]:
             rules = [{k: v for k, v in asdict(rule).items() if v is not None} for rule in strategy.embedding]
             table |= {"embedding": rules} if rules else {}
         elif part != EmbeddingAccess():  # says nothing about models without tables
+            unsaid = as_stated(part) if isinstance(part, Execution) else ()
             table[f.name] = {
                 g.name.rstrip("_"): dict(getattr(part, g.name))
                 if g.name == "tables"
                 else _plain(getattr(part, g.name))
                 for g in fields(part)
-                if g.name not in UNSAID or getattr(part, g.name)
+                if g.name not in unsaid and (g.name not in UNSAID or getattr(part, g.name))
             }
     return table
 
@@ -187,6 +192,8 @@ def problem_table(
     }
     if problem.allow_lossy:
         table["allow_lossy"] = True
+    if problem.lossy:
+        table["lossy_methods"] = list(problem.lossy)
     return table | {"cluster": cluster_record(problem.cluster, embed=embed_cluster)}
 
 
@@ -205,13 +212,14 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     graph, cluster = expander.graph, expander.cluster
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
     expander, strategy = at_home(expander, strategy)
-    table["confidence"] = confidence_table(expander, strategy)
+    table["confidence"] = confidence_table(expander, strategy, prediction)
     if why := refused(graph, strategy):
         table["not_run"] = why
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
     table["timeline"] = _timeline(expander, strategy)
-    return table
+    spans = read_timeline(table["timeline"])
+    return table | recovery_table(cluster, strategy, prediction, table["model"]["parameters"], spans)
 
 
 def _timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
@@ -222,20 +230,6 @@ def _timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
     simulated = pipeline_times(order, costs)
     spans, cut = timeline(order, simulated, costs, most=most)
     return timeline_table(spans, simulated.step_time_s, cut)
-
-
-def confidence_table(expander: Expander, strategy: Strategy) -> dict[str, Any]:
-    """How far the step time should be trusted: an interval, what it was seen on, and what kinds of figures it rests
-    on."""
-    timetable = expander.prepared(strategy).timetable
-    found = confidence(expander.program(strategy), expander.cluster, timetable)
-    return {
-        "step_time_low_s": found.low_s,
-        "step_time_high_s": found.high_s,
-        "coverage": found.coverage,
-        "basis": found.basis,
-        "rests_on": dict(found.shares),
-    }
 
 
 def search_table(result: PlanResult, problem: Problem) -> dict[str, Any]:
@@ -258,6 +252,7 @@ def search_table(result: PlanResult, problem: Problem) -> dict[str, Any]:
             for other in result.alternatives
         ],
         **({"tradeoffs": [tradeoff_table(t) for t in result.tradeoffs]} if result.tradeoffs else {}),
+        **({"break_even": [break_even_table(b) for b in result.break_evens]} if result.break_evens else {}),
         **({"constraints": [constraint_table(c) for c in result.constraints]} if result.constraints else {}),
         "explored": [
             [point.step_time_s, point.peak_memory_gib, point.feasible, point.label]
@@ -305,6 +300,12 @@ def constraint_table(cost: ConstraintCost) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 
 
+def break_even_table(one: BreakEven) -> dict[str, Any]:
+    """Where a method of compression would pay; no bound where it does at any bandwidth that was looked at."""
+    bound = {} if isinf(one.bytes_per_s) else {"below_gbit_per_s": one.bytes_per_s * 8e-9}
+    return {"method": one.method, "level": one.level, "now_gbit_per_s": one.now_bytes_per_s * 8e-9, **bound}
+
+
 def tradeoff_table(one: TradeOff) -> dict[str, Any]:
     """A point of the frontier of time, memory and price."""
     return {
@@ -347,7 +348,7 @@ def plan_answer(
             {**alternative_table(other, result.strategy), "strategy": strategy_table(other.strategy)}
             for other in result.alternatives
         ],
-        **{key: search[key] for key in ("constraints", "tradeoffs") if key in search},
+        **{key: search[key] for key in ("constraints", "tradeoffs", "break_even") if key in search},
     }
 
 
@@ -377,6 +378,9 @@ def outcome_table(outcome: Outcome, tokens: float | None = None) -> dict[str, An
         "strategy": strategy_table(outcome.result.strategy),
         "search": {"status": outcome.result.status, "gap": outcome.result.gap},
     }
+    table |= recovery_table(
+        outcome.cluster, outcome.result.strategy, prediction, table["model"]["parameters"]
+    )
     if "cost" in table:
         table["price_per_trillion_tokens"] = table["cost"]["per_trillion_tokens"]
     if tokens is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as call_once
 from pathlib import Path
@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.costmodel.graph_json import graph_hash
+from autoparallel.costmodel.graph_json import graph_from_json, graph_hash, graph_to_json
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
+from autoparallel.planner.expand.units import own_units
+from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
@@ -28,6 +30,7 @@ from autoparallel.runtime.limits import entered_blocks, limits
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.ranks.accelerator import device_name
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size
+from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.start import parallelize
 
 
@@ -44,11 +47,12 @@ class _Decision:
 class _Inputs:
     """The arguments of `auto_parallelize` that decide on a strategy."""
 
-    strategy: Strategy | str | os.PathLike[str] | None
+    strategy: Strategy | StrategySource | str | os.PathLike[str] | None
     cluster: Cluster | str | None
     cache: Path | None
+    graph: Path | None
     global_batch: int | None
-    allow_lossy: bool
+    allow_lossy: bool | Sequence[str]
     time_limit_s: float | None
 
 
@@ -56,16 +60,18 @@ def auto_parallelize(
     module: nn.Module,
     example_inputs: Any,
     *,
-    strategy: Strategy | str | os.PathLike[str] | None = None,
+    strategy: Strategy | StrategySource | str | os.PathLike[str] | None = None,
     cluster: Cluster | str | None = None,
     cache: str | os.PathLike[str] | None = ".autoparallel",
+    graph: str | os.PathLike[str] | None = None,
     global_batch: int | None = None,
     dtype: str | None = None,
     param_dtype: str | None = None,
     grad_dtype: str | None = None,
-    allow_lossy: bool = False,
+    allow_lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
     weights: str | os.PathLike[str] | None = None,
+    progress: Progress = silent,
 ) -> nn.Module:
     """Run `module` by a strategy on the processes of this run (torchrun's, or this one alone).
 
@@ -74,26 +80,25 @@ def auto_parallelize(
     out, rank 0 plans for `cluster` (a `Cluster`, a cluster file, a shipped cluster's name, or
     DEVICE:NODESxPER_NODE; by default this run's processes on `cpu-gloo`, or on the shipped device that the
     name of the accelerator says) and keeps the plan in the folder `cache` (None: nowhere) under a key of
-    graph, cluster, inputs and version. `global_batch` defaults to the file's, else to the samples of
+    graph, cluster, inputs and version. `graph` is a file that keeps the captured graph for the next start, which then
+    captures nothing: the caller answers for the module being the same. `global_batch` defaults to the file's, else to the samples of
     `example_inputs` times the number of processes. `dtype`, `param_dtype` and `grad_dtype` (names as in
-    strategy files) default to the module's own; `dtype="tf32"` lets torch multiply float32 in TF32, in this process.
+    strategy files) default to the module's own; `allow_lossy` lets gradients be compressed (by the methods that
+    it lists, if it is a list); `dtype="tf32"` lets torch multiply float32 in TF32, in this process.
 
-    Without a pipeline the module itself is returned, changed in place: called, trained and saved as before,
-    with the same parameter names. It gains `step`, `optimizer`, `data_parallel_rank`,
-    `data_parallel_size`, `clip_grad_norm_`, `full_state_dict`, `full_gradients`, `strategy` and `program`. With a pipeline, `step`
-    runs the schedule. Every rank ends up with rank 0's values; parameters on the meta device are made and
-    initialised share by share, or read share by share from `weights` (a safetensors file, or a folder of them as
-    Hugging Face writes it).
-
-    Collective. Raises UserError, on every rank and before anything is changed, for a strategy that does not
-    fit the module, the processes, or the graph that it was planned for.
+    Without a pipeline the module itself is returned, changed in place: called, trained and saved as before, with the same
+    parameter names. It gains `step`, `optimizer`, `synchronise_by`, `data_parallel_rank`, `data_parallel_size`,
+    `clip_grad_norm_`, `full_state_dict`, `full_gradients`, `strategy` and `program`. With a pipeline, `step` runs the schedule. Every rank ends
+    up with rank 0's values; parameters on the meta device are made and initialised share by share, or read share by share
+    from `weights` (a safetensors file, or a folder of them as Hugging Face writes it). `progress(action, stage)` hears of
+    every action as it begins ("F0", "SEND_F0", "REDUCE_GRAD"). Collective. Raises UserError, on every rank and before
+    anything is changed, for a strategy that does not fit the module, the processes, or the graph that it was planned for.
     """
     rank, device = start_ranks()
     dtypes = module_dtypes(module, dtype, param_dtype, grad_dtype)
-
     plan = _Inputs(
-        strategy=strategy, cluster=cluster, cache=Path(cache) if cache is not None else None,
-        global_batch=global_batch, allow_lossy=allow_lossy, time_limit_s=time_limit_s,
+        strategy=strategy, cluster=cluster, cache=Path(cache) if cache is not None else None, time_limit_s=time_limit_s,
+        graph=Path(graph) if graph is not None else None, global_batch=global_batch, allow_lossy=allow_lossy,
     )  # fmt: skip
     decision = _on_first_rank(lambda: _decide(module, example_inputs, dtypes, plan, device), rank)
     execution = _with_dtypes(decision.strategy.execution, dtypes)
@@ -108,6 +113,8 @@ def auto_parallelize(
         weights=weights,
         experts=expert_modules(decision.graph),
         entered=entered_blocks(decision.graph),
+        alone=own_units(decision.graph),
+        progress=progress,
     )
 
 
@@ -115,7 +122,7 @@ def _decide(
     module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inputs, device: torch.device
 ) -> _Decision:
     """Capture the module; take the strategy as given, as kept, or plan it."""
-    graph = _captured(module, example_inputs)
+    graph = _captured(module, example_inputs, given.graph)
     source = read_source(given.strategy)
     source.check_graph(graph_hash(graph))
     cluster = _cluster(given.cluster, source, device)
@@ -127,7 +134,15 @@ def _decide(
         global_batch=given.global_batch or source.global_batch or _samples(example_inputs) * world_size(),
         # What runs here: eager kernels, DTensor, and no float32 copy but the one the user's optimizer may keep.
         execution=_with_dtypes(
-            Execution(master_weights=False, kernels="eager", dtensor=True, dropout=_dropout(module)), dtypes
+            Execution(
+                stack=OWN_STACK,
+                dtensor=True,
+                fsdp2=True,
+                master_weights=False,
+                kernels="eager",
+                dropout=_dropout(module),
+            ),
+            dtypes,
         ),
         cache=given.cache,
         allow_lossy=given.allow_lossy,
@@ -138,11 +153,19 @@ def _decide(
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 
 
-def _captured(module: nn.Module, example_inputs: Any) -> ModelGraph:
+def _captured(module: nn.Module, example_inputs: Any, kept: Path | None) -> ModelGraph:
+    if kept is not None and kept.exists():
+        return graph_from_json(kept.read_text(encoding="utf-8"))
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import keyword_inputs
 
-    return capture(module, keyword_inputs(module, example_inputs), name=type(module).__name__)
+    graph = capture(module, keyword_inputs(module, example_inputs), name=type(module).__name__)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        aside = kept.with_name(f".{kept.name}.{os.getpid()}")
+        aside.write_text(graph_to_json(graph), encoding="utf-8")
+        aside.replace(kept)
+    return graph
 
 
 def _on_first_rank(decide: Callable[[], _Decision], rank: int) -> _Decision:

@@ -13,7 +13,9 @@ from autoparallel.cli_errors import INTERRUPTED
 from autoparallel.cli_graph import graph
 from autoparallel.cli_plan import plan, score
 from autoparallel.cli_profile import profile
+from autoparallel.cli_run import run
 from autoparallel.cli_show import export, profiles, report
+from autoparallel.cli_watch import watch
 from autoparallel.cli_whatif import whatif
 
 app = typer.Typer(
@@ -25,7 +27,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-for command in (plan, score, whatif, report, dryrun, export, profile, calibrate, profiles, graph):
+app.command(
+    no_args_is_help=True, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
+)(run)
+for command in (plan, score, whatif, report, dryrun, export, profile, calibrate, profiles, graph, watch):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

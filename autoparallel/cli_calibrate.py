@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from autoparallel.costmodel.calibrate import Calibration
     from autoparallel.measured import Measured
+    from autoparallel.profiles.hardware import Device
 
-FEWEST_ROWS = 3  # one correction, and a row to hold out of the fit of two
+FEWEST_ROWS = 1
 
 
 @exits
@@ -28,15 +29,15 @@ def calibrate(
         Path,
         typer.Option(
             "--measured",
-            metavar="ROWS.csv",
-            help="Columns strategy (a file) and step_time_s; model, cluster (NxM), seq_len where the file does not say.",
+            metavar="ROWS.csv|RUN/",
+            help="Columns strategy (a file) and step_time_s; model, cluster (NxM), seq_len where the file does not say. Or the folder of a run.",
         ),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="PROFILE.toml", help="Where the corrected profile goes.")
     ],
 ) -> None:
-    """Correct a profile from measured step times: few constants, checked on rows held out."""
+    """Correct a profile from measured step times; say what they tell, what not, and which run to measure next."""
     from autoparallel.cli_progress import stderr_console, working
     from autoparallel.costmodel.calibrate import calibrate as fit
     from autoparallel.errors import UserError
@@ -50,15 +51,15 @@ def calibrate(
     device = load_device(profile)
     runs = read_measured(measured, device)
     if len(runs) < FEWEST_ROWS:
-        raise UserError(
-            f"{measured}: {len(runs)} rows; corrections are fitted to at least {FEWEST_ROWS}, so that there are "
-            "always more rows than constants, and a row to check them on"
-        )
+        raise UserError(f"{measured}: {len(runs)} rows; at least {FEWEST_ROWS} is needed")
     with working(console, f"fitting {len(runs)} measured steps"):
         result = fit(
             device, predictions(runs), [r.step_time_s for r in runs], source=f"calibrated on {measured.name}"
         )
     print_calibration(console, runs, result)
+    with working(console, "what to measure next"):
+        said = next_words(runs, result.device)
+    console.print(said, markup=False)
     architecture, own = own_constants(profile)
     kept = {*(f"constants.{key}" for key in own), *changed_keys(device, result.device)}
     table = device_file(result.device, architecture, kept)
@@ -70,6 +71,7 @@ def print_calibration(console: Console, runs: tuple[Measured, ...], result: Cali
     """What changed, and how the residuals fell."""
     from rich.table import Table
 
+    from autoparallel.costmodel.calibrate import UNTOLD
     from autoparallel.report.numbers import times
 
     rows = Table("run", "measured", "before", "after", "held out", title="errors of the predicted step")
@@ -82,19 +84,35 @@ def print_calibration(console: Console, runs: tuple[Measured, ...], result: Cali
             f"{result.errors_held_out[i]:+.1%}",
         )
     console.print(rows)
-    for name, factor in result.factors:
-        word = "faster" if factor > 1 else "slower"
-        console.print(f"{name}: {abs(factor - 1):.1%} {word} than the profile said", markup=False)
+    parts = Table("part", "found", "known to", "was", title="what the steps tell")
+    for one in result.learnt:
+        word = "faster" if one.factor > 1 else "slower"
+        moved = "little" if one.left > UNTOLD else f"{abs(one.factor - 1):.1%} {word} than the profile said"
+        parts.add_row(one.says, moved, f"±{one.after:.0%}", f"±{one.before:.0%}")
+    console.print(parts)
+    if untold := [one.says for one in result.learnt if one.left > UNTOLD]:
+        console.print(f"not told by these steps: {', '.join(untold)}", markup=False)
     means = [
         sum(map(abs, errors)) / len(errors)
         for errors in (result.errors_before, result.errors_after, result.errors_held_out)
     ]
     console.print(
         f"mean error: {means[0]:.1%} before, {means[1]:.1%} after; {means[2]:.1%} on rows held out of the fit "
-        f"({times(len(result.factors), 'constant')}, {times(len(runs), 'row')})",
+        f"({times(len(runs), 'row')})",
         markup=False,
     )
-    if not result.factors:
-        console.print(
-            "nothing was changed: on rows held out, no correction is better than none", markup=False
-        )
+
+
+def next_words(runs: tuple[Measured, ...], device: Device) -> str:
+    """Which run near those that were measured would tell most about all of them."""
+    from autoparallel.costmodel.calibrate import most_telling
+    from autoparallel.measured import near, slopes_of
+
+    candidates = near(runs, device)
+    if not candidates:
+        return "measure next: any run unlike these (another model, micro-batch or number of nodes)"
+    wanted = slopes_of((*runs, *(run for _, run in candidates)), device)
+    best, share = most_telling(device.posterior, wanted[len(runs) :], wanted)
+    return (
+        f"measure next: {candidates[best][0]}; it would take {share:.0%} of what is left unknown of such runs"
+    )

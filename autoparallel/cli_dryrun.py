@@ -59,12 +59,6 @@ def _print(console: Console, found: DryRun) -> None:
     for rank in found.ranks:
         _rows(table, rank)
     console.print(table)
-    if any(rank.peak is not None and not rank.peak.judged for rank in found.ranks):
-        console.print(
-            "Peaks are shown, not judged: on a CPU attention with dropout or a mask keeps its scores, which flash attention "
-            "does not.",
-            markup=False,
-        )
     for one in found.findings:
         console.print(f"error: {one.text}", markup=False, style="red")
     if not found.findings:
@@ -91,8 +85,6 @@ def _rows(table: object, rank: RankComparison) -> None:
         table.add_row("", f"peak, in {rank.peak.action} of {where}", *shown, _difference(pair))
     if rank.gathered_bytes:
         table.add_row("", "gathered at the end of a forward pass", gib(rank.gathered_bytes / 2**30), "", "")
-    if rank.shard_bytes:
-        table.add_row("", "own shard beside whole parameters", gib(rank.shard_bytes / 2**30), "", "")
     for axis, pair in rank.sent_bytes.items():
         shown = (f"{significant(value / 1e9)} GB" for value in (pair.lowered, pair.predicted))
         table.add_row("", f"sent over {axis} in a step", *shown, _difference(pair))

@@ -66,6 +66,13 @@ ModelArgs = Annotated[
 AllowLossy = Annotated[
     bool, typer.Option("--allow-lossy", help="Gradient compression that changes numbers may be chosen.")
 ]
+LossyMethods = Annotated[
+    str | None,
+    typer.Option(
+        "--lossy-methods", metavar="METHOD,...",
+        help="As --allow-lossy, of these methods: fp16, bf16, fp8, int8, int4, int2, sign, topk:RATIO, powersgd:RANK.",
+    ),
+]  # fmt: skip
 ObjectiveOption = Annotated[
     str | None,
     typer.Option("--objective", metavar="time|cost|memory", help="What to minimise (default: time)."),
@@ -123,6 +130,7 @@ def plan(
     settings: Settings = None,
     model_args: ModelArgs = None,
     allow_lossy: AllowLossy = False,
+    lossy_methods: LossyMethods = None,
     objective: ObjectiveOption = None,
     runnable: Runnable = False,
     time_limit: TimeLimit = None,
@@ -146,6 +154,7 @@ def plan(
         settings=settings or (),
         model_args=model_args or (),
         allow_lossy=allow_lossy,
+        lossy=split_words(lossy_methods),
         objective=objective,
         runnable=runnable,
     )
@@ -191,6 +200,11 @@ def score(
         objective=objective,
     )
     run_score(request, save_graph, time_limit, json_=json_)
+
+
+def split_words(text: str | None) -> tuple[str, ...]:
+    """The words of a list with commas."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def captured(request: Request, save_graph: Path | None, console: Console) -> tuple[Checked, ModelGraph]:

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from autoparallel.costmodel.fit_collectives import OverlapSample
     from autoparallel.profiles.hardware import Device
 
+# More of the cores than this wanted by others is busy, and more than this of the time in turn is disturbed. Kind: formula: what
+# one background process of a desktop takes, and twice the scatter of measured times.
+BUSY, DISTURBED = 0.25, 1.1
 CPU_BASE = "cpu-gloo"
 FALLBACK = "a100-sxm-80gb"  # of accelerators that no shipped profile is for: their constants until measured
 
@@ -41,27 +45,100 @@ def profile(
     threads: Annotated[
         int, typer.Option("--threads", min=1, help="Threads that a process computes with, on a CPU.")
     ] = 1,
+    kernels: Annotated[
+        Path | None,
+        typer.Option(
+            "--kernels",
+            metavar="TABLE.csv",
+            help="Measure nothing: make the device of this table of kernels.",
+        ),
+    ] = None,
+    save_kernels: Annotated[
+        Path | None,
+        typer.Option("--save-kernels", metavar="TABLE.csv", help="Write what was measured as such a table."),
+    ] = None,
 ) -> None:
     """Measure this machine: kernels, the optimizer and, under torchrun, collectives.
 
     The written file is a device: plan for it with --cluster PROFILE.toml:NODESxPER_NODE.
     """
     from autoparallel.cli_progress import stderr_console
+    from autoparallel.errors import UserError
     from autoparallel.planner.strategy.write import check_writable
 
-    check_writable(output)
+    check_writable(output, read=[kernels] if kernels else [])
     console = stderr_console()
-    run_profile(output, name or output.stem, like, quick=quick, threads=threads, console=console)
+    if kernels is None:
+        if save_kernels:
+            check_writable(save_kernels)
+        run_profile(
+            output, name or output.stem, like,
+            quick=quick, threads=threads, console=console, save_kernels=save_kernels,
+        )  # fmt: skip
+    elif save_kernels:
+        raise UserError(
+            "--save-kernels writes what is measured, and --kernels measures nothing; leave one out"
+        )
+    else:
+        run_table(kernels, output, name or output.stem, like, console=console)
+
+
+def run_table(kernels: Path, output: Path, name: str, like: str | None, *, console: Console) -> None:
+    """A device of a table of measured kernels."""
+    from autoparallel.costmodel.fit_table import fit_table
+    from autoparallel.costmodel.kernel_table import read_kernel_table
+    from autoparallel.errors import UserError
+    from autoparallel.profiles.likest import device_of_hardware
+    from autoparallel.profiles.load import load_device
+
+    rows = read_kernel_table(kernels)
+    gpus = sorted({row.gpu for row in rows})
+    if len(gpus) > 1:
+        raise UserError(f"{kernels}: kernels of {', '.join(gpus)}; a device is one of them: split the table")
+    base_name = like or device_of_hardware(gpus[0])
+    if base_name is None:
+        raise UserError(
+            f"{kernels}: no shipped profile is for `{gpus[0]}`; say with --like DEVICE which is nearest, or give a device "
+            "file with its memory, peaks and box"
+        )
+    base = load_device(base_name)
+    device = fit_table(base, rows, source=f"{kernels.name}, kernels of {gpus[0] or base_name}")
+    said = f"Made by `autoparallel profile --kernels {kernels.name}`, on top of `{base_name}`."
+    changed = write_profile(output, base_name, named(device, name), said)
+    print_profile(console, base, device, changed)
+    console.print(
+        f"profile written to {output}; `autoparallel calibrate` corrects it on measured steps", markup=False
+    )
+
+
+def write_profile(output: Path, base_name: str, device: Device, said: str) -> tuple[str, ...]:
+    """The device as a file of what differs from the base or is the base's own; the keys that differ."""
+    from autoparallel.profiles.load import load_device, own_constants
+    from autoparallel.profiles.write import changed_keys, device_file, write_device
+
+    architecture, own = own_constants(base_name)
+    changed = changed_keys(load_device(base_name), device)
+    table = device_file(device, architecture, {*changed, *(f"constants.{key}" for key in own)})
+    write_device(output, table, said)
+    return changed
 
 
 def run_profile(
-    output: Path, name: str, like: str | None, *, quick: bool, threads: int, console: Console
+    output: Path,
+    name: str,
+    like: str | None,
+    *,
+    quick: bool,
+    threads: int,
+    console: Console,
+    save_kernels: Path | None = None,
 ) -> None:
     """Measure, fit, write, tell. Under torchrun every rank calls it; rank 0 writes."""
     from autoparallel.costmodel.fit_collectives import Machine, fit_collectives, fit_overlap
     from autoparallel.costmodel.fit_device import fit_device
-    from autoparallel.profiles.load import load_device, own_constants
-    from autoparallel.profiles.write import changed_keys, device_file, write_device
+    from autoparallel.costmodel.kernel_table import kernel_table
+    from autoparallel.planner.strategy.write import write_text
+    from autoparallel.profiles.load import load_device
     from autoparallel.runtime.profiling import measure_machine
     from autoparallel.runtime.profiling.collectives import measure_collectives
     from autoparallel.runtime.profiling.overlap import measure_overlap
@@ -78,7 +155,10 @@ def run_profile(
                 found = measure_machine(quick=quick, tell=tell)
             by = f"{found.threads} thread{'s' * (found.threads > 1)} of " if found.threads else ""
             source = f"autoparallel profile on {by}{found.hardware}, {found.software}"
+            warn(console, busy_words(found.load, os.cpu_count() or 1))
             device = fit_device(base, found.samples, source=source, own_peaks=not on_accelerator())
+            if save_kernels:
+                write_text(save_kernels, kernel_table(found.samples, found.hardware, source))
         world.wait()
         if world.size > 1:
             silent = world.rank > 0
@@ -94,16 +174,41 @@ def run_profile(
             where = f"{source}, {world.backend} over {world.size} processes"
             device = fit_collectives(device, collectives, machine, source=where)
             if overlap:
+                warn(console, disturbed_words(overlap))
                 device = fit_overlap(device, overlap, source=where)
-    architecture, own = own_constants(base_name)
-    changed = changed_keys(base, device)
-    kept = {*changed, *(f"constants.{key}" for key in own)}
-    table = device_file(named(device, name), architecture, kept)
-    write_device(output, table, f"Written by `autoparallel profile`, on top of `{base_name}`.\n{source}.")
+    said = f"Written by `autoparallel profile`, on top of `{base_name}`.\n{source}."
+    changed = write_profile(output, base_name, named(device, name), said)
     print_profile(console, base, device, changed)
     console.print(
         f"profile written to {output}; plan with --cluster {output}:1x{max(world.size, 1)}", markup=False
     )
+
+
+def busy_words(load: float, cores: int) -> str:
+    """What other work on the machine means for what was measured; "" where there is next to none."""
+    if load <= BUSY * cores:
+        return ""
+    return (
+        f"warning: this machine was busy before anything was measured (load {load:.1f} on {cores} cores): overlap, collectives "
+        "and launches come out too slow; profile it again when it is idle"
+    )
+
+
+def disturbed_words(overlap: OverlapSample) -> str:
+    """Computing and communicating at once never takes longer than one after the other, but for other work."""
+    in_turn_s = overlap.compute_s + overlap.collective_s
+    if overlap.both_s <= DISTURBED * in_turn_s:
+        return ""
+    return (
+        f"warning: computing and communicating at once took {overlap.both_s / in_turn_s:.2f} times as long as one after the "
+        "other: other work was in the way, and overlap.comm_slowdown is too large; profile again when the machine is idle"
+    )
+
+
+def warn(console: Console, words: str) -> None:
+    """Words in yellow, where there are any."""
+    if words:
+        console.print(words, markup=False, style="yellow")
 
 
 def named(device: Device, name: str) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,10 @@ import typer
 from autoparallel.cli_errors import exits
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autoparallel.profiles import Cluster, Device
+    from autoparallel.profiles.stacks import Stack
 
 
 @exits
@@ -35,16 +39,25 @@ def report(
 
 @exits
 def profiles(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A device or cluster to show.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A device, cluster or software stack to show.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print as JSON on standard output.")] = False,
 ) -> None:
-    """List the device profiles and clusters that ship, or show one with the source of every figure."""
+    """List the devices, clusters and software stacks that ship, or show one with the source of every figure."""
     from autoparallel.cli_plan import print_json
     from autoparallel.profiles import cluster_names, device_names
+    from autoparallel.profiles.stacks import stack_names
 
     if name is None:
         if json_:
-            print_json({"devices": list(device_names()), "clusters": list(cluster_names())})
+            print_json(
+                {
+                    "devices": list(device_names()),
+                    "clusters": list(cluster_names()),
+                    "stacks": list(stack_names()),
+                }
+            )
         else:
             _list()
         return
@@ -55,9 +68,12 @@ def profiles(
         _show(thing)
 
 
-def _named(name: str) -> Device | Cluster:
+def _named(name: str) -> Device | Cluster | Stack:
     from autoparallel.profiles import cluster_names, device_names, load_cluster, load_device
+    from autoparallel.profiles.stacks import load_stack, stack_names
 
+    if name in stack_names():
+        return load_stack(name)
     if name in device_names():
         return load_device(name)
     if name in cluster_names() or ":" in name or Path(name).exists():
@@ -65,10 +81,13 @@ def _named(name: str) -> Device | Cluster:
     return load_device(name)  # raises, with the nearest name
 
 
-def _as_dict(thing: Device | Cluster) -> dict[str, Any]:
+def _as_dict(thing: Device | Cluster | Stack) -> dict[str, Any]:
     from autoparallel.profiles import Cluster, cluster_to_dict
     from autoparallel.profiles.convert import device_to_dict
+    from autoparallel.profiles.stacks import Stack
 
+    if isinstance(thing, Stack):
+        return asdict(thing)
     return cluster_to_dict(thing) if isinstance(thing, Cluster) else device_to_dict(thing)
 
 
@@ -77,6 +96,7 @@ def _list() -> None:
 
     from autoparallel.cli_progress import stderr_console
     from autoparallel.profiles import cluster_names, device_names, load_cluster, load_device
+    from autoparallel.profiles.stacks import load_stack, stack_names
     from autoparallel.report.numbers import bandwidth, gib, significant
     from autoparallel.report.words import cluster_words
 
@@ -106,18 +126,29 @@ def _list() -> None:
     for name in cluster_names():
         table.add_row(name, cluster_words(load_cluster(name)))
     console.print(table)
+    console.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("stack", "software (execution.stack)"):
+        table.add_column(column)
+    for name in stack_names():
+        table.add_row(name, load_stack(name).says)
+    console.print(table)
     console.print("\nDEVICE:NODESxPER_NODE is a cluster too (h100-sxm:2x8).", markup=False)
 
 
-def _show(thing: Device | Cluster) -> None:
+def _show(thing: Device | Cluster | Stack) -> None:
     from rich.table import Table
 
     from autoparallel.cli_progress import stderr_console
     from autoparallel.profiles import Cluster
+    from autoparallel.profiles.stacks import Stack
     from autoparallel.report.figures import cluster_figures, device_figures
     from autoparallel.report.words import cluster_words
 
     console = stderr_console()
+    if isinstance(thing, Stack):
+        _show_stack(console, thing)
+        return
     if isinstance(thing, Cluster):
         title, figures = f"{thing.name}: {cluster_words(thing)}", cluster_figures(thing)
     else:
@@ -133,6 +164,21 @@ def _show(thing: Device | Cluster) -> None:
         console.print("Devices in full: autoparallel profiles DEVICE", markup=False)
 
 
+def _show_stack(console: Console, stack: Stack) -> None:
+    from rich.table import Table
+
+    console.print(f"{stack.name}: {stack.says}", style="bold", markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("key", "value", "source"):
+        table.add_column(column, overflow="fold")
+    for section, found in (("execution", stack.execution), ("runs", stack.runs)):
+        for key, said in found.items():
+            value = ", ".join(map(str, said.value)) if isinstance(said.value, tuple) else str(said.value)
+            unless = f" (not in {', '.join(said.unless_dtype)})" if said.unless_dtype else ""
+            table.add_row(f"{section}.{key}", f"{value}{unless}", said.source)
+    console.print(table)
+
+
 @exits
 def export(
     strategy: Annotated[
@@ -140,7 +186,10 @@ def export(
     ],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="torchtitan|megatron|deepspeed|accelerate|torchrun|slurm|kubernetes"),
+        typer.Option(
+            "--to",
+            metavar="torchtitan|megatron|deepspeed|accelerate|torchrun|slurm|kubernetes|slurm-elastic|jobset|trainjob",
+        ),
     ],
     output: Annotated[
         Path | None,

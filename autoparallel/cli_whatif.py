@@ -13,6 +13,7 @@ from autoparallel.cli_plan import (
     AllowLossy,
     GlobalBatch,
     JsonFlag,
+    LossyMethods,
     Model,
     ModelArgs,
     ObjectiveOption,
@@ -20,6 +21,7 @@ from autoparallel.cli_plan import (
     SeqLen,
     Settings,
     print_json,
+    split_words,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def whatif(
     settings: Settings = None,
     model_args: ModelArgs = None,
     allow_lossy: AllowLossy = False,
+    lossy_methods: LossyMethods = None,
     objective: ObjectiveOption = None,
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", min=0.0, metavar="SECONDS", help="For each case.")
@@ -73,6 +76,7 @@ def whatif(
         settings=settings or (),
         model_args=model_args or (),
         allow_lossy=allow_lossy,
+        lossy=split_words(lossy_methods),
         objective=objective,
     )
     run_whatif(base, clusters, vary or (), output, time_limit, tokens=tokens, json_=json_)

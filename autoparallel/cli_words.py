@@ -15,6 +15,7 @@ from autoparallel.report.numbers import count, gib, percent, seconds, significan
 from autoparallel.report.placement import placement_words
 from autoparallel.report.words import (
     bound_words,
+    break_even_words,
     choices,
     cluster_words,
     constraint_words,
@@ -100,6 +101,7 @@ def _print_numbers(
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
         *([("price", price_words(predicted["cost"], counted(sample)))] if "cost" in predicted else []),
+        *([("failures", recovery_words(predicted["recovery"]))] if "recovery" in predicted else []),
         *([("placement", placed)] if (placed := placement_words(strategy, cluster)) else []),
         *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),
         *(
@@ -109,6 +111,17 @@ def _print_numbers(
         ),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
+
+
+def recovery_words(recovery: Mapping[str, Any]) -> str:
+    """What a plan is best recovered with, and what the other ways would leave of its speed."""
+    best, *others = recovery["policies"]
+    spares = f" ({best['spares']} of them)" if best["spares"] else ""
+    rest = ", ".join(f"{way['policy']} {percent(way['goodput'])}" for way in others)
+    return (
+        f"one every {seconds(recovery['mtbf_s'])}; {best['policy']}{spares} keeps {percent(best['goodput'])} of the speed "
+        f"({rest}); a checkpoint every {seconds(best['checkpoint_every_s'])}, time-out {seconds(recovery['timeout_s'])}"
+    )
 
 
 def host_words(predicted: Mapping[str, Any], strategy: Strategy) -> str:
@@ -145,6 +158,8 @@ def print_explanation(
         console.print(f"  {line}", markup=False)
     for cost in search.get("constraints", ()):
         console.print(f"  {constraint_words(cost)}", markup=False)
+    for one in search.get("break_even", ()):
+        console.print(f"  {break_even_words(one)}", markup=False)
     table = Table(title="rejected", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("why not", "strategy", "step time", "peak memory", "because it is"):
         table.add_column(name, overflow="fold")

@@ -18,6 +18,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.expand.state import zero_level
+from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.score import completed, program_of, score
 from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
@@ -27,6 +28,8 @@ from autoparallel.runtime.check.messages import Message, program_messages, sent_
 from autoparallel.runtime.experts.modules import expert_modules
 
 if TYPE_CHECKING:
+    from autoparallel.costmodel.graph import ModelGraph
+    from autoparallel.profiles.hardware import Cluster
     from autoparallel.runtime.check.dryrun import LoweredStage
 
 MEMORY = ("parameters", "gradients", "optimizer")
@@ -45,8 +48,7 @@ class RankComparison:
     """One pipeline rank: bytes that it holds, bytes that it sends in a step by mesh axis, and in which messages.
 
     No part of the prediction's `parameters` are `gathered_bytes`, of ZeRO-3 parameters that stand gathered at the end
-    of a forward pass, and `shard_bytes`, of the rank's own shard, which FSDP2 keeps beside the whole parameters of
-    ZeRO-1 and 2 (a framework that updates the whole ones in place needs none).
+    of a forward pass.
     """
 
     rank: int
@@ -54,7 +56,6 @@ class RankComparison:
     held_bytes: Mapping[str, Pair]
     sent_bytes: Mapping[str, Pair]
     gathered_bytes: int
-    shard_bytes: int
     messages: Mapping[Message, Pair]
     peak: Peak | None = None  # of the lowered rank; None where it was not looked at
     predicted_peak_bytes: float = 0.0
@@ -84,8 +85,7 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
 
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
-    from autoparallel.runtime.check.dryrun import dry_run
-    from autoparallel.runtime.limits import check_tables, entered_blocks
+    from autoparallel.runtime.limits import check_tables
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
     with in_the_models_words(spec):
@@ -99,14 +99,24 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     if problems := strategy_problems(graph, cluster, strategy):
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     check_tables(strategy.embedding)
+    return dry_run_of(loaded.module, loaded.example_inputs, graph, cluster, strategy)
+
+
+def dry_run_of(
+    module: Any, example_inputs: Any, graph: ModelGraph, cluster: Cluster, strategy: Strategy
+) -> DryRun:
+    """Lower `module`, of which `graph` was captured with these inputs, by a legal strategy, and compare."""
+    from autoparallel.runtime.check.dryrun import dry_run
+    from autoparallel.runtime.limits import entered_blocks
+
     expander = Expander(graph, cluster)
     strategy = completed(expander, strategy)
     program = program_of(expander, strategy)
     blocks = [link.path for link in graph.chain if link.repeated]
     levels = tuple(level.size for level in cluster.levels)
     lowered = dry_run(
-        loaded.module, loaded.example_inputs, strategy, blocks=blocks, level_sizes=levels,
-        experts=expert_modules(graph), entered=entered_blocks(graph),
+        module, example_inputs, strategy, blocks=blocks, level_sizes=levels,
+        experts=expert_modules(graph), entered=entered_blocks(graph), alone=own_units(graph),
         kinds={link.path: link.block for link in graph.chain if link.repeated},
     )  # fmt: skip
     priced = score(graph, cluster, strategy, expander).memory
@@ -148,10 +158,10 @@ def compare(
         made, works = [lowered[s] for s in mine], [program.stages[s] for s in mine]
         gathered = sum(m.gathered_bytes for m in made)
         owned = sum(m.parameter_bytes for m in made)
-        beside = owned if keeps_gathered and gathered else 0
         sums = {
             "parameters": Pair(
-                lowered=gathered if beside else owned, predicted=sum(w.parameter_bytes for w in works)
+                lowered=owned + (gathered if keeps_gathered else 0),
+                predicted=sum(w.parameter_bytes for w in works),
             ),
             "gradients": Pair(
                 lowered=sum(m.gradient_bytes for m in made), predicted=sum(w.gradient_bytes for w in works)
@@ -168,7 +178,6 @@ def compare(
                 held_bytes=sums,
                 sent_bytes=_by_axis(ours, theirs, sizes),
                 gathered_bytes=0 if keeps_gathered else gathered,
-                shard_bytes=beside,
                 messages={m: Pair(lowered=ours[m], predicted=theirs[m]) for m in _ordered({*ours, *theirs})},
             )
         )
@@ -219,7 +228,6 @@ def dry_run_answer(found: DryRun) -> dict[str, Any]:
                 "predicted": rank.predicted_peak_bytes,
             },
             "gathered_bytes": rank.gathered_bytes,
-            "shard_bytes": rank.shard_bytes,
             "sent_bytes": {axis: pair(value) for axis, value in rank.sent_bytes.items()},
             "messages": [
                 {"axis": m.axis, "op": str(m.op), "size_bytes": m.size_bytes, **pair(count)}

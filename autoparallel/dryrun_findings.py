@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autoparallel.costmodel.program import CollectiveOp, Program
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.report.numbers import gib, percent, significant
+from autoparallel.report.numbers import percent, significant
 from autoparallel.runtime.check.messages import Message, Place, priced_places, program_messages, sent_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ FUSED = (
     'the strategy, priced with execution.kernels = "fused", which auto_parallelize does not have: plan again with --set '
     "execution.kernels=eager"
 )
+
+OTHER_ZERO = "the strategy, priced with another ZeRO than the FSDP2 of auto_parallelize (execution.stack): plan again with --runnable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +71,18 @@ def _memory(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
     whole = sum(pair.predicted for pair in rank.held_bytes.values())
     actions = {"parameters": "UNSHARD", "gradients": "REDUCE_GRAD", "optimizer": "STEP"}
     for name, pair in rank.held_bytes.items():
-        held = pair.lowered + (rank.shard_bytes if name == "parameters" else 0.0)
+        held = pair.lowered
         if abs(held - pair.predicted) > MEMORY_TOLERANCE * whole:
             yield Finding(
                 ranks=(), what=f"memory of {'optimizer state' if name == 'optimizer' else name}",
                 module="all its parameters", action=actions[name], lowered=held, predicted=pair.predicted,
-                blame=_memory_blame(strategy, name, rank, pair),
+                blame=_memory_blame(strategy, name, pair),
             )  # fmt: skip
 
 
 def _peak(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
     peak, predicted = rank.peak, rank.predicted_peak_bytes
-    if peak is None or not peak.judged or abs(peak.bytes - predicted) <= MEMORY_TOLERANCE * predicted:
+    if peak is None or abs(peak.bytes - predicted) <= MEMORY_TOLERANCE * predicted:
         return
     place = _without_numbers(Place(action=peak.action, module=peak.module))
     fused = strategy.execution.kernels == "fused" and peak.bytes > predicted
@@ -91,11 +93,9 @@ def _peak(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _memory_blame(strategy: Strategy, name: str, rank: RankComparison, pair: Pair) -> str:
-    if name == "gradients" and strategy.shard.zero == 1 and strategy.micro_batches == 1:
-        return "the price, which keeps whole gradients until the step's end where FSDP2 reduces them at once"
-    if name == "parameters" and rank.shard_bytes:
-        return f"the price, which knows nothing of the shard ({gib(rank.shard_bytes / 2**30)}) that FSDP2 keeps beside whole parameters"
+def _memory_blame(strategy: Strategy, name: str, pair: Pair) -> str:
+    if name != "optimizer" and strategy.shard.zero in (1, 2) and not strategy.execution.fsdp2:
+        return OTHER_ZERO
     return _of_two(pair.lowered, pair.predicted, "holds")
 
 

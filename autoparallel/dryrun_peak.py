@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoparallel.costmodel.program import ActionKind, Program
@@ -19,15 +19,11 @@ _BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most bytes that a pipeline rank holds, and the action and module in which it does.
-
-    Not `judged` where flash attention was planned and a CPU has none for this model: its scores are then among them.
-    """
+    """The most bytes that a pipeline rank holds, and the action and module in which it does."""
 
     bytes: float
     action: str
     module: str
-    judged: bool = True
 
 
 def peak_of(
@@ -41,10 +37,8 @@ def peak_of(
     if any(not lowered[s].live for s in stages):
         return None
     state = sum(lowered[s].parameter_bytes + lowered[s].optimizer_bytes for s in stages)
-    scores = any(live.scores for s in stages for live in lowered[s].live.values())
-    judged = strategy.execution.attention == "unfused" or not scores
     if strategy.mesh.pp == 1:
-        return replace(_alone(lowered[stages[0]], state), judged=judged)
+        return _alone(lowered[stages[0]], state)
     gathers = zero_level(strategy) in (1, 2)
     whole = sum(lowered[s].gathered_bytes for s in stages) if gathers else 0
     before = strategy.micro_batches > 1  # of a micro-batch before the last one there are gradients already
@@ -62,7 +56,7 @@ def peak_of(
         if held > best.bytes:
             best = Peak(bytes=held, action="F" if forward else "B", module=live.module)
         flying += saved if forward else -saved
-    return replace(best, judged=judged)
+    return best
 
 
 def _alone(stage: LoweredStage, state: int) -> Peak:

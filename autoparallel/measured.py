@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.parts import slopes
 from autoparallel.errors import UserError
 from autoparallel.inputs import Checked, Request, load_graph
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Recompute, Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.build import cluster_of, shared_device
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import recorded_cluster
+from autoparallel.runtime.monitor.differences import step_time_s
+from autoparallel.runtime.monitor.record import read_record
 
+MOST_NEAR = 12  # runs that are looked at for the next measurement
 COLUMNS = ("strategy", "step_time_s", "model", "cluster", "seq_len")
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 
@@ -42,7 +50,12 @@ class Measured:
 def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
     """The rows of a CSV with the columns `strategy` (a complete strategy file, relative to the CSV) and
     `step_time_s`; `model`, `cluster` (NODESxPER_NODE) and `seq_len` where the file's [problem] does not say or
-    they were different. Raises UserError, naming row and column."""
+    they were different; or the starts that the folder of a run records. Raises UserError, naming row and column."""
+    graphs: dict[tuple[str, int | None], ModelGraph] = {}
+    if path.is_dir():
+        return tuple(
+            _run(row, f"{path}: {row['strategy']}", path, device, graphs) for row in recorded_rows(path)
+        )
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
@@ -63,11 +76,29 @@ def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
             raise UserError(
                 f"{path}: row {number}: needs a cell for each of the {len(columns)} columns, no more"
             )
-    graphs: dict[tuple[str, int | None], ModelGraph] = {}
     return tuple(
         _run(row, f"{path}: row {number}", path.parent, device, graphs)
         for number, row in enumerate(rows, start=2)
     )
+
+
+def recorded_rows(folder: Path) -> list[dict[str, str]]:
+    """What a run's record says of each of its starts, as rows; starts of too few steps are left out."""
+    rows = []
+    for record in read_record(folder):
+        seconds = step_time_s(record)
+        if seconds is not None:
+            start = record.start
+            model = str(folder / start["graph"])
+            rows.append(
+                {
+                    "strategy": start["strategy"],
+                    "step_time_s": repr(seconds),
+                    "model": model,
+                    "cluster": start["shape"],
+                }
+            )
+    return rows
 
 
 def _run(
@@ -164,3 +195,42 @@ def _cluster(shape: str, record: object, where: str, profile: Device) -> Callabl
 def predictions(runs: Sequence[Measured]) -> Callable[[Device], list[float]]:
     """What `calibrate` varies: the predicted step of every run for a device."""
     return lambda device: [run.predicted_s(device) for run in runs]
+
+
+def near(runs: Sequence[Measured], device: Device) -> tuple[tuple[str, Measured], ...]:
+    """Runs that differ from a measured one in one decision, and are legal: larger and smaller micro-batches, tensor parallelism,
+    recomputation; each with what it is in words."""
+    found: dict[Strategy, tuple[str, Measured]] = {}
+    for run in runs:
+        for key, changed in _changed(run.strategy):
+            if changed in found or any(changed == other.strategy for other in runs):
+                continue
+            if not strategy_problems(run.graph, run.cluster(device), changed):
+                found[changed] = (f"{run.name} with {key}", replace(run, strategy=changed))
+    return tuple(found.values())[:MOST_NEAR]
+
+
+def _changed(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """The strategy with one thing else, in words and whole."""
+    micro, mesh = strategy.batch.micro, strategy.mesh
+    for other in (4 * micro, 2 * micro, micro // 2, micro // 4):
+        if other:
+            yield f"batch.micro = {other}", replace(strategy, batch=replace(strategy.batch, micro=other))
+    for tp in (2 * mesh.tp, mesh.tp // 2):
+        shards = mesh.dp_shard * mesh.tp // tp if tp else 0
+        if shards and shards * tp == mesh.dp_shard * mesh.tp:
+            moved = replace(mesh, tp=tp, dp_shard=shards)
+            shard = replace(
+                strategy.shard,
+                zero=(strategy.shard.zero or 1) if shards > 1 else 0,
+                sequence_parallel=strategy.shard.sequence_parallel and tp > 1,
+            )
+            yield f"mesh.tp = {tp}", replace(strategy, mesh=moved, shard=shard, tensor=())
+    mode = "none" if strategy.recompute.mode == "full" else "full"
+    yield f'recompute.mode = "{mode}"', replace(strategy, recompute=Recompute(mode=mode))
+
+
+def slopes_of(runs: Sequence[Measured], device: Device) -> NDArray[np.float64]:
+    """How much each run's step follows each part of the device."""
+    predict = predictions(runs)
+    return slopes(predict, device, predict(device))

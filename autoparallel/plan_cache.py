@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import constraint_problems
+from autoparallel.planner.strategy.stacks import told
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, cluster_to_dict, device_names
@@ -56,10 +57,12 @@ class StrategySource:
             )
 
 
-def read_source(strategy: Strategy | str | os.PathLike[str] | None) -> StrategySource:
+def read_source(strategy: Strategy | StrategySource | str | os.PathLike[str] | None) -> StrategySource:
     """A `Strategy`, or what a strategy file says. Raises UserError."""
     if strategy is None:
         return StrategySource()
+    if isinstance(strategy, StrategySource):
+        return strategy
     if isinstance(strategy, Strategy):
         return StrategySource(strategy=strategy)
     file = read_strategy_file(Path(strategy))
@@ -81,7 +84,7 @@ def find_strategy(
     global_batch: int,
     execution: Execution,
     cache: Path | None,
-    allow_lossy: bool,
+    allow_lossy: bool | Sequence[str],
     time_limit_s: float | None,
     limits: Mapping[str, object] | None = None,
 ) -> Strategy:
@@ -108,7 +111,8 @@ def find_strategy(
         global_batch=global_batch,
         constraints=constraints,
         execution=_told(execution, constraints),
-        allow_lossy=allow_lossy,
+        allow_lossy=bool(allow_lossy),
+        lossy=() if isinstance(allow_lossy, bool) else tuple(allow_lossy),
         all_devices=True,
         refuses=partial(refused, graph),
     )
@@ -148,9 +152,10 @@ def _make_folder(cache: Path) -> None:
 
 def _told(execution: Execution, constraints: Mapping[str, object]) -> Execution:
     """`execution` with what the strategy file says; dtypes stay the module's."""
-    names = [f.name for f in fields(Execution) if f"execution.{f.name}" in constraints]
-    told = {name: constraints[f"execution.{name}"] for name in names if not name.endswith("dtype")}
-    return replace(execution, **told)  # type: ignore[arg-type]
+    return replace(
+        told(execution, constraints),
+        dtype=execution.dtype, param_dtype=execution.param_dtype, grad_dtype=execution.grad_dtype,
+    )  # fmt: skip
 
 
 def plan_key(problem: Problem) -> str:
@@ -163,6 +168,7 @@ def plan_key(problem: Problem) -> str:
         "constraints": sorted((key, repr(value)) for key, value in problem.constraints.items()),
         "execution": asdict(problem.execution),
         "allow_lossy": problem.allow_lossy,
+        "lossy": problem.lossy,
         "all_devices": problem.all_devices,
         "version": __version__,
     }

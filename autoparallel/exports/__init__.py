@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from autoparallel.errors import UserError
 from autoparallel.exports.accelerate import accelerate
 from autoparallel.exports.deepspeed import deepspeed
+from autoparallel.exports.elastic import jobset, slurm_elastic, trainjob
 from autoparallel.exports.launch import kubernetes, slurm, torchrun
 from autoparallel.exports.megatron import megatron
 from autoparallel.exports.plan import Exported, Plan, plan_of
@@ -24,6 +25,9 @@ EXPORTS: Mapping[str, Callable[[Plan], Exported]] = {
     "torchrun": torchrun,
     "slurm": slurm,
     "kubernetes": kubernetes,
+    "slurm-elastic": slurm_elastic,
+    "jobset": jobset,
+    "trainjob": trainjob,
 }
 
 __all__ = ["EXPORTS", "Exported", "Plan", "export", "plan_of"]

@@ -26,17 +26,25 @@ def torchrun(plan: Plan) -> Exported:
     return Exported(text=text, unsaid=tuple(unsaid))
 
 
+def slurm_head(plan: Plan, *options: str) -> str:
+    """The first lines of a batch script that starts one process a node, with these options of sbatch besides."""
+    gpus = () if plan.on_cpu else (f"--gpus-per-node={plan.devices_per_node}",)
+    every = (
+        "--job-name=autoparallel",
+        f"--nodes={plan.nodes}",
+        "--ntasks-per-node=1",
+        *gpus,
+        "--exclusive",
+        *options,
+    )
+    return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in every)
+
+
 def slurm(plan: Plan) -> Exported:
     """A batch script: one torchrun per node. Where the plan names nodes, a file says which hosts they are, in order."""
-    gpus = "" if plan.on_cpu else f"#SBATCH --gpus-per-node={plan.devices_per_node}\n"
     unsaid = unsaid_hosts(plan)
     text = (
-        "#!/usr/bin/env bash\n"
-        "#SBATCH --job-name=autoparallel\n"
-        f"#SBATCH --nodes={plan.nodes}\n"
-        "#SBATCH --ntasks-per-node=1\n"
-        f"{gpus}"
-        "#SBATCH --exclusive\n"
+        slurm_head(plan)
         + header(plan, "Slurm", unsaid)
         + (_slurm_in_order(plan) if plan.hosts else _slurm_in_any_order(plan))
     )

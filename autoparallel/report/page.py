@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -21,10 +21,12 @@ from autoparallel.report.figures import cluster_figures, device_figures, kinds
 from autoparallel.report.placement import places
 from autoparallel.report.tables import rule_words
 from autoparallel.report.words import choices, cluster_words, constraint_words, short, sureness, why
+from autoparallel.runtime.gradients.groups import process_groups
 from autoparallel.stamp import check_stamp
 
 # Above this share of the capacity, a plan is one surprise away from running out of memory.
 NEARLY_FULL = 0.95
+SHOWN_RANKS = 8  # of a process group
 
 _LOADER = PackageLoader("autoparallel.report", package_path="")
 
@@ -119,6 +121,7 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "confidence": predicted.get("confidence"),
         "sureness": sureness(predicted["confidence"]) if "confidence" in predicted else "",
         "places": places(strategy, cluster),
+        "groups": _groups(strategy, cluster),
         "cost": predicted.get("cost"),
         "breakdown": charts.breakdown_bar(predicted["breakdown_s"]),
         "meanings": _MEANINGS,
@@ -156,6 +159,24 @@ def _scatter(
         label=strategy_label(strategy),
     )
     return charts.scatter(explored, chosen, predicted.get("capacity_gib")) if explored else None
+
+
+def _groups(strategy: Strategy, cluster: Cluster) -> list[dict[str, Any]]:
+    """The process groups, with the first ranks of the first of each kind; none where the runtime would refuse them."""
+    try:
+        kinds = process_groups(strategy, tuple(level.size for level in cluster.levels))
+    except UserError:
+        return []
+    return [
+        {"name": kind.name, "purpose": kind.purpose, "ranks": kind.ranks, "first": first_of(kind.ranks[0])}
+        for kind in kinds
+    ]
+
+
+def first_of(ranks: Sequence[int]) -> str:
+    """The ranks of a group, the first few of many."""
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS]))
+    return shown if len(ranks) <= SHOWN_RANKS else f"{shown}, …, {ranks[-1]}"
 
 
 def _figures(cluster: Cluster) -> list[tuple[str, list[Any]]]:

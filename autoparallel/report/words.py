@@ -297,6 +297,17 @@ def simpler_words(search: Mapping[str, Any], step_time_s: float) -> str:
     return ""
 
 
+def break_even_words(one: Mapping[str, Any]) -> str:
+    """From where on a method of compression would shorten the plan's step."""
+    what = f"grad_sync.compression: {one['method']} over {one['level']}"
+    if "below_gbit_per_s" not in one:
+        return f"{what} pays at any bandwidth that was looked at"
+    if not one["below_gbit_per_s"]:
+        return f"{what} never pays: the gradients hide behind the backward pass, or encoding takes longer"
+    below, now = (significant(one[key]) for key in ("below_gbit_per_s", "now_gbit_per_s"))
+    return f"{what} pays below {below} Gbit/s a device ({now} here)"
+
+
 def constraint_words(cost: Mapping[str, Any]) -> str:
     """`mesh.tp = 8 costs you 4.2 % against 4 (…)`: what a constraint costs, as far as it is known."""
     what = f"{cost['key']} = {short(cost['value'])}" if "value" in cost else "the constraints together"
@@ -322,4 +333,5 @@ def sureness(found: Mapping[str, Any]) -> str:
     kinds = ", ".join(
         f"{percent(share)} {kind}" for kind, share in found["rests_on"].items() if share >= 0.01
     )
-    return f"{low} to {high} in nine of ten of {found['basis']}; rests on figures {kinds}"
+    held = f"; fits with {percent(found['fits'])}" if "fits" in found else ""
+    return f"{low} to {high} in nine of ten of {found['basis']}{held}; rests on figures {kinds}"
