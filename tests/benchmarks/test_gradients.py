@@ -12,7 +12,7 @@ from benchmarks.gradients import Result
 # the best case is modelled.
 FUSION_ERROR = {"WFBP-A2A": 0.10, "MG-WFBP": 0.07, "BSP-PS": 0.12, "WFBP-PS": 0.10}
 FUSION_TAU = 0.8
-COMPRESSION_ERROR = 0.125  # 12.3 % since slow networks fill sooner (costmodel/collectives.py), which left-out publishers ask for
+COMPRESSION_ERROR = 0.11
 COMPRESSION_TAU = 0.9
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoparallel.costmodel.calibrate import correct
+from autoparallel.costmodel.parts import correct
 from autoparallel.measured import read_measured
 from autoparallel.profiles import load_device
 from tests.cli.runner import refused, run, save, strategy_toml
@@ -30,7 +30,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "rows.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
     device = load_device("h100-sxm")
-    truth = correct(device, {"kernels": SLOWER}, "truth")
+    truth = correct(device, {"products": SLOWER, "passes": SLOWER, "attention": SLOWER}, "truth")
     seconds = [run.predicted_s(truth) for run in read_measured(path, device)]
     lines[1:] = [line.replace(",1.0,", f",{s},") for line, s in zip(lines[1:], seconds, strict=True)]
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -43,8 +43,11 @@ def test_it_says_what_changed_and_writes_a_profile_that_predicts_the_rows(rows: 
     assert answer.status == 0, answer
     assert "slower than the profile said" in answer.err
     assert "held out" in answer.err
+    assert "not told by these steps" in answer.err
+    assert "measure next: micro" in answer.err
     device = load_device(str(output))
-    assert "step" in device.residuals
+    assert device.posterior is not None
+    assert device.posterior.rows == len(MICRO)
     known = device.provenance["constants.gemm.efficiency.half"]
     assert known.kind == "fitted"
     assert "rows.csv" in known.source
@@ -63,7 +66,6 @@ def test_it_says_what_changed_and_writes_a_profile_that_predicts_the_rows(rows: 
         ("strategy,step_time_s,model,cluster\n{s},1,{g},0x4\n", ["row 2", "at least one node"]),
         ("strategy,step_time_s\n{s},1,{g}\n", ["row 2", "each of the 2 columns"]),
         ("strategy,step_time_s\n{s},1\n{s}\n", ["row 3", "each of the 2 columns"]),
-        ("strategy,step_time_s,model,cluster\n{s},1,{g},1x4\n", ["1 rows", "at least 3"]),
     ],
 )
 def test_a_wrong_table_is_refused_with_its_row_and_column(

@@ -47,7 +47,7 @@ def test_a_difference_is_an_error_with_module_action_and_who_is_to_blame(tmp_pat
     different = {one["what"]: one for one in answer.json["differences"]}
     shard = different["memory of parameters"]
     assert shard["lowered"] > 1.03 * shard["predicted"]
-    assert "FSDP2 keeps beside whole parameters" in shard["blame"]
+    assert "than the FSDP2 of auto_parallelize" in shard["blame"]
     for one in different.values():
         assert one.keys() >= {"ranks", "module", "action", "blame"}
         assert all(one.values()) or one["lowered"] == 0

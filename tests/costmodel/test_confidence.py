@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp
 
+import numpy as np
 import pytest
 
-from autoparallel.costmodel.confidence import PUBLISHED, confidence, kinds_of, slowed
+from autoparallel.costmodel.confidence import (
+    KNOWN,
+    QUANTILE,
+    QUANTILE_CALIBRATED,
+    UNSEEN,
+    confidence,
+    fits,
+    kinds_of,
+    slowed,
+)
+from autoparallel.costmodel.parts import NOISE, PARTS
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.profiles.hardware import Cluster, Provenance, Residual, ValueKind
+from autoparallel.profiles.hardware import Cluster, Device, Posterior, Provenance, Residual, ValueKind
 from tests.toy_graphs import toy_transformer
 
 GRAPH = toy_transformer(layers=4, hidden=512, heads=8, seq=256)
@@ -52,14 +64,48 @@ def test_slower_figures_never_make_a_step_faster(kind: ValueKind) -> None:
     assert after >= before * (1 - 1e-12)
 
 
-def test_the_interval_is_that_of_the_calibration_else_of_published_runs() -> None:
-    step_s = simulate(PROGRAM, CLUSTER).step_time_s
-    shipped = confidence(PROGRAM, CLUSTER)
-    assert shipped.high_s == pytest.approx(step_s * (1 + PUBLISHED.p90_absolute_error))
+def factor(cluster: Cluster) -> float:
+    found = confidence(PROGRAM, cluster)
+    step_s = simulate(PROGRAM, cluster).step_time_s
+    assert found.low_s * found.high_s == pytest.approx(step_s**2)
+    return found.high_s / step_s
+
+
+def on(device: Device) -> Cluster:
+    return replace(CLUSTER, groups=(replace(CLUSTER.groups[0], device=device),))
+
+
+def test_intervals_belong_to_what_a_step_rests_on() -> None:
+    """Wider on devices whose generation nobody has measured, and where links decide; narrow after steps of the machine itself."""
+    known = factor(CLUSTER)
+    assert exp(QUANTILE * KNOWN) <= known < exp(2 * QUANTILE * KNOWN)
+    unseen = factor(on(replace(CLUSTER.device, publishers=0)))
+    assert unseen > exp(QUANTILE * UNSEEN)
+    slow = replace(CLUSTER, levels=tuple(replace(x, bytes_per_s=x.bytes_per_s / 500) for x in CLUSTER.levels))
+    assert factor(slow) > known
+    parts = tuple(part.name for part in PARTS)
+    covariance = tuple(map(tuple, (1e-4 * np.eye(len(parts))).tolist()))
+    learnt = Posterior(parts=parts, covariance=covariance, rows=5, noise=0.05)
+    calibrated = on(replace(CLUSTER.device, posterior=learnt))
+    assert factor(calibrated) < known
+    assert confidence(PROGRAM, calibrated).basis == "5 measured steps"
+    assert exp(QUANTILE_CALIBRATED * NOISE) <= factor(calibrated)
+
+
+def test_an_older_calibration_s_residual_is_its_interval() -> None:
     close = Residual(samples=5, mean_absolute_error=0.01, p90_absolute_error=0.02, bias=0.0)
-    device = replace(CLUSTER.device, residuals={"step": close})
-    calibrated = replace(CLUSTER, groups=(replace(CLUSTER.groups[0], device=device),))
-    found = confidence(PROGRAM, calibrated)
-    assert found.low_s < step_s < found.high_s
-    assert found.high_s == pytest.approx(step_s * 1.02)
-    assert found.basis == "5 measured steps"
+    found = on(replace(CLUSTER.device, residuals={"step": close}))
+    assert factor(found) == pytest.approx(1.02)
+
+
+def test_a_step_fits_the_more_probably_the_more_room_it_has() -> None:
+    prediction = simulate(PROGRAM, CLUSTER)
+    rooms = [0.5, 0.8, 0.95, 1.0, 1.1, 1.5]
+    found = [
+        fits(replace(prediction, capacities_bytes=(prediction.peak_bytes / share,) * len(prediction.memory)))
+        for share in rooms
+    ]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 0.97
+    assert found[-1] < 0.03
+    assert found[3] > 0.5  # a step that is just said to fit

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from autoparallel.costmodel.kernels import PIECES
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
-from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.one_by_one import WHOLE_BELOW
-from autoparallel.planner.plan import SCORED_ONLY, plan
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Recompute, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
@@ -82,10 +77,3 @@ def test_without_shards_nothing_is_fetched() -> None:
     ):
         with_key, without = (score(GRAPH, CLUSTER, replace(s, **change)) for s in (ALONE, BASE))
         assert with_key.step_time_s == without.step_time_s
-
-
-@pytest.mark.parametrize("key", SCORED_ONLY)
-def test_a_search_for_such_runs_is_refused_by_name(key: str) -> None:
-    execution = replace(Execution(), **{key: True})
-    with pytest.raises(UserError, match=key):
-        plan(Problem(graph=GRAPH, cluster=CLUSTER, global_batch=64, execution=execution))

@@ -105,10 +105,10 @@ def _paths_are_below(outer: Outer, one: Variants, chosen: Candidate, found: Eval
     problem = sims.problem(chosen)
     assert problem is not None
     paths = sims.paths(chosen)
-    weights = weigh(problem, paths, FOREVER)
+    weights, _ = weigh(problem, paths, FOREVER)
     assert (weights is not None) == (problem.chunks > 1)
     if weights is not None:
-        assert weights.bounds_s(rows_of(outer, one))[0] <= found.step_time_s * (1 + 1e-6), shown
+        assert weights.bounds_s(rows_of(outer, one), outer.chain)[0] <= found.step_time_s * (1 + 1e-6), shown
     relaxed_s = relaxed_bound_s(problem, paths.rows)
     assert relaxed_s is not None, shown
     assert relaxed_s <= found.step_time_s * (1 + 1e-6), shown

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from autoparallel.errors import UserError
+from autoparallel.planner.check import constraint_problems
+from autoparallel.planner.explain.break_even import break_evens, compressed, seconds_at, uncompressed
 from autoparallel.planner.explain.choice import complexity
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
@@ -43,6 +46,31 @@ def test_each_key_says_what_was_done_about_it() -> None:
     lossy = {one.key: one for one in space_of(replace(PROBLEM, allow_lossy=True))}
     assert free["grad_sync.compression"].how.startswith("left-out")
     assert lossy["grad_sync.compression"].how == "searched"
+
+
+def test_compression_pays_below_its_break_even_and_not_above() -> None:
+    strategy = plan(replace(PROBLEM, constraints={"mesh.tp": 1, "mesh.pp": 1})).strategy
+    found = break_evens(replace(PROBLEM, lossy=("int8", "topk:0.01")), strategy)
+    assert [one.method for one in found] == ["int8", "topk:0.01"]
+    assert {one.level for one in found} == {PROBLEM.cluster.levels[1].name}
+    for one in found:
+        assert 0 < one.bytes_per_s < float("inf")
+        coded = compressed(strategy, ("none", one.method))
+        for factor, pays in ((0.8, True), (1.25, False)):
+            share = factor * one.bytes_per_s / one.now_bytes_per_s
+            plain = [seconds_at(PROBLEM, other, 1, share) for other in uncompressed(PROBLEM, strategy)]
+            assert (seconds_at(PROBLEM, coded, 1, share) < min(plain)) == pays, one
+
+
+def test_only_methods_that_are_allowed_are_chosen() -> None:
+    problem = replace(PROBLEM, allow_lossy=True, lossy=("int4",), constraints={"mesh.pp": 1, "mesh.tp": 1})
+    found = plan(problem)
+    assert {m for m in found.strategy.grad_sync.compression if m != "none"} == {"int4"}
+    assert found.status == "optimal"
+    other = replace(problem, lossy=("int8",))
+    assert list(constraint_problems(other, found.strategy)) == ["compression by int4, but int8 was allowed"]
+    with pytest.raises(UserError, match="int3"):
+        replace(problem, lossy=("int3",))
 
 
 @pytest.mark.parametrize("batch", [8, 32])

@@ -20,6 +20,7 @@ from autoparallel.planner.search.partition.problem import Deal, deal_value, row_
 from autoparallel.planner.search.partition.sizes import chunk_sizes
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
+from autoparallel.planner.strategy.stacks import told
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
 from tests.capture.models import captured
@@ -38,6 +39,11 @@ def problem(model: str, cluster: str, **constraints: object) -> Problem:
     )
 
 
+def running(stack: str, case: Problem, **flags: bool) -> Problem:
+    """The problem of who runs this software."""
+    return replace(case, execution=replace(told(Execution(), {"execution.stack": stack}), **flags))
+
+
 CASES = [
     problem("toy", "a100-pcie-80gb:2x2", mesh__cp=2),
     problem("toy", "h100-sxm:1x4", mesh__cp=2, mesh__order=("pp", "dp_replicate", "dp_shard", "tp", "cp")),
@@ -49,14 +55,20 @@ CASES = [
     problem("toy", "a100-pcie-80gb:2x2", shard__zero=0, mesh__cp=2),
     problem("toy", "h100-sxm:1x4", shard__zero=3, mesh__dp_shard=1),
     problem("toy", "h100-sxm:1x4", pipeline__schedule="dualpipev"),
-    replace(
-        problem("toy", "a100-pcie-80gb:2x2", shard__zero=1, mesh__pp=2),
-        execution=replace(EAGER, late_gathers=True),
-    ),
+    running("megatron-core", problem("toy", "a100-pcie-80gb:2x2", shard__zero=1, mesh__pp=2)),
+    running("megatron-deepspeed", problem("toy", "a100-pcie-80gb:2x2", mesh__pp=2), blocking_launches=True),
+    running("deepspeed", problem("toy", "h100-sxm:2x4", shard__zero=3)),
+    running("megatron-2021", problem("mixtral", "a100-pcie-80gb:2x2", shard__zero=3, mesh__pp=2)),
+    running("autoparallel", problem("toy", "a100-pcie-80gb:2x2")),
+    running("autoparallel", problem("toy", "h100-sxm:2x4", shard__zero=3)),
+    running("autoparallel", problem("mixtral", "h100-sxm:2x4", shard__zero=2)),
+    running("megatron-bridge-a2a", problem("mixtral", "h100-sxm:2x4", mesh__ep=8)),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.graph.name} {case.constraints}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.graph.name} {case.execution.stack} {case.constraints}"
+)
 def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
     outer, rng = outer_of(case), random.Random(1)
     assert outer is not None

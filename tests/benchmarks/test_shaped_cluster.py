@@ -1,0 +1,76 @@
+"""Clusters of network namespaces: shaped as asked, and gone afterwards, also when their process is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.shaped_cluster import SUBNET, Links, Shape, missing_means, spearman
+
+WHY = missing_means()
+needs_root = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+SHAPE = Shape(nodes=3, per_node=1, rates=(80.0,), spine=8.0)
+MESSAGE = 400_000  # bytes, more than the buckets let pass at once
+
+
+def _there() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def _seconds(links: Links, source: int, target: int) -> float:
+    """Of a message from one node to another, by TCP."""
+    code = "import socket,sys;s=socket.create_server(('',4711));c=s.accept()[0];n=0\nwhile n<{n}: n+=len(c.recv(65536))\nc.send(b'x')"
+    receiver = subprocess.Popen(
+        ["ip", "netns", "exec", links.node(target), sys.executable, "-c", code.replace("{n}", str(MESSAGE))]
+    )
+    sender = (
+        f"import socket,time\nfor _ in range(100):\n try: c=socket.create_connection(('{SUBNET}.{target + 1}',4711)); break\n"
+        f" except OSError: time.sleep(0.05)\nt=time.perf_counter();c.sendall(bytes({MESSAGE}));c.recv(1);print(time.perf_counter()-t)"
+    )
+    done = subprocess.run(
+        ["ip", "netns", "exec", links.node(source), sys.executable, "-c", sender],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    receiver.wait(timeout=10)
+    return float(done.stdout)
+
+
+@needs_root
+def test_links_carry_what_they_are_shaped_to() -> None:
+    with Links(SHAPE) as links:
+        inside, through = _seconds(links, 0, 1), _seconds(links, 0, 2)
+    for seconds, rate in ((inside, 80e6), (through, 8e6)):
+        assert 0.6 * MESSAGE * 8 / rate < seconds
+    assert through > 4 * inside
+    assert not any(name in _there() for name in links.namespaces)
+
+
+@needs_root
+def test_nothing_is_left_of_a_cluster_whose_process_is_killed() -> None:
+    code = (
+        "import time\nfrom benchmarks.shaped_cluster import Links, Shape\n"
+        "with Links(Shape(nodes=2, per_node=1, rates=(100.0,))) as links:\n"
+        " print(*links.namespaces, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    names = process.stdout.readline().split()
+    assert len(names) == 3
+    assert all(name in _there() for name in names)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(name in _there() for name in names):
+        assert time.monotonic() < deadline, "namespaces outlive their process"
+        time.sleep(0.1)
+
+
+def test_rank_correlation() -> None:
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
