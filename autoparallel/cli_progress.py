@@ -66,7 +66,7 @@ def progress_text(progress: Progress, objective: Objective) -> str:
     """One line: how much of the space is left, the best strategy so far, and the bound below it."""
     if progress.phase == ADVISING:
         return f"nothing fits; looking for the nearest change that would ({progress.elapsed_s:.0f} s)"
-    # Several deals of one candidate may be solved.
+    # Several partitions of one candidate may be solved.
     done = f"{progress.candidates:,} candidates, {max(progress.pruned, 0):,} ruled out, {progress.solved:,} solved"
     best = "none yet" if progress.incumbent is None else _value(progress.incumbent, objective)
     bound = "" if progress.bound is None else f", bound {_value(progress.bound, objective)}"

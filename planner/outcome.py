@@ -102,7 +102,7 @@ class PlanResult:
     `status` is "optimal" when no strategy of the space is better under the cost model, else "feasible".
     No strategy that is as good in the objective takes fewer than `lower_bound_s` seconds per step on as many
     devices; `gap` is 1 - bound / value of the objective, 0 when optimal. `candidates` counts the strategies of
-    the space up to the dealing of blocks to stages, `pruned` those that a bound alone ruled out.
+    the space up to the partition of blocks to stages, `pruned` those that a bound alone ruled out.
     """
 
     strategy: Strategy

@@ -2,7 +2,7 @@
 
 Best bound first. Shapes (mesh, micro-batch, recomputation) are bounded all at once; those that may win are
 expanded to variants, again bounded all at once; a variant that comes up gets its stage problem, whose CP-SAT
-bound takes the place of the first one; when that still leads, its deal is simulated, the critical path of the
+bound takes the place of the first one; when that still leads, its partition is simulated, the critical path of the
 simulation becomes a row of the stage problem, and the variant goes back with the bound that it then has. The
 search ends when no bound is below the incumbent: the incumbent is then the best under the cost model, up to
 `TOLERANCE`.

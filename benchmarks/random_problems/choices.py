@@ -42,7 +42,7 @@ class Choices:
     schedules: tuple[str, ...] = SCHEDULES
     most_virtual: int = 8
     orders: bool = True  # every order of the axes, not only the usual one
-    uneven: bool = True  # every way to deal blocks to chunks
+    uneven: bool = True  # every way to divide blocks to chunks
     places: bool = True  # every order of the nodes where these are unlike, or their network is
     partly: bool = True  # every number of recomputed blocks in each chunk
 
@@ -72,16 +72,16 @@ def prime_factors(n: int) -> list[int]:
 
 
 def sizes_of(devices: int) -> Iterator[dict[str, int]]:
-    """Every way to deal `devices` to the five axes."""
+    """Every way to divide `devices` to the five axes."""
 
-    def deal(rest: int, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    def divide(rest: int, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
         if len(axes) == 1:
             yield (rest,)
             return
         for size in divisors(rest):
-            yield from ((size, *others) for others in deal(rest // size, axes[1:]))
+            yield from ((size, *others) for others in divide(rest // size, axes[1:]))
 
-    return (dict(zip(SIZES, sizes, strict=True)) for sizes in deal(devices, SIZES))
+    return (dict(zip(SIZES, sizes, strict=True)) for sizes in divide(devices, SIZES))
 
 
 def orders_of(mesh: Mesh) -> Iterator[tuple[str, ...]]:
@@ -96,7 +96,7 @@ def orders_of(mesh: Mesh) -> Iterator[tuple[str, ...]]:
 
 
 def compositions(total: int, parts: int, least: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Every way to deal `total` to `parts`, each with its least."""
+    """Every way to divide `total` to `parts`, each with its least."""
     spare = total - sum(least)
     if spare < 0:
         return

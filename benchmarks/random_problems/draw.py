@@ -147,7 +147,7 @@ def draw_share(rng: Random, choices: Choices) -> float:
 
 
 def draw_pipeline(problem: Problem, rng: Random, strategy: Strategy, choices: Choices) -> Pipeline:
-    """A schedule of several ranks, chunks and how the blocks are dealt."""
+    """A schedule of several ranks, chunks and how the blocks are divided."""
     pp, repeated = strategy.mesh.pp, len(problem.graph.repeated_positions)
     if pp == 1:
         return Pipeline(schedule="none", virtual_stages=1, stage_blocks=(repeated,) if repeated else ())
@@ -155,11 +155,11 @@ def draw_pipeline(problem: Problem, rng: Random, strategy: Strategy, choices: Ch
     most = max(1, min(choices.most_virtual, (repeated + 2) // pp))
     virtual = rng.choice(virtual_stages(schedule, most) or (1,))
     return Pipeline(
-        schedule=schedule, virtual_stages=virtual, stage_blocks=draw_deal(problem, rng, pp * virtual)
+        schedule=schedule, virtual_stages=virtual, stage_blocks=draw_partition(problem, rng, pp * virtual)
     )
 
 
-def draw_deal(problem: Problem, rng: Random, chunks: int) -> tuple[int, ...]:
+def draw_partition(problem: Problem, rng: Random, chunks: int) -> tuple[int, ...]:
     """Blocks of each chunk: even, or some of them moved to other chunks."""
     least = least_of_chunks(problem, chunks)
     blocks = list(even_blocks(problem, chunks))

@@ -129,13 +129,13 @@ def _staged(problem: Problem, shaped: Strategy, choices: Choices) -> Iterator[St
             chunks = pp * virtual
             if chunks > repeated + 2:
                 continue
-            for blocks in _deals(problem, chunks, choices):
+            for blocks in _partitions(problem, chunks, choices):
                 pipeline = Pipeline(schedule=schedule, virtual_stages=virtual, stage_blocks=blocks)
                 for recompute in _recomputed(blocks, choices):
                     yield replace(shaped, pipeline=pipeline, recompute=recompute)
 
 
-def _deals(problem: Problem, chunks: int, choices: Choices) -> Iterator[tuple[int, ...]]:
+def _partitions(problem: Problem, chunks: int, choices: Choices) -> Iterator[tuple[int, ...]]:
     repeated = len(problem.graph.repeated_positions)
     if not repeated:
         yield ()

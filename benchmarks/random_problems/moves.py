@@ -18,7 +18,7 @@ from benchmarks.random_problems.choices import (
     legal,
     prime_factors,
 )
-from benchmarks.random_problems.draw import draw_deal, draw_pipeline, draw_recompute
+from benchmarks.random_problems.draw import draw_partition, draw_pipeline, draw_recompute
 
 TRIES = 60
 Move = Callable[[Problem, Random, Strategy, Choices], "Strategy | None"]
@@ -28,7 +28,7 @@ def neighbours(
     problem: Problem, strategy: Strategy, rng: Random, choices: Choices = ALL
 ) -> Iterator[tuple[str, Strategy]]:
     """Legal strategies of the problem that differ from `strategy` in one key or two, without end; each with the names of what
-    was changed. Keys that follow (the deal of blocks when there are more stages) are drawn anew. Ends where nothing is left
+    was changed. Keys that follow (the partition of blocks when there are more stages) are drawn anew. Ends where nothing is left
     to change."""
     while True:
         for _ in range(TRIES):
@@ -92,12 +92,12 @@ def _tensor(strategy: Strategy, mesh: Mesh) -> tuple[object, ...]:
 
 
 def _restaged(problem: Problem, rng: Random, strategy: Strategy, choices: Choices) -> Strategy:
-    """With a schedule and a deal for its pipeline ranks: its own schedule where that can be."""
+    """With a schedule and a partition for its pipeline ranks: its own schedule where that can be."""
     pipeline = draw_pipeline(problem, rng, strategy, choices)
     own, pp = strategy.pipeline, strategy.mesh.pp
     if own.schedule not in ("none",) and pp > 1 and rng.random() < 0.6:
-        deal = draw_deal(problem, rng, pp * own.virtual_stages)
-        pipeline = replace(own, stage_blocks=deal)
+        partition = draw_partition(problem, rng, pp * own.virtual_stages)
+        pipeline = replace(own, stage_blocks=partition)
     return replace(strategy, pipeline=pipeline, recompute=replace(strategy.recompute, per_stage=()))
 
 
@@ -111,7 +111,7 @@ def _schedule(problem: Problem, rng: Random, strategy: Strategy, choices: Choice
     return replace(strategy, pipeline=pipeline, recompute=replace(strategy.recompute, per_stage=()))
 
 
-def _deal(problem: Problem, rng: Random, strategy: Strategy, _: Choices) -> Strategy | None:
+def _partition(problem: Problem, rng: Random, strategy: Strategy, _: Choices) -> Strategy | None:
     """A block or two go from one chunk to another."""
     blocks = list(strategy.pipeline.stage_blocks)
     if len(blocks) < 2:
@@ -230,7 +230,7 @@ def _unpinned(_: Problem, __: Random, strategy: Strategy, ___: Choices) -> Strat
 
 # Each move and how often it is drawn.
 MOVES: dict[str, tuple[Move, float]] = {
-    "mesh": (_factor, 5), "pipeline.schedule": (_schedule, 4), "pipeline.stage_blocks": (_deal, 2), "recompute": (_partly, 3),
+    "mesh": (_factor, 5), "pipeline.schedule": (_schedule, 4), "pipeline.stage_blocks": (_partition, 2), "recompute": (_partly, 3),
     "batch.micro": (_micro, 3), "shard.zero": (_zero, 2), "shard.sequence_parallel": (_sequence, 1), "mesh.ep": (_experts, 1),
     "mesh.order": (_order, 2), "mesh.placement": (_nodes, 1), "offload": (_offload, 2), "grad_sync": (_sync, 2),
     "embedding": (_tables, 0.5), "tensor": (_unpinned, 0.3),

@@ -26,8 +26,8 @@ from autoparallel.planner.embedding.options import Counts, TableClass, assigned,
 from autoparallel.planner.embedding.terms import Catalogue, bare_of, pricing, terms_of, whole_of
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import NOTHING, Objective, Problem, Value, objective_value
-from autoparallel.planner.search.partition.deals import even_deal
-from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.partition.problem import Partition
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.types import Strategy
@@ -210,12 +210,12 @@ def strategies(problem: Problem) -> Iterator[Strategy]:
     if not len(space.shapes):
         return
     found = variants(space, np.arange(len(space.shapes)))
-    deal = _deal(alone)
+    partition = _partition(alone)
     for row in range(len(found)):
-        yield strategy_of(alone, candidate(space, found, row), deal, bucketed=False)
+        yield strategy_of(alone, candidate(space, found, row), partition, bucketed=False)
 
 
-def _deal(problem: Problem) -> Deal:
-    deal = even_deal(len(problem.graph.repeated_positions), 1)
+def _partition(problem: Problem) -> Partition:
+    partition = even_partition(len(problem.graph.repeated_positions), 1)
     full = problem.fixed_ints("recompute.per_stage")
-    return replace(deal, recomputed=full) if full else deal
+    return replace(partition, recomputed=full) if full else partition

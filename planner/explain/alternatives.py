@@ -17,8 +17,8 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.partition.deals import even_deal
-from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.partition.problem import Partition
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import MODES, Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
@@ -208,11 +208,11 @@ def smallest(
     return strategy_of(outer.problem, chosen, _all_recomputed(outer, chosen))
 
 
-def _all_recomputed(outer: Outer, chosen: Candidate) -> Deal:
-    deal = even_deal(len(outer.chain.kinds), chosen.chunks)
+def _all_recomputed(outer: Outer, chosen: Candidate) -> Partition:
+    partition = even_partition(len(outer.chain.kinds), chosen.chunks)
     if chosen.mode == "full" or "recompute.per_stage" in outer.problem.constraints:
-        return Deal(
-            blocks=outer.problem.fixed_ints("pipeline.stage_blocks") or deal.blocks,
-            recomputed=outer.problem.fixed_ints("recompute.per_stage") or deal.recomputed,
+        return Partition(
+            blocks=outer.problem.fixed_ints("pipeline.stage_blocks") or partition.blocks,
+            recomputed=outer.problem.fixed_ints("recompute.per_stage") or partition.recomputed,
         )
-    return Deal(blocks=deal.blocks, recomputed=deal.blocks)
+    return Partition(blocks=partition.blocks, recomputed=partition.blocks)

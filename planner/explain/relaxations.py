@@ -20,7 +20,7 @@ from autoparallel.planner.search.partition.unlike import capacities
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.parts import grown
 
-SIMULATED = 4  # deals simulated for each relaxation: enough to show that one fits
+SIMULATED = 4  # partitions simulated for each relaxation: enough to show that one fits
 # Work (`Search.work`, about milliseconds) that goes into each relaxation: a first strategy that fits is found at once
 # or hardly at all. Kind: formula.
 TRIED_WORK = 500.0

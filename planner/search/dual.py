@@ -22,9 +22,9 @@ from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expa
 from autoparallel.planner.search.bounds.paths import PathWeights, weigh
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
 from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, scheduled_alike, values_of
-from autoparallel.planner.search.partition.deals import quick_deal
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.problem import StageProblem, has_choice
+from autoparallel.planner.search.partition.quick import quick_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.partition.solve import EFFORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
@@ -283,17 +283,17 @@ class Dual:
             to_solve = node.to_solve
             answer = solve_stages(
                 to_solve, excluded=excluded, below=below, effort=effort, spend=self._spend,
-                hint=quick_deal(to_solve) if not excluded else None,
+                hint=quick_partition(to_solve) if not excluded else None,
             )  # fmt: skip
             value = NOTHING
             if answer is not None:
                 value = max(bound, self.outer.problem.value_of(answer.bound / PS, 0.0, chosen.mesh.devices))
         if answer is None or not self.sims.may_win(value):
             return
-        node = replace(node, bound=value, deal=answer.deal)
-        if answer.deal is None and share < 1.0:
+        node = replace(node, bound=value, partition=answer.partition)
+        if answer.partition is None and share < 1.0:
             self._push(value, node, self._undecided)
-        elif answer.deal is None or len(excluded) >= MOST_CUTS:
+        elif answer.partition is None or len(excluded) >= MOST_CUTS:
             self._given_up = min(self._given_up, value)
         else:
             self._push(value, node)
@@ -303,12 +303,12 @@ class Dual:
 
     def _simulate(self, node: Node) -> None:
         """Simulate a node's partition, learn from it, and solve again for what is left."""
-        if node.deal is None:
+        if node.partition is None:
             self._resolve(node)
             return
-        found = self.sims.simulate(node.chosen, node.problem, node.deal, node.bound)
+        found = self.sims.simulate(node.chosen, node.problem, node.partition, node.bound)
         if not has_choice(node.problem):
             return
-        excluded = (*node.excluded, node.deal)
+        excluded = (*node.excluded, node.partition)
         problem, fits = self.sims.with_paths(node.chosen, node.problem), node.fits and self.outer.fits(found)
         self._resolve(replace(node, problem=problem, excluded=excluded, fits=fits), SHORT)

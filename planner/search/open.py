@@ -16,7 +16,7 @@ from autoparallel.planner.problem import NOTHING, Objective, Problem, Value
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.partition.problem import (
-    Deal,
+    Partition,
     StageProblem,
     without_needless_recomputation,
 )
@@ -138,18 +138,18 @@ def scheduled_alike(shapes: Shapes, run: Run) -> Bools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A variant with its stage problem, the deals already simulated, and the one to simulate next; None where a first,
+    """A variant with its stage problem, the partitions already simulated, and the one to simulate next; None where a first,
     short solve found none, and left open whether there is one. `fits`: all that were simulated did, as their rows say."""
 
     chosen: Candidate
     bound: Value
     problem: StageProblem
-    excluded: tuple[Deal, ...] = ()
-    deal: Deal | None = None
+    excluded: tuple[Partition, ...] = ()
+    partition: Partition | None = None
     fits: bool = True
 
     @property
     def to_solve(self) -> StageProblem:
         """The stage problem as it is solved: nothing is recomputed where all fits without it. Rows bound memory from below:
-        after a deal that did not fit though they said so, that is not known."""
+        after a partition that did not fit though they said so, that is not known."""
         return without_needless_recomputation(self.problem) if self.fits else self.problem

@@ -19,11 +19,16 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
 from autoparallel.planner.search.open import Values
-from autoparallel.planner.search.partition.deals import proportional, quick_deal
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
 from autoparallel.planner.search.partition.paths import SchedulePaths
-from autoparallel.planner.search.partition.problem import Deal, StageProblem, deal_value, with_less_room
+from autoparallel.planner.search.partition.problem import (
+    Partition,
+    StageProblem,
+    partition_value,
+    with_less_room,
+)
+from autoparallel.planner.search.partition.quick import proportional, quick_partition
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools
@@ -50,7 +55,7 @@ class Simulations:
     )  # of each chunk, by schedule: what suits it best
     broken: list[str] = field(default_factory=list)  # simulations below their bounds
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
-    _simulated: dict[tuple[Candidate, Deal], Evaluation] = field(default_factory=dict)
+    _simulated: dict[tuple[Candidate, Partition], Evaluation] = field(default_factory=dict)
 
     def may_win(self, bound: Value) -> bool:
         """Whether something with this bound could be better than the incumbent."""
@@ -107,25 +112,27 @@ class Simulations:
         return problem.with_paths(placed)
 
     def simulate(
-        self, chosen: Candidate, problem: StageProblem, deal: Deal, bound: Value = (0.0, 0.0)
+        self, chosen: Candidate, problem: StageProblem, partition: Partition, bound: Value = (0.0, 0.0)
     ) -> Evaluation:
         """Simulate one partition of a candidate of which a bound is known; it is the incumbent if it fits and is better."""
-        if (chosen, deal) in self._simulated:
-            return self._simulated[chosen, deal]
+        if (chosen, partition) in self._simulated:
+            return self._simulated[chosen, partition]
         self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions
         self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
         self.work += spending.PER_STAGE_SIMULATED * chosen.chunks
-        strategy = strategy_of(self.outer.problem, chosen, deal)
+        strategy = strategy_of(self.outer.problem, chosen, partition)
         found = evaluate(self.outer.book.expander, strategy, self._paths[chosen.schedule_key])
-        self._simulated[chosen, deal] = found
-        self._hold_against(found, problem, deal, bound)
+        self._simulated[chosen, partition] = found
+        self._hold_against(found, problem, partition, bound)
         self.seen.append(found)
         self.consider(found, chosen=chosen)
         return found
 
-    def _hold_against(self, found: Evaluation, problem: StageProblem, deal: Deal, bound: Value) -> None:
+    def _hold_against(
+        self, found: Evaluation, problem: StageProblem, partition: Partition, bound: Value
+    ) -> None:
         """`simulated >= bound`, for the bound of all partitions and that of this one."""
-        least_s = deal_value(problem, deal) / PS
+        least_s = partition_value(problem, partition) / PS
         if found.step_time_s < least_s * (1 - TOLERANCE):
             self.broken.append(f"{found.step_time_s} s is below the paths' {least_s} s: {found.strategy}")
         if self.outer.fits(found):
@@ -155,10 +162,10 @@ class Simulations:
         home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
         whole = problem
         for _ in range(ROOMS_TRIED):
-            deal = quick_deal(problem)
-            if deal is None:
+            partition = quick_partition(problem)
+            if partition is None:
                 return None
-            found = self.simulate(chosen, whole, deal, bound)
+            found = self.simulate(chosen, whole, partition, bound)
             if self.outer.fits(found):
                 return found
             if self.outer.excess_bytes(found) <= 0:

@@ -10,7 +10,7 @@ from autoparallel.planner.outcome import Progress
 from autoparallel.planner.problem import Objective
 
 
-def test_more_deals_solved_than_candidates_are_no_negative_count() -> None:
+def test_more_partitions_solved_than_candidates_are_no_negative_count() -> None:
     at = Progress(
         phase="solve", candidates=164, pruned=-35, solved=199, incumbent=0.014, bound=0.0139, elapsed_s=2.0
     )

@@ -17,7 +17,7 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed
-from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.strategy.legal import least_blocks, strategy_problems
@@ -43,19 +43,19 @@ def _graph(name: str) -> ModelGraph:
     return capture(example.module, keyword_inputs(example.module, example.inputs), name=name)
 
 
-def _dealt(order: random.Random, graph: ModelGraph, chosen: Candidate) -> Deal | None:
-    """Blocks dealt to the chunks by chance, some of them recomputed; None where there are too few."""
-    dealt = list(least_blocks(graph, chosen.chunks))
-    if sum(dealt) > len(graph.repeated_positions):
+def _divided(order: random.Random, graph: ModelGraph, chosen: Candidate) -> Partition | None:
+    """Blocks divided to the chunks by chance, some of them recomputed; None where there are too few."""
+    divided = list(least_blocks(graph, chosen.chunks))
+    if sum(divided) > len(graph.repeated_positions):
         return None
-    for _ in range(len(graph.repeated_positions) - sum(dealt)):
-        dealt[order.randrange(chosen.chunks)] += 1
-    full = (0 if chosen.mode == "full" else order.randint(0, count) for count in dealt)
-    return Deal(blocks=tuple(dealt), recomputed=tuple(full))
+    for _ in range(len(graph.repeated_positions) - sum(divided)):
+        divided[order.randrange(chosen.chunks)] += 1
+    full = (0 if chosen.mode == "full" else order.randint(0, count) for count in divided)
+    return Partition(blocks=tuple(divided), recomputed=tuple(full))
 
 
 def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None) -> list[Strategy]:
-    """Every legal strategy of what is searched for a run, but for tensor rules, with blocks dealt by chance."""
+    """Every legal strategy of what is searched for a run, but for tensor rules, with blocks divided by chance."""
     graph, cluster = _graph(name), load_cluster(f"cpu-gloo:1x{devices}")
     execution = Execution(dtype="fp32", param_dtype="fp32", master_weights=False, kernels="eager")
     problem = Problem(
@@ -71,10 +71,10 @@ def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None)
     found = []
     for row in range(len(columns.shape)):
         chosen = candidate(space, columns, row)
-        deal = _dealt(order, graph, chosen)
-        if deal is None:
+        partition = _divided(order, graph, chosen)
+        if partition is None:
             continue
-        strategy = strategy_of(problem, chosen, deal)
+        strategy = strategy_of(problem, chosen, partition)
         if not strategy_problems(graph, cluster, strategy) and refused(graph, strategy) is None:
             found.append(strategy)
     return found

@@ -4,7 +4,7 @@
   same as columns, a row for each setting; `wires.py`: what variants communicate, in columns, by the rates
   of `exchanges.py`.
 - `outer.py`: the space joined with its prices, and the bounds of shapes and variants:
-- `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("dealt");
+- `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("divided");
 - `rows.py`: variants with all that these are made of;
 - `ranks.py`: how many blocks a rank can hold in a given time and memory, with `flight.py`: micro-batches in flight;
 - `far.py`: what blocks take whose parallelism is not between neighbours; `paths.py`: variants of one schedule by its paths;

@@ -25,7 +25,9 @@ from autoparallel.planner.search.partition.relaxation import Relaxation
 from autoparallel.planner.search.space.meshes import Bools, Floats
 
 MOST_PLANES = 60  # paths that are added for one schedule. Kind: formula
-MOST_NUMBERS = 20_000_000  # that units dealt in order may take; more are dealt in any order. Kind: formula
+MOST_NUMBERS = (
+    20_000_000  # that units divided in order may take; more are divided in any order. Kind: formula
+)
 CLOSE = 1e-3  # share to which bound and timetable agree at the end
 STEP = 0.4  # of the way from the best layers to those that the program proposes. Kind: measured
 TIMES = tuple(q for q in Q if q < Q.STATE)  # the quantities that are seconds
@@ -61,20 +63,20 @@ class PathWeights:
 
 
 def _in_order(rows: Rows, chain: Chain, each: Floats, sends: Floats) -> Floats:
-    """The least that units and messages come to, [variant], of all ways to deal the units to the chunks in their order: a unit
+    """The least that units and messages come to, [variant], of all ways to divide the units to the chunks in their order: a unit
     of a kind takes `each` [variant, kind, chunk], the message after a chunk its seconds `sends` [chunk] times. By dynamic
-    programming over the chunks, every number of units dealt so far at once.
+    programming over the chunks, every number of units divided so far at once.
     """
     message_s = rows.sends_s[:, list(chain.cuts)]  # [variant, units before it]
     least = int(rows.least_per_chunk.min(initial=1))
-    dealt = _so_far(each[:, list(chain.kinds), 0])
+    divided = _so_far(each[:, list(chain.kinds), 0])
     for chunk in range(1, each.shape[2]):
         before = _so_far(each[:, list(chain.kinds), chunk])
-        best = np.minimum.accumulate(dealt + sends[chunk - 1] * message_s - before, axis=1)
+        best = np.minimum.accumulate(divided + sends[chunk - 1] * message_s - before, axis=1)
         fewest = least if chunk < each.shape[2] - 1 else 0
-        dealt = np.full_like(before, np.inf)
-        dealt[:, fewest:] = before[:, fewest:] + best[:, : best.shape[1] - fewest]
-    return np.asarray(dealt[:, -1])
+        divided = np.full_like(before, np.inf)
+        divided[:, fewest:] = before[:, fewest:] + best[:, : best.shape[1] - fewest]
+    return np.asarray(divided[:, -1])
 
 
 def _so_far(seconds: Floats) -> Floats:

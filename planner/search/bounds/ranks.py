@@ -9,7 +9,7 @@ With n units on rank r, k of them recomputed, m micro-batches, and seconds f, b 
 
 fill and drain are one micro-batch through the stages before r and the messages between them; M(n) is the least that
 n units of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most that k
-of them do. Every term is one that no deal of blocks to stages goes below. Arrays are [rank, variant] or [variant].
+of them do. Every term is one that no partition of blocks to stages goes below. Arrays are [rank, variant] or [variant].
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class RankBounds:
             + np.where(self.last, tail + again * u.tail_saved, 0.0)
         )
 
-    def dealt(self, repeated: int, time_s: Floats, room: Room) -> Bools:
-        """Whether every block can be dealt: each rank has at least its chunks, and all of them enough.
+    def divided(self, repeated: int, time_s: Floats, room: Room) -> Bools:
+        """Whether every block can be divided: each rank has at least its chunks, and all of them enough.
 
         What the ranks from one on cannot hold stands before it, which is what it waits for.
         """

@@ -13,8 +13,8 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
-from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.search.partition.forms import Chain
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Floats, Ints
@@ -237,7 +237,7 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
         virtual_stages=1, mode=MODES[mode], offload=Offload(activations=key[0]),
         compression=(),
     )  # fmt: skip
-    strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), 1))
+    strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), 1))
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
 
 

@@ -1,10 +1,10 @@
-"""Lower bounds on step time and memory, for many strategies at once, before any block is dealt to a stage.
+"""Lower bounds on step time and memory, for many strategies at once, before any block is divided to a stage.
 
-Every bound is true: no deal of blocks to stages, and no choice of recomputed blocks, gives a step that `score`
+Every bound is true: no partition of blocks to stages, and no choice of recomputed blocks, gives a step that `score`
 finds shorter, or a fullest device that it finds less full.
 
     shared    T >= mean over the ranks of fill, work, reduction and optimizer; and one micro-batch through all stages
-    dealt     T >= the least time in which the ranks' most blocks (`planner/search/bounds/ranks.py`) sum to all blocks
+    divided     T >= the least time in which the ranks' most blocks (`planner/search/bounds/ranks.py`) sum to all blocks
 
 The number of blocks that a rank can hold grows with T, so the least T is found by bisection, for all rows at once.
 """
@@ -137,7 +137,7 @@ def variant_bounds(
 
 
 def _shared_s(rows: Rows) -> Floats:
-    """One micro-batch through the whole model, and what the ranks take on average, however blocks are dealt."""
+    """One micro-batch through the whole model, and what the ranks take on average, however blocks are divided."""
     u, m, pp, plain = rows.units, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
     whole_s = u.all_forward_s + u.all_backward_s + rows.tied_s
@@ -173,12 +173,12 @@ def _shared_s(rows: Rows) -> Floats:
 def _least_time(
     problem: Problem, rows: Rows, pp: int, capacity_bytes: float, low_s: Floats, top_s: Floats, below_s: float
 ) -> Floats:
-    """The least time, `low_s` or more, in which all blocks can be dealt, and `top_s` where that is not less."""
+    """The least time, `low_s` or more, in which all blocks can be divided, and `top_s` where that is not less."""
     found_s = top_s.copy()
     ranks = RankBounds(problem, rows, pp)
     room = ranks.room(capacity_bytes)
-    open_ = ranks.dealt(rows.repeated, top_s, room)
-    if below_s > FOREVER:  # then what cannot be dealt does not fit
+    open_ = ranks.divided(rows.repeated, top_s, room)
+    if below_s > FOREVER:  # then what cannot be divided does not fit
         found_s[~open_] = np.inf
     kept = np.flatnonzero(open_ & (low_s < top_s))
     if not len(kept):
@@ -187,29 +187,29 @@ def _least_time(
         rows = rows.take(kept)
         ranks, low_s, top_s = RankBounds(problem, rows, pp), low_s[kept], top_s[kept]
         room = ranks.room(capacity_bytes)
-    early = ranks.dealt(rows.repeated, low_s, room)
+    early = ranks.divided(rows.repeated, low_s, room)
     low, high = low_s, np.minimum(2 * low_s, top_s)
-    while not (done := early | ranks.dealt(rows.repeated, high, room)).all():
+    while not (done := early | ranks.divided(rows.repeated, high, room)).all():
         low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
         if (early | (high - low <= CLOSE * low)).all():
             break
         middle = (low + high) / 2
-        done = ranks.dealt(rows.repeated, middle, room)
+        done = ranks.divided(rows.repeated, middle, room)
         high, low = np.where(done, middle, high), np.where(done, low, middle)
     found_s[kept] = np.where(early, low_s, low)
     return found_s
 
 
 def _least_memory(rows: Rows, ranks: RankBounds) -> Floats:
-    """The least capacity under which all blocks can be dealt, however long the step takes."""
+    """The least capacity under which all blocks can be divided, however long the step takes."""
     size = len(rows.zero)
     forever = np.full(size, FOREVER)
     low, high = np.zeros(size), np.ones(size)
-    while not (done := ranks.dealt(rows.repeated, forever, ranks.room(high))).all():
+    while not (done := ranks.divided(rows.repeated, forever, ranks.room(high))).all():
         high = np.where(done, high, high * 4)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        done = ranks.dealt(rows.repeated, forever, ranks.room(middle))
+        done = ranks.divided(rows.repeated, forever, ranks.room(middle))
         high, low = np.where(done, middle, high), np.where(done, low, middle)
     return low

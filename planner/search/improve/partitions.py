@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
-from autoparallel.planner.search.partition.problem import Deal, Row, StageProblem, deal_fits
+from autoparallel.planner.search.partition.problem import Partition, Row, StageProblem, partition_fits
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import Candidate
@@ -23,7 +23,7 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
     if problem is None or (problem.chunks == 1 and not problem.recompute):
         return
     strategy = found.strategy
-    deal = Deal(
+    partition = Partition(
         blocks=strategy.pipeline.stage_blocks,
         recomputed=strategy.recompute.per_stage or (0,) * problem.chunks,
     )
@@ -33,20 +33,20 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
         if found.path is None:
             return
         (path,) = on_devices(problem, [found.path])
-        for moved in islice(moves(problem, deal, path), MOVES_TRIED):
+        for moved in islice(moves(problem, partition, path), MOVES_TRIED):
             tried, left = sims.simulate(chosen, problem, moved), left - 1
             if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
-                found, deal, better = tried, moved, True
+                found, partition, better = tried, moved, True
                 break
 
 
-def moves(problem: StageProblem, deal: Deal, path: Row) -> Iterator[Deal]:
+def moves(problem: StageProblem, partition: Partition, path: Row) -> Iterator[Partition]:
     """Partitions that fit and differ by one block, in the order of what that takes off a critical path."""
     if problem.recompute and problem.recomputed is None:
-        for chunk, full in enumerate(deal.recomputed):
+        for chunk, full in enumerate(partition.recomputed):
             if full:
-                kept = replace(deal, recomputed=_with(deal.recomputed, chunk, full - 1))
-                if deal_fits(problem, kept):
+                kept = replace(partition, recomputed=_with(partition.recomputed, chunk, full - 1))
+                if partition_fits(problem, kept):
                     yield kept
     if problem.blocks is not None or problem.recomputed is not None:
         return
@@ -56,11 +56,11 @@ def moves(problem: StageProblem, deal: Deal, path: Row) -> Iterator[Deal]:
         for off in range(problem.chunks)
         for to in range(problem.chunks)
         if each[to] < each[off]
-        and deal.blocks[off] > problem.least[off]
-        and deal.blocks[to] < problem.most[to]
+        and partition.blocks[off] > problem.least[off]
+        and partition.blocks[to] < problem.most[to]
     ]
     for _, off, to in sorted(pairs):
-        moved = _moved(problem, deal, off, to)
+        moved = _moved(problem, partition, off, to)
         if moved is not None:
             yield moved
 
@@ -78,14 +78,14 @@ def _weights(problem: StageProblem, path: Row) -> list[int]:
     return weights
 
 
-def _moved(problem: StageProblem, deal: Deal, off: int, to: int) -> Deal | None:
+def _moved(problem: StageProblem, partition: Partition, off: int, to: int) -> Partition | None:
     """One block of a chunk in another: recomputed there only if it does not fit else."""
-    blocks = _with(_with(deal.blocks, off, deal.blocks[off] - 1), to, deal.blocks[to] + 1)
-    recomputed = _with(deal.recomputed, off, min(deal.recomputed[off], blocks[off]))
-    moved = Deal(blocks=blocks, recomputed=recomputed)
-    if deal_fits(problem, moved):
+    blocks = _with(_with(partition.blocks, off, partition.blocks[off] - 1), to, partition.blocks[to] + 1)
+    recomputed = _with(partition.recomputed, off, min(partition.recomputed[off], blocks[off]))
+    moved = Partition(blocks=blocks, recomputed=recomputed)
+    if partition_fits(problem, moved):
         return moved
     if not problem.recompute:
         return None
     moved = replace(moved, recomputed=_with(recomputed, to, recomputed[to] + 1))
-    return moved if deal_fits(problem, moved) else None
+    return moved if partition_fits(problem, moved) else None

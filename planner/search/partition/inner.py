@@ -12,7 +12,6 @@ from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
-from autoparallel.planner.search.partition.deals import even_deal, proportional
 from autoparallel.planner.search.partition.forms import PS, Chain, PricedChain, Value, Work, tied_ends
 from autoparallel.planner.search.partition.moments import host_rows, host_state_rate, memory_rows, state_rate
 from autoparallel.planner.search.partition.peaks import (
@@ -23,6 +22,7 @@ from autoparallel.planner.search.partition.peaks import (
     weight_peak,
 )
 from autoparallel.planner.search.partition.problem import Form, Quantity, Row, StageProblem
+from autoparallel.planner.search.partition.quick import even_partition, proportional
 from autoparallel.planner.search.partition.sizes import chunk_sizes
 from autoparallel.planner.search.partition.unlike import over_devices, rank_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
@@ -32,7 +32,7 @@ from autoparallel.profiles.hardware import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A candidate's strategy (blocks dealt evenly) and the prices of its links."""
+    """A candidate's strategy (blocks divided evenly) and the prices of its links."""
 
     chosen: Candidate
     strategy: Strategy
@@ -41,7 +41,7 @@ class Priced:
 
 def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Candidate) -> Priced:
     """The prices of every link of a candidate, kept as its mode says and recomputed in full."""
-    strategy = strategy_of(problem, chosen, even_deal(len(chain.kinds), chosen.chunks))
+    strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), chosen.chunks))
     graph = problem.graph
     tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
     in_head: set[str] = set().union(*(tied[b] for b in chain.head))

@@ -1,6 +1,6 @@
-"""The stage problem as data: quantities per chunk, rows over them, and deals of blocks to chunks.
+"""The stage problem as data: quantities per chunk, rows over them, and partitions of blocks to chunks.
 
-What a deal needs is computed here without a solver; `planner/search/stages/solve.py` says what the problem means.
+What a partition needs is computed here without a solver; `planner/search/stages/solve.py` says what the problem means.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
+class Partition:
     """Blocks per chunk, and of these how many are recomputed in full."""
 
     blocks: tuple[int, ...]
@@ -107,10 +107,10 @@ class StageProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAnswer:
-    """The best deal of a stage problem; no deal is below `bound` (equal to `value` when proved). Where the solver
+    """The best partition of a stage problem; no partition is below `bound` (equal to `value` when proved). Where the solver
     found none in its time there is only the bound."""
 
-    deal: Deal | None
+    partition: Partition | None
     value: int
     bound: int
 
@@ -125,7 +125,7 @@ def starts_of(units: int, least: Sequence[int], most: Sequence[int]) -> list[ran
 
 
 def most_amounts(problem: StageProblem) -> list[list[int]]:
-    """For each quantity and chunk, no less than any deal makes of it."""
+    """For each quantity and chunk, no less than any partition makes of it."""
     spare = max(len(problem.kinds) - sum(problem.least), 0)
     blocks = [min(least + spare, most) for least, most in zip(problem.least, problem.most, strict=True)]
     kinds = sorted(set(problem.kinds))
@@ -143,7 +143,7 @@ def most_amounts(problem: StageProblem) -> list[list[int]]:
 
 
 def without_idle_rows(problem: StageProblem) -> StageProblem:
-    """The problem without the moments in which no deal has too many bytes."""
+    """The problem without the moments in which no partition has too many bytes."""
     most = most_amounts(problem)
     binding = tuple(
         row
@@ -154,7 +154,7 @@ def without_idle_rows(problem: StageProblem) -> StageProblem:
 
 
 def without_needless_recomputation(problem: StageProblem) -> StageProblem:
-    """The problem with nothing recomputed, where every deal fits without it and it only takes time."""
+    """The problem with nothing recomputed, where every partition fits without it and it only takes time."""
     if not problem.recompute or problem.recomputed is not None or without_idle_rows(problem).memory:
         return problem
     on_paths = dict.fromkeys(quantity for row in problem.paths for quantity, _, _ in row.terms)
@@ -178,11 +178,11 @@ def with_less_room(problem: StageProblem, home: Sequence[int], lacking: Sequence
     return replace(problem, memory=tuple(rows))
 
 
-def chunk_amount(problem: StageProblem, quantity: Quantity, deal: Deal, chunk: int) -> int:
-    """What `chunk` needs of `quantity` under a deal."""
-    start = sum(deal.blocks[:chunk])
+def chunk_amount(problem: StageProblem, quantity: Quantity, partition: Partition, chunk: int) -> int:
+    """What `chunk` needs of `quantity` under a partition."""
+    start = sum(partition.blocks[:chunk])
     return piece_amount(
-        problem, quantity, chunk, range(start, start + deal.blocks[chunk]), deal.recomputed[chunk]
+        problem, quantity, chunk, range(start, start + partition.blocks[chunk]), partition.recomputed[chunk]
     )
 
 
@@ -211,41 +211,41 @@ def merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
     return tuple((q, c, n) for (q, c), n in total.items() if n)
 
 
-def row_values(problem: StageProblem, rows: Sequence[Row], deal: Deal) -> Iterator[int]:
-    """The values of rows under a deal; what a chunk needs is added up once."""
+def row_values(problem: StageProblem, rows: Sequence[Row], partition: Partition) -> Iterator[int]:
+    """The values of rows under a partition; what a chunk needs is added up once."""
     known: dict[tuple[int, int], int] = {}
     for row in rows:
         value = row.constant
         for q, c, factor in row.terms:
             if (q, c) not in known:
-                known[q, c] = chunk_amount(problem, problem.quantities[q], deal, c)
+                known[q, c] = chunk_amount(problem, problem.quantities[q], partition, c)
             value += factor * known[q, c]
         yield value
 
 
-def deal_fits(problem: StageProblem, deal: Deal) -> bool:
-    """Whether a deal respects every constraint of the model, without a solver."""
+def partition_fits(problem: StageProblem, partition: Partition) -> bool:
+    """Whether a partition respects every constraint of the model, without a solver."""
     return (
-        len(deal.blocks) == problem.chunks
-        and sum(deal.blocks) == len(problem.kinds)
-        and all(a <= n <= b for a, n, b in zip(problem.least, deal.blocks, problem.most, strict=True))
-        and all(0 <= k <= n for n, k in zip(deal.blocks, deal.recomputed, strict=True))
-        and (problem.recompute or problem.recomputed is not None or not any(deal.recomputed))
-        and problem.blocks in (None, deal.blocks)
-        and problem.recomputed in (None, deal.recomputed)
+        len(partition.blocks) == problem.chunks
+        and sum(partition.blocks) == len(problem.kinds)
+        and all(a <= n <= b for a, n, b in zip(problem.least, partition.blocks, problem.most, strict=True))
+        and all(0 <= k <= n for n, k in zip(partition.blocks, partition.recomputed, strict=True))
+        and (problem.recompute or problem.recomputed is not None or not any(partition.recomputed))
+        and problem.blocks in (None, partition.blocks)
+        and problem.recomputed in (None, partition.recomputed)
         and all(
             value <= problem.room(row)
-            for row, value in zip(problem.memory, row_values(problem, problem.memory, deal), strict=True)
+            for row, value in zip(problem.memory, row_values(problem, problem.memory, partition), strict=True)
         )
     )
 
 
-def deal_value(problem: StageProblem, deal: Deal) -> int:
-    """The longest of the paths under a deal: what the model minimises."""
-    return max(row_values(problem, problem.paths, deal), default=0)
+def partition_value(problem: StageProblem, partition: Partition) -> int:
+    """The longest of the paths under a partition: what the model minimises."""
+    return max(row_values(problem, problem.paths, partition), default=0)
 
 
 def has_choice(problem: StageProblem) -> bool:
-    """Whether a stage problem has more than one deal."""
+    """Whether a stage problem has more than one partition."""
     spare = len(problem.kinds) > sum(problem.least) and problem.chunks > 1 and problem.blocks is None
     return spare or (problem.recompute and problem.recomputed is None)

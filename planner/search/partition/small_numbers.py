@@ -1,7 +1,7 @@
 """Stage problems in numbers that a solver multiplies without running over.
 
 CP-SAT's presolve multiplies coefficients; with picoseconds and bytes as they are (a row of 2^50, OR-tools 9.15) it
-was seen to call optimal what another deal beats. Fewer digits are enough, and rounding down keeps every bound true.
+was seen to call optimal what another partition beats. Fewer digits are enough, and rounding down keeps every bound true.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LARGEST = 2**34
 
 
 def in_small_numbers(problem: StageProblem, below: int | None = None) -> tuple[StageProblem, int]:
-    """The problem in multiples of a unit of time and a unit of bytes, rounded down, and the unit of time. Deals that
+    """The problem in multiples of a unit of time and a unit of bytes, rounded down, and the unit of time. Partitions that
     were feasible stay so, and none is worth more than before."""
     most = most_amounts(problem)
     longest = max(

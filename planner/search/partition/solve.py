@@ -22,13 +22,13 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from autoparallel.planner.search.partition.problem import (
-    Deal,
     Form,
+    Partition,
     Row,
     StageAnswer,
     StageProblem,
-    deal_value,
     most_amounts,
+    partition_value,
     without_idle_rows,
 )
 from autoparallel.planner.search.partition.small_numbers import in_small_numbers
@@ -37,7 +37,7 @@ from autoparallel.planner.search.partition.small_numbers import in_small_numbers
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.13
 PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
-# Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a deal that is
+# Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a partition that is
 # excluded. Kind: measured
 PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.008, 0.01
 FEW_CHUNKS = 4  # up to which presolving takes longer than the rest of the solve. Kind: measured
@@ -47,13 +47,13 @@ Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy 
 def solve_stages(
     problem: StageProblem,
     *,
-    excluded: Sequence[Deal] = (),
+    excluded: Sequence[Partition] = (),
     below: int | None = None,
     effort: float = EFFORT,
     spend: Callable[[float], None] | None = None,
-    hint: Deal | None = None,
+    hint: Partition | None = None,
 ) -> StageAnswer | None:
-    """The best deal with a value below `below` that is not excluded; None where there is none.
+    """The best partition with a value below `below` that is not excluded; None where there is none.
 
     Deterministic: one worker, a fixed seed, and `effort` in deterministic time. `spend` is told how much work it was, about
     milliseconds, the same on every machine.
@@ -64,8 +64,8 @@ def solve_stages(
     builder.every_block_in_one_chunk()
     builder.as_fixed_by_the_user()
     builder.fits_memory()
-    for deal in excluded:
-        builder.differs_from(deal)
+    for partition in excluded:
+        builder.differs_from(partition)
     step = builder.no_path_longer_than_the_step(None if below is None else -(-below // unit))
     model.minimize(step)
     if hint is not None:
@@ -90,32 +90,32 @@ def solve_stages(
     assert status != cp_model.MODEL_INVALID, model.validate()
     bound = max(int(solver.best_objective_bound), 0) * unit
     if status == cp_model.UNKNOWN:
-        return StageAnswer(deal=None, value=bound, bound=bound)
-    deal = Deal(
+        return StageAnswer(partition=None, value=bound, bound=bound)
+    partition = Partition(
         blocks=tuple(solver.value(n) for n in builder.blocks),
         recomputed=tuple(solver.value(k) for k in builder.recomputed),
     )
-    return StageAnswer(deal=deal, value=deal_value(problem, deal), bound=bound)
+    return StageAnswer(partition=partition, value=partition_value(problem, partition), bound=bound)
 
 
 def solve_for_memory(
     problem: StageProblem,
-    excluded: Sequence[Deal],
+    excluded: Sequence[Partition],
     below_bytes: int,
     effort: float,
     spend: Callable[[float], None],
 ) -> StageAnswer | None:
-    """The deal with the least peak, the fastest of these; its value and bound are bytes."""
+    """The partition with the least peak, the fastest of these; its value and bound are bytes."""
     peaks = tuple(row for row in problem.memory if row.capacity_bytes is None)
     others = tuple(row for row in problem.memory if row.capacity_bytes is not None)
     by_bytes = replace(problem, paths=peaks, memory=others)
     least = solve_stages(by_bytes, excluded=excluded, below=below_bytes, effort=effort, spend=spend)
-    if least is None or least.deal is None:
+    if least is None or least.partition is None:
         return least
     tight = replace(problem, capacity_bytes=least.value)
     fastest = solve_stages(tight, excluded=excluded, effort=effort, spend=spend)
-    deal = fastest.deal if fastest is not None else None
-    return least if deal is None else replace(least, deal=deal)
+    partition = fastest.partition if fastest is not None else None
+    return least if partition is None else replace(least, partition=partition)
 
 
 class _Builder:
@@ -294,12 +294,12 @@ class _Builder:
     def _most_of_row(self, row: Row) -> int:
         return max(0, row.constant) + sum(n * self.most[q][c] for q, c, n in row.terms)
 
-    def differs_from(self, deal: Deal) -> None:
-        """At least one n[c] or k[c] is another than in `deal`."""
+    def differs_from(self, partition: Partition) -> None:
+        """At least one n[c] or k[c] is another than in `partition`."""
         others = []
         pairs = [
-            *zip(self.blocks, deal.blocks, strict=True),
-            *zip(self.recomputed, deal.recomputed, strict=True),
+            *zip(self.blocks, partition.blocks, strict=True),
+            *zip(self.recomputed, partition.recomputed, strict=True),
         ]
         for variable, value in pairs:
             other = self.model.new_bool_var("")

@@ -109,9 +109,9 @@ class Space:
     alone: bool  # the user says that no rank shares its state: mesh.dp_shard = 1
     offloads: tuple[Offload, ...]
     schedules: tuple[tuple[int, int], ...]  # (schedule, chunks per rank), legal for some pp
-    chunks: int | None  # number of chunks, where the user deals the blocks
+    chunks: int | None  # number of chunks, where the user divides the blocks
     schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
-    repeated: int  # blocks that may be dealt to stages
+    repeated: int  # blocks that may be divided to stages
     most_chunks: int  # as many, and one for glue at either end of the model
 
     def plan_fits(self, shapes: Shapes, schedule: int, chunks: int) -> Bools:

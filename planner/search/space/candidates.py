@@ -7,7 +7,7 @@ from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, Variants
 from autoparallel.planner.search.space.syncs import with_bucket
 from autoparallel.planner.strategy.types import (
@@ -26,7 +26,7 @@ from autoparallel.planner.strategy.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """All of a strategy that is chosen before blocks are dealt to stages."""
+    """All of a strategy that is chosen before blocks are divided to stages."""
 
     mesh: Mesh
     micro: int
@@ -76,11 +76,13 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
     )  # fmt: skip
 
 
-def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bool = True) -> Strategy:
+def strategy_of(
+    problem: Problem, chosen: Candidate, partition: Partition, *, bucketed: bool = True
+) -> Strategy:
     """The complete strategy, tensor placements aside: those follow from it. Without `bucketed` the size of buckets
     is left as it is."""
     fixed = problem.constraints
-    keeps = any(deal.recomputed) or bool(fixed.get("recompute.per_stage"))
+    keeps = any(partition.recomputed) or bool(fixed.get("recompute.per_stage"))
     groups, zero = problem.fixed_ints("mesh.groups"), problem.fixed_int("shard.zero")
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
     strategy = Strategy(
@@ -88,9 +90,9 @@ def strategy_of(problem: Problem, chosen: Candidate, deal: Deal, *, bucketed: bo
         mesh=mesh,
         shard=Shard(zero=chosen.zero if zero is None else zero, sequence_parallel=chosen.sequence_parallel),
         pipeline=Pipeline(
-            schedule=chosen.schedule, virtual_stages=chosen.virtual_stages, stage_blocks=deal.blocks
+            schedule=chosen.schedule, virtual_stages=chosen.virtual_stages, stage_blocks=partition.blocks
         ),
-        recompute=Recompute(mode=chosen.mode, per_stage=deal.recomputed if keeps else ()),
+        recompute=Recompute(mode=chosen.mode, per_stage=partition.recomputed if keeps else ()),
         offload=chosen.offload,
         execution=problem.execution,
         grad_sync=sync_of(problem, chosen.compression),

@@ -14,7 +14,7 @@ from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search
-from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.points import asked_points, search_points
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
@@ -60,25 +60,25 @@ def smallest(problem: Problem) -> Held:
     return search.incumbent
 
 
-def deals(problem: Problem, chunks: int, mode: str) -> Iterator[Deal]:
-    """Every way to deal the repeated blocks to chunks, with every number of recomputed ones."""
+def partitions(problem: Problem, chunks: int, mode: str) -> Iterator[Partition]:
+    """Every way to divide the repeated blocks to chunks, with every number of recomputed ones."""
     n = len(problem.graph.repeated_positions)
     for cuts in combinations(range(n + chunks - 1), chunks - 1):
         edges = (-1, *cuts, n + chunks - 1)
         blocks = tuple(b - a - 1 for a, b in pairwise(edges))
         for recomputed in product(*(range(b + 1) for b in blocks)) if mode != "full" else [(0,) * chunks]:
-            yield Deal(blocks=blocks, recomputed=recomputed)
+            yield Partition(blocks=blocks, recomputed=recomputed)
 
 
 def every_strategy(problem: Problem, rows: Ints | None = None) -> Iterator[Strategy]:
-    """Brute force: each variant of the space (or of some of its shapes) with each deal, as far as `strategy_problems` admits
+    """Brute force: each variant of the space (or of some of its shapes) with each partition, as far as `strategy_problems` admits
     it."""
     space = build_space(problem)
     every = variants(space, np.arange(len(space.shapes)) if rows is None else rows)
     for row in range(len(every)):
         chosen = candidate(space, every, row)
-        for deal in deals(problem, chosen.chunks, chosen.mode):
-            strategy = strategy_of(problem, chosen, deal)
+        for partition in partitions(problem, chosen.chunks, chosen.mode):
+            strategy = strategy_of(problem, chosen, partition)
             if not strategy_problems(problem.graph, problem.cluster, strategy):
                 yield strategy
 

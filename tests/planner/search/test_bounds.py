@@ -1,4 +1,4 @@
-"""Lower bounds never exceed what the simulation says, whatever the deal; and they are close where it matters."""
+"""Lower bounds never exceed what the simulation says, whatever the partition; and they are close where it matters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autoparallel.planner.search.bounds.outer import (
 )
 from autoparallel.planner.search.bounds.paths import weigh
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
-from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
 from autoparallel.planner.search.partition.paths import SchedulePaths
-from autoparallel.planner.search.partition.problem import Deal, Q, deal_value, row_values
+from autoparallel.planner.search.partition.problem import Partition, Q, partition_value, row_values
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Variants
@@ -58,20 +58,20 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
     return outer
 
 
-def random_deal(rng: random.Random, outer: Outer, chosen: Candidate) -> Deal:
+def random_partition(rng: random.Random, outer: Outer, chosen: Candidate) -> Partition:
     blocks = len(outer.chain.kinds)
     if rng.random() < 0.4:
-        dealt = even_deal(blocks, chosen.chunks).blocks
+        divided = even_partition(blocks, chosen.chunks).blocks
     else:
         while True:
             cuts = sorted(rng.choices(range(blocks + 1), k=chosen.chunks - 1))
-            dealt = tuple(b - a for a, b in zip([0, *cuts], [*cuts, blocks], strict=True))
-            if all(n > 0 for n in dealt[1:-1]):
+            divided = tuple(b - a for a, b in zip([0, *cuts], [*cuts, blocks], strict=True))
+            if all(n > 0 for n in divided[1:-1]):
                 break
             if chosen.chunks - 2 >= blocks:
-                return even_deal(blocks, chosen.chunks)
+                return even_partition(blocks, chosen.chunks)
     free = chosen.mode != "full" and rng.random() < 0.5
-    return Deal(blocks=dealt, recomputed=tuple(rng.randint(0, n) if free else 0 for n in dealt))
+    return Partition(blocks=divided, recomputed=tuple(rng.randint(0, n) if free else 0 for n in divided))
 
 
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
@@ -82,9 +82,9 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
     away = np.flatnonzero(outer.space.shapes.activations_away[every.shape] > 0).tolist()
     for row in [*rng.sample(range(len(every)), 25), *rng.sample(away, min(len(away), 15))]:
         chosen = candidate(outer.space, every, row)
-        deal = random_deal(rng, outer, chosen)
-        found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal))
-        shape, shown = int(every.shape[row]), f"{chosen}\n{deal}"
+        partition = random_partition(rng, outer, chosen)
+        found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, partition))
+        shape, shown = int(every.shape[row]), f"{chosen}\n{partition}"
         assert outer.bounds.time_s[shape] <= found.step_time_s * (1 + 1e-9), shown
         assert outer.bounds.memory_bytes[shape] <= found.peak_bytes, shown
         assert bounds.memory_bytes[row] <= found.peak_bytes + 1, shown
@@ -96,7 +96,7 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
             outer.far.price(chosen.mesh, outer.space.shapes, shape, int(placed[row]))
             assert bound_variants(tight, one, FOREVER).time_s[0] <= found.step_time_s * (1 + 1e-9), shown
         _paths_are_below(tight, one, chosen, found, shown)
-        _stage_problem_is_below(outer, chosen, deal, shown, random_deal(rng, outer, chosen))
+        _stage_problem_is_below(outer, chosen, partition, shown, random_partition(rng, outer, chosen))
 
 
 def _paths_are_below(outer: Outer, one: Variants, chosen: Candidate, found: Evaluation, shown: str) -> None:
@@ -122,8 +122,8 @@ def test_recomputed_blocks_with_activations_on_the_host_are_bounded() -> None:
     )  # fmt: skip
     for blocks in ((2, 1, 1, 0), (1, 1, 1, 1)):
         for recomputed in product(*(range(n + 1) for n in blocks)):
-            deal = Deal(blocks=blocks, recomputed=recomputed)
-            _stage_problem_is_below(outer, chosen, deal, f"{deal}")
+            partition = Partition(blocks=blocks, recomputed=recomputed)
+            _stage_problem_is_below(outer, chosen, partition, f"{partition}")
 
 
 def test_a_path_through_tied_gradients_and_reductions_in_turn_says_nearly_all_of_the_step() -> None:
@@ -132,34 +132,34 @@ def test_a_path_through_tied_gradients_and_reductions_in_turn_says_nearly_all_of
         mesh=Mesh(pp=2, dp_shard=2), micro=1, micro_batches=4, zero=1, sequence_parallel=False,
         schedule="interleaved-1f1b", virtual_stages=2, mode="none", offload=Offload(), compression=(),
     )  # fmt: skip
-    deal = Deal(blocks=(1, 1, 1, 1), recomputed=(0, 0, 0, 0))
+    partition = Partition(blocks=(1, 1, 1, 1), recomputed=(0, 0, 0, 0))
     priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
     prepared = outer.book.expander.prepared(priced.strategy)
     paths = SchedulePaths(prepared.timetable)
-    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal), paths)
+    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, partition), paths)
     problem = stage_problem(outer.problem, outer.chain, outer.book, priced, prepared.states, 1e18)
     assert found.path is not None
     assert {Q.TIED, Q.END} <= {Q(quantity) for quantity, _, _ in found.path.terms}, found.path
-    assert next(row_values(problem, (found.path,), deal)) / 1e12 > 0.9 * found.step_time_s, found.path
+    assert next(row_values(problem, (found.path,), partition)) / 1e12 > 0.9 * found.step_time_s, found.path
 
 
 def _stage_problem_is_below(
-    outer: Outer, chosen: Candidate, deal: Deal, shown: str, other: Deal | None = None
+    outer: Outer, chosen: Candidate, partition: Partition, shown: str, other: Partition | None = None
 ) -> None:
-    """No row of a deal's stage problem is above its simulation, its own path and that of another deal among them."""
+    """No row of a partition's stage problem is above its simulation, its own path and that of another partition among them."""
     priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
     prepared = outer.book.expander.prepared(priced.strategy)
     paths = SchedulePaths(prepared.timetable)
-    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal), paths)
+    found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, partition), paths)
     if other is not None:
         evaluate(outer.book.expander, strategy_of(outer.problem, chosen, other), paths)
     problem = stage_problem(outer.problem, outer.chain, outer.book, priced, prepared.states, 1e18, paths.rows)
-    assert deal_value(problem, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
+    assert partition_value(problem, partition) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
     for row in problem.memory:
         own = row.capacity_bytes is None
-        assert next(row_values(problem, (row,), deal)) <= (found.peak_bytes if own else found.host_bytes), (
-            shown
-        )
+        assert next(row_values(problem, (row,), partition)) <= (
+            found.peak_bytes if own else found.host_bytes
+        ), shown
 
 
 def test_bounds_are_close_where_computation_rules() -> None:
@@ -167,10 +167,10 @@ def test_bounds_are_close_where_computation_rules() -> None:
     outer = outer_for("h100-sxm:1x4", 16, "fused")
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER)
     near = [
-        bounds.time_s[row] / evaluate(outer.book.expander, strategy_of(outer.problem, chosen, deal)).step_time_s
+        bounds.time_s[row] / evaluate(outer.book.expander, strategy_of(outer.problem, chosen, partition)).step_time_s
         for row in range(len(every))
         if (chosen := candidate(outer.space, every, row)).mesh.pp == 1 and chosen.mesh.tp == 1
-        for deal in [even_deal(4, 1)]
+        for partition in [even_partition(4, 1)]
     ]  # fmt: skip
     assert np.median(near) > 0.9, near
 

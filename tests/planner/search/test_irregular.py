@@ -25,7 +25,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.search.partition.deals import even_deal
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.types import Execution, Strategy
@@ -58,13 +58,13 @@ def network_of(cluster: Cluster) -> Network:
 
 
 def some_strategies(problem: Problem, rng: np.random.Generator, most: int) -> list[Strategy]:
-    """Variants of the space with evenly dealt blocks."""
+    """Variants of the space with evenly divided blocks."""
     space = build_space(problem)
     every = variants(space, np.arange(len(space.shapes)))
     rows = rng.permutation(len(every))[:most]
     found = [candidate(space, every, int(row)) for row in rows]
     blocks = len(problem.graph.repeated_positions)
-    return [strategy_of(problem, one, even_deal(blocks, one.chunks)) for one in found]
+    return [strategy_of(problem, one, even_partition(blocks, one.chunks)) for one in found]
 
 
 def test_no_placement_of_any_strategy_beats_an_optimal_plan() -> None:
@@ -103,8 +103,8 @@ def test_no_bound_exceeds_the_simulation_on_any_placement(
     assert len(every) == len(again)
     for row in rng.permutation(len(every))[:8]:
         chosen = candidate(outer.space, every, int(row))
-        deal = even_deal(len(outer.chain.kinds), chosen.chunks)
-        found = evaluate(outer.book.expander, strategy_of(part.problem, chosen, deal))
+        partition = even_partition(len(outer.chain.kinds), chosen.chunks)
+        found = evaluate(outer.book.expander, strategy_of(part.problem, chosen, partition))
         limit_s, shown = found.step_time_s * (1 + 1e-9), f"{chosen}\n{part.problem.cluster.network}"
         assert outer.bounds.time_s[int(every.shape[row])] <= limit_s, shown
         assert not np.isfinite(quick.time_s[row]) or quick.time_s[row] <= limit_s, shown

@@ -14,8 +14,8 @@ from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.search.partition.deals import proportional
-from autoparallel.planner.search.partition.problem import Deal
+from autoparallel.planner.search.partition.problem import Partition
+from autoparallel.planner.search.partition.quick import proportional
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
@@ -65,7 +65,7 @@ def test_a_plan_of_all_parts_is_no_worse_than_any_of_them() -> None:
     assert "only the 1 a100-sxm-40gb" in names
 
 
-def test_no_deal_of_blocks_beats_an_optimal_plan_of_named_groups() -> None:
+def test_no_partition_of_blocks_beats_an_optimal_plan_of_named_groups() -> None:
     problem = problem_of(mixed(), mesh__groups=(0, 1), pipeline__schedule="1f1b", recompute__mode="none")
     found = plan(problem)
     assert found.status == "optimal"
@@ -96,7 +96,7 @@ def test_bounds_over_unlike_devices_are_true() -> None:
         first = int(rng.integers(1, 8))
         simulated = evaluate(
             outer.book.expander,
-            strategy_of(problem, chosen, Deal(blocks=(first, 8 - first), recomputed=(0, 0))),
+            strategy_of(problem, chosen, Partition(blocks=(first, 8 - first), recomputed=(0, 0))),
         )
         if outer.excess_bytes(simulated) <= 0:
             assert bounds.time_s[row] <= simulated.step_time_s * (1 + 1e-9), chosen

@@ -14,9 +14,9 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly, expand_shapes, outer_of
 from autoparallel.planner.search.evaluate import evaluate
-from autoparallel.planner.search.partition.deals import even_deal
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
-from autoparallel.planner.search.partition.problem import Deal, deal_value, row_values
+from autoparallel.planner.search.partition.problem import Partition, partition_value, row_values
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.partition.sizes import chunk_sizes
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
@@ -75,9 +75,9 @@ def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
     for row in rng.sample(range(len(every)), min(len(every), 20)):
         chosen = candidate(outer.space, every, row)
-        deal = even_deal(len(outer.chain.kinds), chosen.chunks)
-        found = evaluate(outer.book.expander, strategy_of(case, chosen, deal))
-        shape, shown = int(every.shape[row]), f"{chosen}\n{deal}"
+        partition = even_partition(len(outer.chain.kinds), chosen.chunks)
+        found = evaluate(outer.book.expander, strategy_of(case, chosen, partition))
+        shape, shown = int(every.shape[row]), f"{chosen}\n{partition}"
         assert outer.bounds.time_s[shape] <= found.step_time_s * (1 + 1e-9), shown
         assert outer.bounds.memory_bytes[shape] <= found.peak_bytes, shown
         assert bounds.memory_bytes[row] <= found.peak_bytes + 1, shown
@@ -87,10 +87,10 @@ def test_no_bound_exceeds_the_simulation(case: Problem) -> None:
         priced = price_candidate(case, outer.chain, outer.book, chosen)
         states = outer.book.expander.prepared(priced.strategy).states
         stages = stage_problem(case, outer.chain, outer.book, priced, states, 1e18)
-        assert deal_value(stages, deal) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
+        assert partition_value(stages, partition) / 1e12 <= found.step_time_s * (1 + 1e-9), shown
         for r in stages.memory:
             most = found.peak_bytes if r.capacity_bytes is None else found.host_bytes
-            assert next(row_values(stages, (r,), deal)) <= most, shown
+            assert next(row_values(stages, (r,), partition)) <= most, shown
 
 
 def test_experts_and_the_rest_are_summed_over_replicas_as_in_the_simulation() -> None:
@@ -138,12 +138,14 @@ def test_no_bound_of_a_model_of_nearly_equal_blocks_exceeds_the_simulation(ep: i
             more = rng.choice([c for c, n in enumerate(blocks) if n < most[c]])
             blocks = tuple(n + (c == more) for c, n in enumerate(blocks))
         free = chosen.mode != "full"
-        deal = Deal(blocks=blocks, recomputed=tuple(rng.randint(0, n) if free else 0 for n in blocks))
-        found = evaluate(outer.book.expander, strategy_of(case, chosen, deal))
+        partition = Partition(
+            blocks=blocks, recomputed=tuple(rng.randint(0, n) if free else 0 for n in blocks)
+        )
+        found = evaluate(outer.book.expander, strategy_of(case, chosen, partition))
         tight = replace(outer, capacity_bytes=float(found.peak_bytes))
         one, limit_s = every.take(np.array([row])), found.step_time_s * (1 + 1e-9)
-        assert bound_variants(tight, one, FOREVER).time_s[0] <= limit_s, f"{chosen}\n{deal}"
-        assert not np.isfinite(quick.time_s[row]) or quick.time_s[row] <= limit_s, f"{chosen}\n{deal}"
+        assert bound_variants(tight, one, FOREVER).time_s[0] <= limit_s, f"{chosen}\n{partition}"
+        assert not np.isfinite(quick.time_s[row]) or quick.time_s[row] <= limit_s, f"{chosen}\n{partition}"
 
 
 def test_the_best_of_all_axes_is_found() -> None:
@@ -154,7 +156,7 @@ def test_the_best_of_all_axes_is_found() -> None:
     every = variants(space, np.arange(len(space.shapes)))
     blocks = len(case.graph.repeated_positions)
     found = [
-        score(case.graph, case.cluster, strategy_of(case, c, even_deal(blocks, 1))).step_time_s
+        score(case.graph, case.cluster, strategy_of(case, c, even_partition(blocks, 1))).step_time_s
         for c in (candidate(space, every, row) for row in range(len(every)))
     ]
     assert {int(n) for n in space.shapes.ep} == {1, 2, 4}

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.planner.search.partition.problem import (
-    Deal,
     Form,
+    Partition,
     Quantity,
     Row,
     StageProblem,
-    deal_fits,
-    deal_value,
+    partition_fits,
+    partition_value,
 )
 from autoparallel.planner.search.partition.small_numbers import LARGEST, in_small_numbers
 
@@ -44,15 +44,17 @@ def pipeline(blocks: int, chunks: int, rate: int, saved: int, capacity: int, mic
     micro=st.integers(1, 512),
     share=st.integers(0, 100),
 )
-def test_a_deal_still_fits_and_is_worth_no_more(
+def test_a_partition_still_fits_and_is_worth_no_more(
     blocks: int, rate: int, saved: int, capacity: int, micro: int, share: int
 ) -> None:
     problem = pipeline(blocks, 2, rate, saved, capacity, micro)
     small, unit = in_small_numbers(problem)
     first = 1 + share * (blocks - 2) // 100
-    deal = Deal(blocks=(first, blocks - first), recomputed=(share * first // 100, 0))
-    assert deal_value(small, deal) * unit <= deal_value(problem, deal)
-    assert deal_fits(small, deal) or not deal_fits(problem, deal)
-    assert deal_value(small, deal) <= 2 * LARGEST, (small, unit)
+    partition = Partition(blocks=(first, blocks - first), recomputed=(share * first // 100, 0))
+    assert partition_value(small, partition) * unit <= partition_value(problem, partition)
+    assert partition_fits(small, partition) or not partition_fits(problem, partition)
+    assert partition_value(small, partition) <= 2 * LARGEST, (small, unit)
     # What rounding loses is below what counts: one unit per number that a row adds up.
-    assert deal_value(problem, deal) - deal_value(small, deal) * unit <= unit * 4 * (blocks + 3) * (micro + 2)
+    assert partition_value(problem, partition) - partition_value(small, partition) * unit <= unit * 4 * (
+        blocks + 3
+    ) * (micro + 2)

@@ -16,7 +16,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.schedules import schedule_problem
 from autoparallel.planner.problem import Objective, Problem
-from autoparallel.planner.search.partition.deals import even_deal
+from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import (
     MODES,
     SCHEDULES,
@@ -44,7 +44,7 @@ def strategies(problem: Problem) -> list[Strategy]:
     every = variants(space, np.arange(len(space.shapes)))
     blocks = len(problem.graph.repeated_positions)
     found = (candidate(space, every, row) for row in range(len(every)))
-    return [strategy_of(problem, c, even_deal(blocks, c.chunks)) for c in found]
+    return [strategy_of(problem, c, even_partition(blocks, c.chunks)) for c in found]
 
 
 @pytest.mark.parametrize("graph", [GRAPH, toy_mlp(layers=3)], ids=["transformer", "mlp"])
@@ -80,12 +80,12 @@ def test_every_legal_combination_of_sizes_is_in_the_space() -> None:
                 continue
             if schedule == "1f1b" and micro * dpr * dps == 8:  # one micro-batch: the same as GPipe
                 continue
-            deal = even_deal(4, pp * chunks)
+            partition = even_partition(4, pp * chunks)
             strategy = Strategy(
                 batch=type(base.batch)(global_=8, micro=micro),
                 mesh=Mesh(pp=pp, dp_replicate=dpr, dp_shard=dps, tp=tp),
                 shard=type(base.shard)(zero=zero, sequence_parallel=sequence),
-                pipeline=type(base.pipeline)(schedule=schedule, virtual_stages=chunks, stage_blocks=deal.blocks),
+                pipeline=type(base.pipeline)(schedule=schedule, virtual_stages=chunks, stage_blocks=partition.blocks),
                 recompute=type(base.recompute)(mode=mode),
             )  # fmt: skip
             key = (pp, dpr, dps, tp, zero, micro, schedule, chunks, sequence, mode)

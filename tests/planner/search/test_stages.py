@@ -1,4 +1,4 @@
-"""The stage problem: each constraint just fits and just does not, and brute force finds no better deal."""
+"""The stage problem: each constraint just fits and just does not, and brute force finds no better partition."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoparallel.planner.search.improve.partitions import moves
-from autoparallel.planner.search.partition.deals import balanced_blocks
 from autoparallel.planner.search.partition.peaks import last_kinds
 from autoparallel.planner.search.partition.problem import (
-    Deal,
     Form,
+    Partition,
     Quantity,
     Row,
     StageProblem,
-    deal_fits,
-    deal_value,
+    partition_fits,
+    partition_value,
     row_values,
     with_less_room,
     without_needless_recomputation,
 )
+from autoparallel.planner.search.partition.quick import balanced_blocks
 from autoparallel.planner.search.partition.solve import solve_stages
 
 SECONDS, BYTES = 0, 1
@@ -62,14 +62,14 @@ def problem_of(
     )  # fmt: skip
 
 
-def deals(problem: StageProblem) -> Iterator[Deal]:
+def partitions(problem: StageProblem) -> Iterator[Partition]:
     n = len(problem.kinds)
     for blocks in product(range(n + 1), repeat=problem.chunks):
         if sum(blocks) == n:
             for recomputed in product(*(range(b + 1) for b in blocks)):
-                deal = Deal(blocks=blocks, recomputed=recomputed)
-                if deal_fits(problem, deal):
-                    yield deal
+                partition = Partition(blocks=blocks, recomputed=recomputed)
+                if partition_fits(problem, partition):
+                    yield partition
 
 
 @settings(max_examples=60)
@@ -78,23 +78,23 @@ def deals(problem: StageProblem) -> Iterator[Deal]:
     chunks=st.integers(1, 3), capacity=st.one_of(st.integers(4, 120), st.just(1000)), recompute=st.booleans(),
     one_kind=st.booleans(), ends=st.integers(0, 1),
 )  # fmt: skip
-def test_no_deal_is_better_than_the_solvers(
+def test_no_partition_is_better_than_the_solvers(
     kinds: tuple[int, ...], chunks: int, capacity: int, recompute: bool, one_kind: bool, ends: int
 ) -> None:
     kinds = (0,) * len(kinds) if one_kind else kinds
     problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, recompute=recompute, ends=ends)
-    best = min((deal_value(problem, deal) for deal in deals(problem)), default=None)
+    best = min((partition_value(problem, partition) for partition in partitions(problem)), default=None)
     answer = solve_stages(problem)
     if best is None:
         assert answer is None, answer
     else:
         assert answer is not None
-        assert answer.deal is not None
+        assert answer.partition is not None
         assert (answer.value, answer.bound) == (best, best), problem
-        assert deal_fits(problem, answer.deal)
+        assert partition_fits(problem, answer.partition)
 
 
-def test_nothing_is_recomputed_where_every_deal_fits_and_it_takes_time() -> None:
+def test_nothing_is_recomputed_where_every_partition_fits_and_it_takes_time() -> None:
     roomy, tight = problem_of((0, 0, 0, 0), 2, capacity=1000), problem_of((0, 0, 0, 0), 2, capacity=60)
     assert not without_needless_recomputation(roomy).recompute
     assert without_needless_recomputation(tight) == tight
@@ -110,19 +110,19 @@ def test_memory_that_just_fits_is_used_and_one_byte_less_is_not() -> None:
     problem = problem_of((0, 0, 0, 0), 2, recompute=False)
     answer = solve_stages(problem)
     assert answer is not None
-    need = max(2 + (2 - c) * (1 + 8 * answer.deal.blocks[c]) for c in range(2))
+    need = max(2 + (2 - c) * (1 + 8 * answer.partition.blocks[c]) for c in range(2))
     assert solve_stages(replace(problem, capacity_bytes=need)) == answer
     tighter = solve_stages(replace(problem, capacity_bytes=need - 1))
-    assert tighter is None or tighter.deal != answer.deal
+    assert tighter is None or tighter.partition != answer.partition
 
 
 def test_less_memory_recomputes_blocks_and_too_little_is_no_answer() -> None:
     problem = problem_of((0, 0, 0, 0), 2)
     free, tight = solve_stages(problem), solve_stages(replace(problem, capacity_bytes=20))
     assert free is not None
-    assert sum(free.deal.recomputed) == 0
+    assert sum(free.partition.recomputed) == 0
     assert tight is not None
-    assert sum(tight.deal.recomputed) > 0
+    assert sum(tight.partition.recomputed) > 0
     assert solve_stages(replace(problem, capacity_bytes=10)) is None
 
 
@@ -130,26 +130,26 @@ def test_what_the_user_fixes_stays() -> None:
     problem = replace(problem_of((0, 0, 0, 0), 2), blocks=(3, 1))
     answer = solve_stages(problem)
     assert answer is not None
-    assert answer.deal.blocks == (3, 1)
+    assert answer.partition.blocks == (3, 1)
     fixed = solve_stages(replace(problem, recomputed=(2, 0)))
     assert fixed is not None
-    assert fixed.deal == Deal(blocks=(3, 1), recomputed=(2, 0))
+    assert fixed.partition == Partition(blocks=(3, 1), recomputed=(2, 0))
 
 
-def test_an_excluded_deal_does_not_come_back_and_all_are_found_best_first() -> None:
+def test_an_excluded_partition_does_not_come_back_and_all_are_found_best_first() -> None:
     problem = problem_of((0, 1, 0, 1), 2, capacity=40)
-    expected = sorted(deal_value(problem, deal) for deal in deals(problem))
-    found: list[Deal] = []
+    expected = sorted(partition_value(problem, partition) for partition in partitions(problem))
+    found: list[Partition] = []
     values = []
     while (answer := solve_stages(problem, excluded=found)) is not None:
-        found.append(answer.deal)
+        found.append(answer.partition)
         values.append(answer.value)
     assert values == expected
     assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("slack", [0, 1])
-def test_only_deals_below_the_incumbent_are_found(slack: int) -> None:
+def test_only_partitions_below_the_incumbent_are_found(slack: int) -> None:
     problem = problem_of((0, 0, 0), 2)
     best = solve_stages(problem)
     assert best is not None
@@ -175,10 +175,10 @@ def test_a_chunk_ends_with_one_of_the_kinds_that_it_can_end_with(
 
 
 @given(kinds=UNLIKE, chunks=st.integers(2, 3), capacity=st.integers(8, 200), ends=st.integers(0, 1))
-def test_the_longest_chunk_of_a_balanced_deal_is_as_short_as_it_can_be(
+def test_the_longest_chunk_of_a_balanced_partition_is_as_short_as_it_can_be(
     kinds: tuple[int, ...], chunks: int, capacity: int, ends: int
 ) -> None:
-    """Of the deals that recompute nothing: one row of memory for each chunk, and seconds and bytes added up as passes."""
+    """Of the partitions that recompute nothing: one row of memory for each chunk, and seconds and bytes added up as passes."""
     problem = problem_of(kinds, min(chunks, len(kinds)), capacity=capacity, ends=ends)
     forms = [quantity.forms[0] for quantity in problem.quantities]
 
@@ -189,7 +189,7 @@ def test_the_longest_chunk_of_a_balanced_deal_is_as_short_as_it_can_be(
             for c, (a, n) in enumerate(zip(starts, blocks, strict=True))
         )
 
-    kept = [deal.blocks for deal in deals(problem) if not any(deal.recomputed)]
+    kept = [partition.blocks for partition in partitions(problem) if not any(partition.recomputed)]
     found = balanced_blocks(problem)
     assert (found is not None) == bool(kept)
     if found is not None:
@@ -202,9 +202,9 @@ def test_a_rank_that_lacks_bytes_has_as_many_less(
 ) -> None:
     problem = problem_of(kinds, 2, capacity=capacity)
     less = with_less_room(problem, (0, 1), lacking)
-    deal = Deal(blocks=(1, len(kinds) - 1), recomputed=(0, 0))
-    before = list(row_values(problem, problem.memory, deal))
-    after = list(row_values(less, less.memory, deal))
+    partition = Partition(blocks=(1, len(kinds) - 1), recomputed=(0, 0))
+    before = list(row_values(problem, problem.memory, partition))
+    after = list(row_values(less, less.memory, partition))
     assert [b - a for a, b in zip(before, after, strict=True)] == [max(n, 0) for n in lacking]
 
 
@@ -219,12 +219,12 @@ def test_moves_take_one_block_off_what_decides(
     problem = problem_of(kinds, chunks, capacity=capacity)
     row = problem.paths[path % chunks]
     weight = {chunk: factor for _, chunk, factor in row.terms}
-    for deal in deals(problem):
-        found = [one for one in moves(problem, deal, row) if one.blocks != deal.blocks]
+    for partition in partitions(problem):
+        found = [one for one in moves(problem, partition, row) if one.blocks != partition.blocks]
         gains = []
         for moved in found:
-            assert deal_fits(problem, moved)
-            changed = [b - a for a, b in zip(deal.blocks, moved.blocks, strict=True)]
+            assert partition_fits(problem, moved)
+            changed = [b - a for a, b in zip(partition.blocks, moved.blocks, strict=True)]
             off, to = changed.index(-1), changed.index(1)
             assert sum(map(abs, changed)) == 2
             gains.append(weight.get(off, 0) - weight.get(to, 0))
@@ -232,6 +232,6 @@ def test_moves_take_one_block_off_what_decides(
         assert gains == sorted(gains, reverse=True)
 
 
-def test_what_the_user_deals_is_not_moved() -> None:
+def test_what_the_user_partitions_is_not_moved() -> None:
     problem = replace(problem_of((0, 0, 0, 0), 2), blocks=(3, 1))
-    assert not list(moves(problem, Deal(blocks=(3, 1), recomputed=(0, 0)), problem.paths[0]))
+    assert not list(moves(problem, Partition(blocks=(3, 1), recomputed=(0, 0)), problem.paths[0]))

@@ -1,4 +1,4 @@
-"""Deals found without a solver: blocks as even as can be, or balanced, and recomputed until they fit."""
+"""Partitions found without a solver: blocks as even as can be, or balanced, and recomputed until they fit."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import replace
 from functools import cache
 
 from autoparallel.planner.search.partition.problem import (
-    Deal,
+    Partition,
     Q,
     Row,
     StageProblem,
     chunk_amount,
-    deal_fits,
-    deal_value,
+    partition_fits,
+    partition_value,
     piece_amount,
 )
 
 
-def even_deal(blocks: int, chunks: int) -> Deal:
+def even_partition(blocks: int, chunks: int) -> Partition:
     """Blocks as even as can be, none recomputed one by one; the middle chunks take one more, as the first and
     the last one carry the ends of the model."""
     if blocks < chunks:  # the ends of the model fill a first and a last chunk
         ends = (0, chunks - 1)[: chunks - blocks]
-        return Deal(blocks=tuple(int(c not in ends) for c in range(chunks)), recomputed=(0,) * chunks)
+        return Partition(blocks=tuple(int(c not in ends) for c in range(chunks)), recomputed=(0,) * chunks)
     each, more = divmod(blocks, chunks)
     middle = sorted(range(chunks), key=lambda c: (c in (0, chunks - 1), c))[:more]
-    return Deal(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)
+    return Partition(blocks=tuple(each + (c in middle) for c in range(chunks)), recomputed=(0,) * chunks)
 
 
 def even_blocks(problem: StageProblem) -> tuple[int, ...]:
     """Blocks as even as a stage problem allows."""
-    even = even_deal(len(problem.kinds), problem.chunks).blocks
+    even = even_partition(len(problem.kinds), problem.chunks).blocks
     if all(a <= n <= b for a, n, b in zip(problem.least, even, problem.most, strict=True)):
         return even
     blocks, ends = list(problem.least), (0, problem.chunks - 1)
@@ -56,34 +56,34 @@ def proportional(shares: Sequence[float], least: Sequence[int], most: Sequence[i
     return tuple(found)
 
 
-def quick_deal(problem: StageProblem) -> Deal | None:
-    """An even deal, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in proportion to what
-    a rank lacks; None if that does not fit (another deal may)."""
+def quick_partition(problem: StageProblem) -> Partition | None:
+    """An even partition, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in proportion to what
+    a rank lacks; None if that does not fit (another partition may)."""
     tried = [problem.blocks or problem.likely or even_blocks(problem)]
     if tried[0] not in (problem.blocks, problem.likely) and len(set(problem.kinds)) > 1:
         tried.append(balanced_blocks(problem) or tried[0])
     found = _fitting(problem, tried)
     if not found and problem.blocks is None and problem.recompute and problem.recomputed is None:
         found = _fitting(problem, [balanced_blocks(problem, again=True) or tried[0]])
-    return min(found, key=lambda deal: deal_value(problem, deal), default=None)
+    return min(found, key=lambda partition: partition_value(problem, partition), default=None)
 
 
-def _fitting(problem: StageProblem, tried: Sequence[tuple[int, ...]]) -> list[Deal]:
-    """Deals of these blocks that fit, with as many recomputed as that takes."""
+def _fitting(problem: StageProblem, tried: Sequence[tuple[int, ...]]) -> list[Partition]:
+    """Partitions of these blocks that fit, with as many recomputed as that takes."""
     found = []
     for blocks in dict.fromkeys(tried):
-        deal = Deal(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
+        partition = Partition(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
         if problem.recompute and problem.recomputed is None:
-            deal = _recomputed(problem, deal)
-        if deal_fits(problem, deal):
-            found.append(deal)
+            partition = _recomputed(problem, partition)
+        if partition_fits(problem, partition):
+            found.append(partition)
     return found
 
 
 def balanced_blocks(problem: StageProblem, *, again: bool = False) -> tuple[int, ...] | None:
     """Blocks such that the longest chunk takes least time forward and backward and nothing (with `again` everything) is recomputed, as far as single
     chunks fill a rank; of equal ones the last chunks have most, as the first ones hold most micro-batches. None where
-    there is no such deal."""
+    there is no such partition."""
     passes = [problem.quantities[q].forms[0] for q in (Q.FORWARD, Q.BACKWARD)]
     each = [sum(form.kept[kind] for form in passes) for kind in problem.kinds]
     fixed = [sum(form.fixed[c] for form in passes) for c in range(problem.chunks)]
@@ -147,51 +147,53 @@ def _filled_from_behind(
     return tuple(blocks) if not left else None
 
 
-def _recomputed(problem: StageProblem, deal: Deal) -> Deal:
+def _recomputed(problem: StageProblem, partition: Partition) -> Partition:
     """Raise each chunk's number of recomputed blocks until every row over it fits, or nothing is left."""
     chunks_of = [sorted({chunk for _, chunk, _ in row.terms}) for row in problem.memory]
-    most, known = list(deal.blocks), dict[tuple[int, int, int], int]()
+    most, known = list(partition.blocks), dict[tuple[int, int, int], int]()
 
-    def fits(row: Row, deal: Deal) -> bool:
-        return _weight(problem, row.terms, deal, known) + row.constant <= problem.room(row)
+    def fits(row: Row, partition: Partition) -> bool:
+        return _weight(problem, row.terms, partition, known) + row.constant <= problem.room(row)
 
     for row, chunks in zip(problem.memory, chunks_of, strict=True):
-        if fits(row, deal):
+        if fits(row, partition):
             continue
-        low, high = 1, sum(most[c] - deal.recomputed[c] for c in chunks)
-        while low < high:  # the fewest further blocks, dealt round the row's chunks, with which the row fits
+        low, high = 1, sum(most[c] - partition.recomputed[c] for c in chunks)
+        while (
+            low < high
+        ):  # the fewest further blocks, divided round the row's chunks, with which the row fits
             middle = (low + high) // 2
-            if fits(row, _with_more(deal, chunks, middle)):
+            if fits(row, _with_more(partition, chunks, middle)):
                 high = middle
             else:
                 low = middle + 1
-        deal = _with_more(deal, chunks, low)
-    return deal
+        partition = _with_more(partition, chunks, low)
+    return partition
 
 
-def _with_more(deal: Deal, chunks: list[int], more: int) -> Deal:
-    recomputed = list(deal.recomputed)
+def _with_more(partition: Partition, chunks: list[int], more: int) -> Partition:
+    recomputed = list(partition.recomputed)
     while more:
         for chunk in chunks:
-            if more and recomputed[chunk] < deal.blocks[chunk]:
+            if more and recomputed[chunk] < partition.blocks[chunk]:
                 recomputed[chunk] += 1
                 more -= 1
-        if all(recomputed[c] == deal.blocks[c] for c in chunks):
+        if all(recomputed[c] == partition.blocks[c] for c in chunks):
             break
-    return replace(deal, recomputed=tuple(recomputed))
+    return replace(partition, recomputed=tuple(recomputed))
 
 
 def _weight(
     problem: StageProblem,
     terms: tuple[tuple[int, int, int], ...],
-    deal: Deal,
+    partition: Partition,
     known: dict[tuple[int, int, int], int],
 ) -> int:
     """A row's sum; `known` has what was added up before, by quantity, chunk and its recomputed blocks."""
     total = 0
     for q, c, factor in terms:
-        key = (q, c, deal.recomputed[c])
+        key = (q, c, partition.recomputed[c])
         if key not in known:
-            known[key] = chunk_amount(problem, problem.quantities[q], deal, c)
+            known[key] = chunk_amount(problem, problem.quantities[q], partition, c)
         total += factor * known[key]
     return total
