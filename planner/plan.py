@@ -36,8 +36,8 @@ from autoparallel.planner.outcome import (
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped
-from autoparallel.planner.search.points import search_points
 from autoparallel.planner.search.space.certificate import space_of
+from autoparallel.planner.search.tensor_plans import search_tensor_plans
 
 __all__ = [
     "Alternative",
@@ -129,7 +129,7 @@ def _plan(
 
         def points() -> None:
             ended = not stopped
-            if not search_points(search, watch.check_limits, ended=ended, most_work=watch.most_work):
+            if not search_tensor_plans(search, watch.check_limits, ended=ended, most_work=watch.most_work):
                 raise Stopped
 
         stopped |= watch.ended_early(points)

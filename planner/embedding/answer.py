@@ -15,7 +15,7 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.check import check_plan
 from autoparallel.planner.embedding.options import classes_of, given_rules, without_tables
-from autoparallel.planner.embedding.search import Placed, TierSearch
+from autoparallel.planner.embedding.search import Placed, PlacementSearch
 from autoparallel.planner.embedding.terms import Catalogue
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.tables import find_tables, rule_of
@@ -52,14 +52,14 @@ def plan_tiers(
     problem: Problem,
     expander: Expander | None,
     on_devices: OnDevices,
-    check: Callable[[TierSearch], None],
+    check: Callable[[PlacementSearch], None],
 ) -> PlanResult:
     """The best strategy with tables in tiers or on the devices. `on_devices` plans a problem without tiers; `check` is
     called before every step of the other search. Raises as `plan` does."""
     expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
     devices, error = _devices(problem, without_tables(problem), on_devices)
     classes = classes_of(problem)
-    search = TierSearch(
+    search = PlacementSearch(
         problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(expander, classes),
         check=check,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def _devices(
         return None, error
 
 
-def _nothing(problem: Problem, search: TierSearch, *, ended: bool) -> Exception:
+def _nothing(problem: Problem, search: PlacementSearch, *, ended: bool) -> Exception:
     """Why no strategy with tables in tiers was found."""
     if not search.candidates:
         meshes = ", ".join(f"{k} = {v}" for k, v in problem.constraints.items() if k.startswith("mesh."))
@@ -110,7 +110,7 @@ def _nothing(problem: Problem, search: TierSearch, *, ended: bool) -> Exception:
 
 
 def _answer(
-    problem: Problem, expander: Expander, devices: PlanResult | None, search: TierSearch
+    problem: Problem, expander: Expander, devices: PlanResult | None, search: PlacementSearch
 ) -> PlanResult:
     """The better of both, with the other among what was rejected."""
     strategy = search.best.strategy if search.best is not None else None
@@ -138,13 +138,13 @@ def _answer(
         pruned=max(candidates - solved - search.opened, 0),
         seconds=0.0,
         alternatives=_alternatives(problem, expander, strategy, prediction, devices, search),
-        explored=(*seen, *(_point(one) for one in search.seen)),
+        explored=(*seen, *(_explored(one) for one in search.seen)),
         constraints=devices.constraints if devices is not None else (),
         tradeoffs=devices.tradeoffs if devices is not None and strategy == devices.strategy else (),
     )
 
 
-def _point(one: Placed) -> Explored:
+def _explored(one: Placed) -> Explored:
     found = one.prediction
     return Explored(
         step_time_s=found.step_time_s, peak_memory_gib=found.peak_bytes / GIB, feasible=found.feasible,
@@ -166,7 +166,7 @@ def _alternatives(
     strategy: Strategy,
     chosen: Prediction,
     devices: PlanResult | None,
-    search: TierSearch,
+    search: PlacementSearch,
 ) -> tuple[Alternative, ...]:
     """The best seen of each other kind, best first."""
     found: dict[str, Alternative] = {}
@@ -177,7 +177,7 @@ def _alternatives(
 
 
 def _others(
-    strategy: Strategy, devices: PlanResult | None, search: TierSearch
+    strategy: Strategy, devices: PlanResult | None, search: PlacementSearch
 ) -> Iterator[tuple[str, Strategy]]:
     """Kinds of strategies besides the chosen one, the best of each first."""
     if devices is not None:

@@ -66,14 +66,14 @@ class _Node:
 
 
 @dataclass(slots=True, kw_only=True)
-class TierSearch:
+class PlacementSearch:
     """The state of a search. `check` is called before every step, and raises to end it."""
 
     problem: Problem
     expander: Expander
     classes: tuple[TableClass, ...]
     catalogue: Catalogue
-    check: Callable[[TierSearch], None]
+    check: Callable[[PlacementSearch], None]
     value: Value = NOTHING  # of the best known
     best: Placed | None = None
     seen: list[Placed] = field(default_factory=list)

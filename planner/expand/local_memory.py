@@ -116,7 +116,7 @@ def _operand_share(local: LocalBlock, op: int, saved: Saved) -> float:
 
 
 def _before_gather(local: LocalBlock, op: int, value: str) -> str:
-    """Layout of the value before a pin gathered it for operator `op`; "R" if none did."""
+    """Layout of the value before a layout hook gathered it for operator `op`; "R" if none did."""
     module = local.index.block.operators[op].module
     storage = local.index.storage.get(value, value)
     for reshard in local.plan.reshards:

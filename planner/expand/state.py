@@ -239,8 +239,8 @@ def update_kernels(count: int, strategy: Strategy) -> tuple[Kernel, ...]:
         kind="optimizer", dtype="fp32", flops=count * UPDATE_FLOPS[execution.optimizer],
         bytes_moved=count * bytes_per_update(execution),
     )  # fmt: skip
-    away = round(count * optimizer_bytes_per_parameter(execution) * strategy.offload.optimizer)
-    return (update, host_copy(away, beside=False)) if away else (update,)
+    offloaded = round(count * optimizer_bytes_per_parameter(execution) * strategy.offload.optimizer)
+    return (update, host_copy(offloaded, beside=False)) if offloaded else (update,)
 
 
 def per_tensor_updates(tensors: int, strategy: Strategy) -> tuple[Kernel, ...]:

@@ -16,8 +16,8 @@ from autoparallel.planner.expand.local import LocalBlock, Setting
 from autoparallel.planner.expand.localize import Passes, fused_units, localize, passes_of
 from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.sharding.experts import unsolved_plan
+from autoparallel.planner.sharding.pareto import pareto_plan
 from autoparallel.planner.sharding.plan import TensorPlan
-from autoparallel.planner.sharding.points import point_at
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
@@ -45,7 +45,7 @@ class LocalWorks:
     _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
     _strides: dict[Mesh, int] = field(default_factory=dict, repr=False, compare=False)
-    _points: dict[TensorRequest, TensorPlan | None] = field(default_factory=dict, repr=False, compare=False)
+    _pareto: dict[TensorRequest, TensorPlan | None] = field(default_factory=dict, repr=False, compare=False)
     _layouts: dict[tuple[int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
     _units: dict[tuple[int, str], tuple[Unit, ...]] = field(default_factory=dict, repr=False, compare=False)
     _passes: dict[_WorkKey, Passes] = field(default_factory=dict, repr=False, compare=False)
@@ -86,11 +86,11 @@ class LocalWorks:
         without_experts = self._plans.get(replace(request, ep=1))
         return solve_tensor_plan(self.graph, indices, self.cluster, request, without_experts)
 
-    def tensor_point(self, strategy: Strategy, memory_price: float) -> TensorPlan | None:
-        """The plan that is best where memory has a price (`planner.sharding.points`); None where that is no other than the
+    def pareto_plan(self, strategy: Strategy, memory_price: float) -> TensorPlan | None:
+        """The plan that is best where memory has a price (`planner.sharding.pareto`); None where that is no other than the
         strategy's own, or no better in anything."""
         key = replace(self._request(strategy), memory_price=memory_price)
-        if key not in self._points:
+        if key not in self._pareto:
 
             def solve(rules: tuple[TensorRule, ...], price: float | None) -> TensorPlan:
                 asked = replace(strategy, tensor=rules)
@@ -98,8 +98,8 @@ class LocalWorks:
                     return self.tensor_plan(asked)
                 return self._solve(replace(self._request(asked), memory_price=price))
 
-            self._points[key] = point_at(self.graph, solve, strategy.tensor, memory_price)
-        return self._points[key]
+            self._pareto[key] = pareto_plan(self.graph, solve, strategy.tensor, memory_price)
+        return self._pareto[key]
 
     def _layout(self, strategy: Strategy, block: int) -> Layout:
         plan, dropout = self.tensor_plan(strategy).blocks[block], strategy.execution.dropout > 0

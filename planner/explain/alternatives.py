@@ -33,7 +33,7 @@ WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
 AT_ONCE = 48  # shapes of a kind expanded together
 MOST_GROUPS = 8  # sizes of pp, tp and cp that are looked at before a kind's search
-DIVES = 2  # strategies of a kind simulated before its search
+STARTS_OF_KIND = 2  # strategies of a kind simulated before its search
 SMALLEST = 1  # shapes of a kind that does not fit, of which the smallest is shown
 FEW = 10_000  # variants, whose kinds are searched sooner than another process is started. Kind: measured
 EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
@@ -86,7 +86,7 @@ def _alone(shapes: Shapes) -> Bools:
 
 def _offloads(shapes: Shapes) -> Bools:
     """Something on the host."""
-    return np.asarray((shapes.optimizer_away > 0) | (shapes.activations_away > 0))
+    return np.asarray((shapes.optimizer_offloaded > 0) | (shapes.activations_offloaded > 0))
 
 
 def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...] = ()) -> Kind:
@@ -119,8 +119,8 @@ def alternatives(
     for one in found:
         if one is None or one.strategy == best.strategy:
             continue
-        twin = kept.get(one.strategy)
-        kept[one.strategy] = one if twin is None else replace(twin, kind=f"{twin.kind}; {one.kind}")
+        same = kept.get(one.strategy)
+        kept[one.strategy] = one if same is None else replace(same, kind=f"{same.kind}; {one.kind}")
     return tuple(sorted(kept.values(), key=lambda one: one.rank))
 
 
@@ -159,7 +159,7 @@ def _searched(
 ) -> tuple[Evaluation | None, bool]:
     """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
     search = Search(
-        outer=outer, check=after(work), only=kind.variants, effort=EFFORT, starts=0 if known else DIVES,
+        outer=outer, check=after(work), only=kind.variants, effort=EFFORT, starts=0 if known else STARTS_OF_KIND,
         climbs=False, most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS, at_once=AT_ONCE,
     )  # fmt: skip
     search.consider(*known)
@@ -175,7 +175,7 @@ def _belongs(kind: Kind, strategy: Strategy) -> bool:
         "tp": mesh.tp, "ep": mesh.ep, "micro": strategy.batch.micro, "micro_batches": strategy.micro_batches,
         "sequence_parallel": int(strategy.shard.sequence_parallel),
         "recompute": MODES.index(strategy.recompute.mode),
-        "optimizer_away": strategy.offload.optimizer, "activations_away": strategy.offload.activations,
+        "optimizer_offloaded": strategy.offload.optimizer, "activations_offloaded": strategy.offload.activations,
     }  # fmt: skip
     shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
     zero = np.array([strategy.shard.zero])
@@ -194,7 +194,7 @@ def smallest(
 ) -> Strategy | None:
     """Of the variants of some shapes the one that needs least memory, with everything recomputed; None where their
     schedules have more actions than asked for."""
-    rows = rows[np.isfinite(outer.units.unit_forward_s[rows])]  # of others not even one block fits
+    rows = rows[np.isfinite(outer.table.group_forward_s[rows])]  # of others not even one block fits
     found, bounds = expand_shapes(outer, rows, inf, memory=True)
     shapes = outer.space.shapes.take(found.shape)
     fits = 2 * shapes.pp * found.virtual_stages * shapes.micro_batches <= most_actions

@@ -10,7 +10,7 @@ from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
-from autoparallel.planner.search.points import search_points
+from autoparallel.planner.search.tensor_plans import search_tensor_plans
 from autoparallel.planner.strategy.types import Strategy
 
 # Work (`Search.work`) that is spent on the plan without a constraint. Kind: formula: about half a second.
@@ -67,7 +67,7 @@ def _best(problem: Problem, outer: Outer, known: Sequence[Evaluation], work: flo
     search = Search(outer=wider, check=after(work))
     search.consider(*known)
     ended = search.ended()
-    search_points(search, _never, ended=ended, most_work=work)
+    search_tensor_plans(search, _never, ended=ended, most_work=work)
     if search.incumbent is None:
         return None
     bound = min(search.bound()[0], search.value[0])

@@ -12,7 +12,7 @@ from autoparallel.planner.explain.alternatives import smallest
 from autoparallel.planner.explain.constraints import without
 from autoparallel.planner.explain.relaxations import (
     devices_filled,
-    optimizer_away,
+    optimizer_offloaded,
     relaxations,
     shown,
 )
@@ -100,7 +100,7 @@ def _devices_lack(outer: Outer, closest: Closest, given: str) -> str:
     )
     filled = devices_filled(problem)
     if filled > problem.cluster.devices:
-        state = "" if optimizer_away(problem) else ", with the optimizer state,"
+        state = "" if optimizer_offloaded(problem) else ", with the optimizer state,"
         text += f"; parameters and gradients{state} alone fill {filled:,} such devices"
     return text
 
@@ -140,7 +140,7 @@ def _smallest_of_each_offload(unlimited: Outer) -> Iterator[Strategy]:
     """Of each way to offload the strategy that needs least memory of the devices: what needs least of all may be too
     much for the hosts."""
     shapes, order = unlimited.space.shapes, np.argsort(unlimited.bounds.memory_bytes, kind="stable")
-    settings = np.stack([shapes.optimizer_away, shapes.activations_away], axis=1)[order]
+    settings = np.stack([shapes.optimizer_offloaded, shapes.activations_offloaded], axis=1)[order]
     for setting in np.unique(settings, axis=0):
         strategy = smallest(unlimited, order[(settings == setting).all(axis=1)][:SHAPES_TRIED])
         if strategy is not None:

@@ -85,12 +85,12 @@ def state_of_model_bytes(problem: Problem) -> float:
     """Parameters, their gradients and what optimizer state cannot be on the hosts, each held once: what all devices
     together hold at least, however they share it."""
     execution, graph = problem.execution, problem.graph
-    stepped = optimizer_bytes_per_parameter(execution) * (1.0 - optimizer_away(problem))
+    stepped = optimizer_bytes_per_parameter(execution) * (1.0 - optimizer_offloaded(problem))
     held = graph.parameter_count * dtype_bytes(execution.param_dtype)
     return held + graph.trainable_count * (dtype_bytes(execution.grad_dtype) + stepped)
 
 
-def optimizer_away(problem: Problem) -> float:
+def optimizer_offloaded(problem: Problem) -> float:
     """The share of the optimizer state that may be on the hosts."""
     if "offload.optimizer" in problem.constraints:
         return problem.fixed_share("offload.optimizer")

@@ -53,7 +53,7 @@ def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
     mesh, shard, given = strategy.mesh, strategy.shard, rules_of(outer.problem)
     if strategy.offload != Offload():
         yield replace(strategy, offload=Offload())
-    if strategy.tensor != given:  # the first point of the tensor plans
+    if strategy.tensor != given:  # the first plan of the tensor plans
         yield replace(strategy, tensor=given)
     idle = mesh.tp > 1 and not outer.book.expander.tensor_plan(strategy).rules  # its ranks do the same work
     if idle and not outer.problem.all_devices:

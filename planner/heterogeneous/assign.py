@@ -23,7 +23,7 @@ from ortools.sat.python import cp_model
 from autoparallel.costmodel.links import MESSAGES, Floats, directed_links, flows, pattern_of, routes_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Program
 from autoparallel.costmodel.topology import ranks_of
-from autoparallel.planner.heterogeneous.placements import twins
+from autoparallel.planner.heterogeneous.placements import interchangeable
 from autoparallel.profiles.hardware import Network
 
 SCALE = 10**6  # of integers: a millionth of the slowest link's time. Kind: formula
@@ -87,7 +87,7 @@ def traffic_s(network: Network, told: Sequence[Talk], placement: Sequence[int]) 
 def assign(network: Network, told: Sequence[Talk]) -> tuple[int, ...]:
     """The placement of the network's blocks that costs the talks least; the one it has where nothing is better."""
     have = dict(zip(network.placement, network.devices, strict=True))
-    labels = twins(network.fabric, [have.get(n, 0) for n in range(network.fabric.nodes)])
+    labels = interchangeable(network.fabric, [have.get(n, 0) for n in range(network.fabric.nodes)])
     kinds: dict[int, list[int]] = {}
     for node in sorted(network.placement):
         kinds.setdefault(labels[node], []).append(node)

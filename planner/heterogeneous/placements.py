@@ -42,7 +42,7 @@ class Choice:
     worth: Bools  # by mesh and order
 
 
-def twins(fabric: Fabric, devices: Sequence[object]) -> tuple[int, ...]:
+def interchangeable(fabric: Fabric, devices: Sequence[object]) -> tuple[int, ...]:
     """A label for every node: alike where nodes of as many devices hang on one switch by equal cables alone."""
     known: dict[object, int] = {}
     found = []
@@ -65,7 +65,7 @@ def sequences(network: Network, homes: Sequence[int] = ()) -> Ints | None:
     fabric, none = network.fabric, (0,) * len(network.placement)
     have = dict(zip(network.placement, zip(network.devices, homes or none, strict=True), strict=True))
     blocks = [have[node] for node in network.placement]
-    labels = twins(fabric, [have.get(node, (0, 0)) for node in range(fabric.nodes)])
+    labels = interchangeable(fabric, [have.get(node, (0, 0)) for node in range(fabric.nodes)])
     alike: dict[int, list[int]] = {}
     for node in sorted(network.placement):
         alike.setdefault(labels[node], []).append(node)

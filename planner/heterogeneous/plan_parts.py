@@ -214,14 +214,14 @@ def _whole(
     kept: dict[str, Alternative] = {}
     for one in sorted([*others, *own], key=lambda a: a.rank):
         kept.setdefault(one.kind, one)
-    points: list[Explored] = [p for one in done for p in explored(one.outer, one.search)]
+    plans_seen: list[Explored] = [p for one in done for p in explored(one.outer, one.search)]
     return replace(
         found, strategy=strategy, prediction=prediction, status=proof.status, gap=proof.gap,
         lower_bound_s=proof.lower_bound_s,
         optimum=winner.part.whole(found.optimum) if found.optimum is not None else None,
         candidates=sum(one.search.candidates for one in done),
         pruned=sum(max(one.search.candidates - one.search.solved, 0) for one in done),
-        alternatives=tuple(kept.values()), explored=tuple(points),
+        alternatives=tuple(kept.values()), explored=tuple(plans_seen),
         constraints=tuple(c for c in found.constraints if c.key in {*problem.constraints, ALL}),
     )  # fmt: skip
 

@@ -7,5 +7,5 @@
 - `dual.py`: the dual half, best bound first, over what is open (`open.py`): shapes, variants of some, candidates.
 - `evaluate.py`: complete strategies simulated; `simulations.py`: the incumbent and all that both halves learn from it.
 - `driver.py`: lets the two take turns; `spending.py` says what each step costs, for a limit in work.
-- `points.py`: other tensor plans, where they may be worth it.
+- `tensor_plans.py`: other Pareto tensor plans, where they may be worth it.
 """

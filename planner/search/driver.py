@@ -2,7 +2,8 @@
 
 First a few promising strategies are simulated (`improve/starts.py`). Then the dual half looks at what has the least bound,
 and the local search climbs from the best strategies found so far; either gets as much work as the other, but the dual half
-begins, as easy problems are proved at once. What either finds, both know (`simulations.py`). Work is counted, not timed, so that equal problems get equal answers.
+begins, as easy problems are proved at once. What either finds, both know (`simulations.py`). Work is counted, not
+timed, so that equal problems get equal answers.
 """
 
 from __future__ import annotations

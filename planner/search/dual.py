@@ -124,7 +124,7 @@ class Dual:
         values = values_of(self.outer.problem, bounds, space.shapes.devices[found.shape])
         rows = values.order()
         rows = rows[self.sims.rows_that_may_win(values.take(rows))]
-        placed = self.outer.wires.inner_placements(found.take(rows))
+        placed = self.outer.communication.inner_placements(found.take(rows))
         run = Run(variants=found.take(rows), values=values.take(rows), placed=placed, known=known)
         for part in (run.take(placed == 0), run.take(placed > 0)):
             self._push_run(part)
@@ -260,7 +260,7 @@ class Dual:
 
     def _relaxed(self, chosen: Candidate, problem: StageProblem) -> Value:
         """What the linear relaxation of a candidate's stage problem says that no partition goes below."""
-        kinds = len(self.outer.chain.units)
+        kinds = len(self.outer.chain.groups)
         self.sims.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks * kinds
         least_s = relaxed_bound_s(problem, problem.paths)
         return NOTHING if least_s is None else self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices)

@@ -104,7 +104,7 @@ class Known(IntEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Variants of some shapes, the one with the least bound first; `placed`: where their blocks communicate, as
-    `WireBook.inner_placements` numbers it."""
+    `CommunicationPrices.inner_placements` numbers it."""
 
     variants: Variants
     values: Values

@@ -5,5 +5,5 @@
 - `problem.py`, `costs.py`: what there is to choose from in a block, as prepared integers.
 - `experts.py`: layers of experts, which run over tp and ep as a whole.
 - `solver.py`: CP-SAT over blocks that share tied parameters.
-- `points.py`: further points of the Pareto set of time and memory.
+- `pareto.py`: further plans of the Pareto set of time and memory.
 """

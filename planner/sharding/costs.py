@@ -1,7 +1,7 @@
 """Integer nanoseconds and kibibytes of every choice in a block's tensor-parallel problem.
 
 What is minimised is one step of one micro-batch of `SAMPLES` samples: forward and backward kernels on local
-shapes, the collectives that pins cost, and once the sum of partial parameter gradients and the optimizer's
+shapes, the collectives that layout hooks cost, and once the sum of partial parameter gradients and the optimizer's
 pass over the local parameters. Bytes kept and held break ties.
 """
 

@@ -12,7 +12,7 @@ from autoparallel.planner.strategy.types import TensorRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """A layout change of one value at a module's boundary: what a pin does, forward and backward.
+    """A layout change of one value at a module's boundary: what a layout hook does, forward and backward.
 
     `position` is the operator before whose forward it runs (and after whose backward its conjugate runs).
     `partial_gradient` says that the gradient arrives as a partial sum from the inside.
@@ -44,9 +44,9 @@ class Exchange:
 class BlockPlan:
     """One sharding per operator of a block (None: replicated, no rule), and what follows from the choice.
 
-    `layouts` lists every value in every module that it passes. `inputs` and `outputs` are the layouts at the block's own boundary (empty: replicated). `partial_params` are
-    replicated parameters whose gradient is a partial sum: all-reduced once per step. Placements are "R", "P",
-    "S0", "S1" … over tp, and "E0" over ep.
+    `layouts` lists every value in every module that it passes. `inputs` and `outputs` are the layouts at the block's
+    own boundary (empty: replicated). `partial_params` are replicated parameters whose gradient is a partial sum:
+    all-reduced once per step. Placements are "R", "P", "S0", "S1" … over tp, and "E0" over ep.
     """
 
     shardings: tuple[Sharding | None, ...]

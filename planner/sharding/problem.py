@@ -1,14 +1,14 @@
 """The tensor-parallel problem of one block, as prepared integers: what the solver chooses from.
 
 A value has one layout in each module through which it passes, and changes it only where it enters or leaves a
-module (a pin). So the unknowns are
+module (a layout hook). So the unknowns are
 
     pick[op]          one of the operator's legal shardings
     state[value, m]   the layout of a value inside module m: R, Rp, P, S0, S1 …
 
 "R" is replicated with a whole gradient; "Rp" replicated with a gradient that arrives as a partial sum, because
-what reads it is sharded; a pin makes it whole. An operator demands the states of its inputs and outputs inside
-its own module; between a module and the one around it the state stays, or a pin changes it at the price of
+what reads it is sharded; a layout hook makes it whole. An operator demands the states of its inputs and outputs inside
+its own module; between a module and the one around it the state stays, or a layout hook changes it at the price of
 the conjugate collectives. A reshard that several readers share is thus paid once, at their common parent.
 """
 
@@ -44,14 +44,14 @@ class Node:
 class Edge:
     """A value passing a module's boundary, in the direction of the forward pass.
 
-    `changes` are the state pairs that a pin there can realise; without a pin the state stays.
+    `changes` are the state pairs that a layout hook there can realise; without a layout hook the state stays.
     """
 
     source: int
     target: int
     module: str
     side: str  # "input" or "output" of `module`
-    position: int  # the operator before which a pin runs
+    position: int  # the operator before which a layout hook runs
     changes: tuple[tuple[str, str], ...]
 
 
@@ -70,7 +70,7 @@ class Boundary:
     """Where the block stands: layouts of its inputs and outputs, fixed by what is around it.
 
     `scope` is the module in which the values arrive and to which they leave: `OUTSIDE` for a repeated block
-    (whose own boundary can be pinned), the module around the repeated blocks for glue. None: not fixed.
+    (whose own boundary can be hooked), the module around the repeated blocks for glue. None: not fixed.
     """
 
     inputs: tuple[str, ...]
@@ -92,9 +92,9 @@ class BlockProblem:
 
 
 def build_problem(
-    index: BlockIndex, tp: int, boundary: Boundary, unpinned: frozenset[str] = frozenset(), *, ep: int = 1
+    index: BlockIndex, tp: int, boundary: Boundary, unhooked: frozenset[str] = frozenset(), *, ep: int = 1
 ) -> BlockProblem:
-    """Prepare one block for degree `tp`. `unpinned` are modules that run more than once: one pin there would
+    """Prepare one block for degree `tp`. `unhooked` are modules that run more than once: one layout hook there would
     serve several values. With `ep` > 1 expert layers have one way to run (`planner.sharding.experts`)."""
     flows = _flows(index, boundary)
     places = [key for value in flows for key in flows[value].scopes]
@@ -108,7 +108,7 @@ def build_problem(
     states = _states(index, variants, places)
     nodes = tuple(Node(value=v, scope=s, states=states[v]) for v, s in places)
     edges = tuple(
-        _edge(index, nodes, number, unpinned, value, *hop)
+        _edge(index, nodes, number, unhooked, value, *hop)
         for value, flow in flows.items()
         for hop in flow.hops
     )
@@ -187,7 +187,7 @@ def _path(origin: str, target: str) -> tuple[list[str], list[str]]:
 
 
 def _edge(
-    index: BlockIndex, nodes: Sequence[Node], number: Mapping[tuple[str, str], int], unpinned: frozenset[str],
+    index: BlockIndex, nodes: Sequence[Node], number: Mapping[tuple[str, str], int], unhooked: frozenset[str],
     value: str, source: str, target: str, position: int,
 ) -> Edge:  # fmt: skip
     entering = len(_chain(target)) > len(_chain(source))
@@ -195,14 +195,14 @@ def _edge(
     side = "input" if entering else "output"
     a, b = number[value, source], number[value, target]
     changes: tuple[tuple[str, str], ...] = ()
-    if module not in unpinned and _pinnable(index, module, value, side):
+    if module not in unhooked and _hookable(index, module, value, side):
         changes = tuple(
             (x, y) for x, y in product(nodes[a].states, nodes[b].states) if _can_change(x, y)
         )  # fmt: skip
     return Edge(source=a, target=b, module=module, side=side, position=position, changes=changes)
 
 
-def _pinnable(index: BlockIndex, module: str, value: str, side: str) -> bool:
+def _hookable(index: BlockIndex, module: str, value: str, side: str) -> bool:
     """Whether a hook at the module's boundary sees the value."""
     if index.block.calls:
         calls = [call for call in index.block.calls if call.module == module]
@@ -212,7 +212,7 @@ def _pinnable(index: BlockIndex, module: str, value: str, side: str) -> bool:
 
 
 def _can_change(before: str, after: str) -> bool:
-    """A pin leaves a whole gradient outside; it cannot make sums, nor undo a partial gradient outside."""
+    """A hook leaves a whole gradient outside; it cannot make sums, nor undo a partial gradient outside."""
     if before in (after, PARTIAL_GRADIENT):
         return False
     # DTensor makes a whole of a strided shard, and a strided shard of a whole: any other change takes both.

@@ -28,12 +28,12 @@ class NotShardable(UserError):
 class Fixed:
     """What the entries fix in one block; `source` says which entry fixed a parameter or node.
 
-    `pins` are the edges that entries pin: where two plans cost the same, the one with these pins is meant.
+    `hooks` are the edges that entries name: where two plans cost the same, the one with these layout hooks is meant.
     """
 
     params: Mapping[str, str]
     nodes: Mapping[int, tuple[str, ...]]
-    pins: frozenset[int]
+    hooks: frozenset[int]
     source: Mapping[str | int, str]
 
 
@@ -44,7 +44,7 @@ def fixed_by_rules(
     graph: ModelGraph, problems: Sequence[BlockProblem], rules: Sequence[TensorRule]
 ) -> list[Fixed]:
     """What the entries fix in each distinct block. Raises UserError naming the entry that cannot hold."""
-    found = [Fixed(params={}, nodes={}, pins=frozenset(), source={}) for _ in problems]
+    found = [Fixed(params={}, nodes={}, hooks=frozenset(), source={}) for _ in problems]
     names = [_names(graph, block) for block in range(len(problems) if rules else 0)]
     alike: dict[object, list[re.Pattern[str]]] = {}  # the names of entries that say the same
     for rule in rules:
@@ -152,7 +152,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> Fixed:
-    params, nodes, pins, source = dict(fixed.params), dict(fixed.nodes), set(fixed.pins), dict(fixed.source)
+    params, nodes, hooks, source = dict(fixed.params), dict(fixed.nodes), set(fixed.hooks), dict(fixed.source)
     shapes = {p.name: p.shape for p in problem.index.block.parameters}
     for name, text in rule.params:
         full = _joined(module, name)
@@ -161,7 +161,7 @@ def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> 
             legal = ", ".join(describe(p) for p in problem.params[full])
             raise UserError(f'{_entry(rule)}: {name} = "{text}" is not legal here; legal: {legal}')
         _once(params, full, placement, source, rule)
-    for value, scope, text, where in _pins(problem, module, rule):
+    for value, scope, text, where in _hooks(problem, module, rule):
         node = next((n for n, k in enumerate(problem.nodes) if (k.value, k.scope) == (value, scope)), None)
         if node is None:
             continue  # nobody reads the value there
@@ -171,8 +171,8 @@ def _fix(fixed: Fixed, problem: BlockProblem, module: str, rule: TensorRule) -> 
             legal = ", ".join(dict.fromkeys(describe(layout(s)) for s in problem.nodes[node].states))
             raise UserError(f'{_entry(rule)}: {where} = "{text}" is not legal here; legal: {legal}')
         _once(nodes, node, allowed, source, rule)
-        pins |= {n for n, e in enumerate(problem.edges) if e.module == module and e.target == node}
-    return Fixed(params=params, nodes=nodes, pins=frozenset(pins), source=source)
+        hooks |= {n for n, e in enumerate(problem.edges) if e.module == module and e.target == node}
+    return Fixed(params=params, nodes=nodes, hooks=frozenset(hooks), source=source)
 
 
 def _once(
@@ -247,8 +247,8 @@ def _argument_values(problem: BlockProblem, module: str, name: str) -> list[str]
     return hits
 
 
-def _pins(problem: BlockProblem, module: str, rule: TensorRule) -> Iterator[tuple[str, str, str, str]]:
-    """(value, scope, layout, where in the entry) of each pin of an entry."""
+def _hooks(problem: BlockProblem, module: str, rule: TensorRule) -> Iterator[tuple[str, str, str, str]]:
+    """(value, scope, layout, where in the entry) of each layout hook of an entry."""
     for name, text in rule.inputs:
         for value in _argument_values(problem, module, name):
             yield value, module, text, f"inputs.{name}"
@@ -305,8 +305,8 @@ def rules_of(
     whole: Sequence[Collection[str]],
 ) -> tuple[TensorRule, ...]:
     """The entries that make the runtime do what the plan says: sharded parameters, by block those `whole` ones that
-    would be sharded otherwise, and pins where a layout changes. A module of a repeated block is written with `*` unless a block of another kind has a module of
-    that name which does something else."""
+    would be sharded otherwise, and layout hooks where a layout changes. A module of a repeated block is written with
+    `*` unless a block of another kind has a module of that name which does something else."""
     made = [
         {rule.module: rule for rule in _block_rules(problem, block, said)}
         for problem, block, said in zip(problems, plan.blocks, whole, strict=True)
@@ -366,16 +366,16 @@ def _block_rules(problem: BlockProblem, plan: BlockPlan, whole: Collection[str])
         if placement[0] not in "RE" or name in whole:  # that experts are sharded over ep is said by mesh.ep
             module, _, own = name.rpartition(".")
             placed.setdefault(module, []).append((own, describe(placement)))
-    pinned: dict[str, dict[str, str]] = {}
+    hooked: dict[str, dict[str, str]] = {}
     changed: dict[str, dict[str, str]] = {}
     for reshard in plan.reshards:
-        target = pinned if reshard.side == "input" else changed
+        target = hooked if reshard.side == "input" else changed
         target.setdefault(reshard.module, {})[reshard.value] = describe(reshard.after)
-    for module in dict.fromkeys([*placed, *pinned, *changed]):
+    for module in dict.fromkeys([*placed, *hooked, *changed]):
         inputs = {}
         for argument, value in arguments(problem, module):
-            if value in pinned.get(module, {}):
-                inputs[argument.partition(".")[0]] = pinned[module][value]
+            if value in hooked.get(module, {}):
+                inputs[argument.partition(".")[0]] = hooked[module][value]
         yield TensorRule(
             module=module, params=tuple(placed.get(module, ())), inputs=tuple(inputs.items()),
             outputs=_outputs(problem, plan, module, changed.get(module, {})),
@@ -385,7 +385,7 @@ def _block_rules(problem: BlockProblem, plan: BlockPlan, whole: Collection[str])
 def _outputs(
     problem: BlockProblem, plan: BlockPlan, module: str, changed: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Layouts of the module's results up to the last that changes; those that do not are pinned as they are."""
+    """Layouts of the module's results up to the last that changes; those that do not are hooked as they are."""
     made = results(problem, module)
     last = max((n for n, value in enumerate(made) if value in changed), default=-1)
     outside = {value: layout for value, scope, layout in plan.layouts if scope == _outer(module)}

@@ -59,9 +59,9 @@ def solve_tensor_plan(
     `without_experts` is the plan for the same request with ep = 1, where it is known: blocks that have no experts run as they
     do there. Raises UserError, naming the entry, where the user's rules are illegal or contradict each other.
     """
-    unpinned = called_again(graph)
+    unhooked = called_again(graph)
     problems = [
-        build_problem(index, request.tp, block_boundary(graph, b, request), unpinned[b], ep=request.ep)
+        build_problem(index, request.tp, block_boundary(graph, b, request), unhooked[b], ep=request.ep)
         for b, index in enumerate(indices)
     ]
     fixed = fixed_by_rules(graph, problems, request.rules)
@@ -115,7 +115,7 @@ def _priced(
         costs=price_problem(problem, cluster, axis, request.execution, graph.dtype, ep=request.ep),
         fixed_params=given.params,
         fixed_nodes={**_unsharded_sequence(graph, problem, request), **given.nodes},
-        pins=given.pins,
+        hooks=given.hooks,
         sizes=_matrices(graph, block),
         stream=_stream(graph, block, problem, request),
     )
@@ -243,7 +243,7 @@ def between(spec: TensorSpec, request: TensorRequest) -> str:
 
 
 def block_plan(problem: BlockProblem, answer: BlockAnswer) -> BlockPlan:
-    """What an answer means: shardings, parameter placements and pins."""
+    """What an answer means: shardings, parameter placements and layout hooks."""
     chosen = [row[k] for row, k in zip(problem.variants, answer.picks, strict=True)]
     reshards = []
     for edge in problem.edges:

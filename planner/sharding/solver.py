@@ -5,7 +5,7 @@ Unknowns, all 0 or 1:
     pick[o, k]          operator o runs as its variant k           sum_k pick[o, k] = 1
     state[n, s]         node n is in state s                       sum_s state[n, s] = 1
     place[p, l]         parameter p has placement l                sum_l place[p, l] = 1
-    change[e, s, t]     the pin at edge e turns s into t
+    change[e, s, t]     the layout hook at edge e turns s into t
 
 Constraints: an operator's nodes and parameters are as its variant demands (sum over the variants that demand
 s of node n equals state[n, s]); at an edge, what leaves the source in state s arrives in s or is changed, and
@@ -55,7 +55,7 @@ class PricedBlock:
     costs: BlockCosts
     fixed_params: Mapping[str, str]
     fixed_nodes: Mapping[int, tuple[str, ...]]
-    pins: frozenset[int]  # edges that rules pin: free of the tie-break against pins
+    hooks: frozenset[int]  # edges that rules name: free of the tie-break against layout hooks
     sizes: Mapping[str, int]  # numbers in each matrix that is better sharded, whatever it costs
     stream: Mapping[int, str]  # the layout that a node of the residual stream had better have
 
@@ -272,10 +272,10 @@ def _terms(block: PricedBlock, unknown: _Unknowns) -> Iterator[tuple[cp_model.In
 
 
 def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
-    """Cost of a pin. Of equally good plans the one with fewer pins, with those that rules ask for, and at
+    """Cost of a layout hook. Of equally good plans the one with fewer layout hooks, with those that rules ask for, and at
     modules without modules inside: what those take and return is plain tensors."""
     cost, where = block.costs.changes[edge][change], block.problem.edges[edge]
-    if edge in block.pins:
+    if edge in block.hooks:
         return cost
     container = where.module in block.problem.index.containers
     ties = 1 + container + (container and where.side == "output")

@@ -45,7 +45,7 @@ def strategy_of(
     example: Example, *, micro: int = 2, micro_batches: int = 1, zero: int = 0, recompute: str = "none",
     sequence_parallel: bool = False, compression: tuple[str, ...] = (), order: tuple[str, ...] | None = None,
     bucket_mib: float = 0.01, kernels: str = "eager", attention: str = "flash", tensor: tuple[TensorRule, ...] | None = None,
-    offload: float = 0.0, optimizer_away: float = 0.0, **mesh: int,
+    offload: float = 0.0, optimizer_offloaded: float = 0.0, **mesh: int,
 ) -> Strategy:  # fmt: skip
     """A strategy in which each data-parallel rank runs `micro_batches` of `micro` samples."""
     sizes = Mesh(**mesh)
@@ -56,7 +56,7 @@ def strategy_of(
         mesh=sizes,
         shard=Shard(zero=zero, sequence_parallel=sequence_parallel),
         recompute=Recompute(mode=recompute),
-        offload=Offload(activations=offload, optimizer=optimizer_away),
+        offload=Offload(activations=offload, optimizer=optimizer_offloaded),
         execution=Execution(kernels=kernels, attention=attention),
         grad_sync=GradSync(compression=compression, bucket_mib=bucket_mib),
         tensor=(tuple(example.rules(sequence_parallel)) if tensor is None else tensor)

@@ -26,15 +26,24 @@ Case = tuple[dict[str, Any], dict[str, Any]]  # options of `strategy_of`, the pi
 ON_TWO: dict[str, Case] = {
     "zero 3": ({"dp_shard": 2, "zero": 3}, {}),
     "pipeline": ({"pp": 2}, EVEN),
-    "tensors, state on the host": ({"tp": 2, "optimizer_away": 1.0}, {}),
-    "pipeline in a V, state on the host": ({"pp": 2, "optimizer_away": 1.0}, {**IN_A_V, "virtual_stages": 2}),
-    "zero 1, half on the host": ({"dp_shard": 2, "zero": 1, "optimizer_away": 0.5}, {}),
+    "tensors, state on the host": ({"tp": 2, "optimizer_offloaded": 1.0}, {}),
+    "pipeline in a V, state on the host": (
+        {"pp": 2, "optimizer_offloaded": 1.0},
+        {**IN_A_V, "virtual_stages": 2},
+    ),
+    "zero 1, half on the host": ({"dp_shard": 2, "zero": 1, "optimizer_offloaded": 0.5}, {}),
     "replicas": ({"dp_replicate": 2}, {}),
 }
 ON_FOUR: dict[str, Case] = {
-    "pipeline, zero 3, state on the host": ({"pp": 2, "dp_shard": 2, "zero": 3, "optimizer_away": 1.0}, EVEN),
+    "pipeline, zero 3, state on the host": (
+        {"pp": 2, "dp_shard": 2, "zero": 3, "optimizer_offloaded": 1.0},
+        EVEN,
+    ),
     "pipeline of tensors": ({"pp": 2, "tp": 2, "without": "lm_head"}, EVEN),
-    "tensors, zero 2, state on the host": ({"tp": 2, "dp_shard": 2, "zero": 2, "optimizer_away": 1.0}, {}),
+    "tensors, zero 2, state on the host": (
+        {"tp": 2, "dp_shard": 2, "zero": 2, "optimizer_offloaded": 1.0},
+        {},
+    ),
 }
 
 

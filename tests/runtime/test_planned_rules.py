@@ -8,7 +8,7 @@ import torch
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.sharding.points import FASTEST, LEANEST
+from autoparallel.planner.sharding.pareto import FASTEST, LEANEST
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Shard, Strategy, TensorRule
 from autoparallel.profiles import load_cluster
 from tests.runtime.compare import TOLERANCE, compare
@@ -34,7 +34,7 @@ def planned_rules(
     expander = Expander(graph, load_cluster(f"cpu-gloo:1x{tp}"))
     if memory_price is None:
         return expander.tensor_plan(strategy).rules
-    point = expander.works.tensor_point(strategy, memory_price)
+    point = expander.works.pareto_plan(strategy, memory_price)
     assert point is not None
     return point.rules
 

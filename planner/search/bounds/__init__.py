@@ -1,7 +1,7 @@
 """What each part of the space can at best reach: prices per block, and true lower bounds made of them.
 
-- `prices.py`: one link of the chain under a strategy: seconds, bytes, numbers, as `score` has them; `tables.py`: the
-  same as columns, a row for each setting; `wires.py`: what variants communicate, in columns, by the rates
+- `prices.py`: one block of the chain under a strategy: seconds, bytes, numbers, as `score` has them; `tables.py`: the
+  same as columns, a row for each setting; `communication.py`: what variants communicate, in columns, by the rates
   of `exchanges.py`.
 - `outer.py`: the space joined with its prices, and the bounds of shapes and variants:
 - `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("divided");

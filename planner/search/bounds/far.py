@@ -1,8 +1,9 @@
 """What blocks take where their tensor, context or expert parallelism is not between neighbours.
 
-The table of units has every setting with these axes as near as can be. A variant that places them further apart takes longer,
-and often much longer; to price each of its settings there would cost more than the rest of the search. So one setting of a
-placement is priced, nothing recomputed and nothing on the host, with the largest micro-batch; for all others
+The table of layer groups has every setting with these axes as near as can be. A variant that places them further apart
+takes longer, and often much longer; to price each of its settings there would cost more than the rest of the search. So
+one setting of a placement is priced, nothing recomputed and nothing on the host, with the largest micro-batch; for all
+others
 
     seconds(mode, micro) >= seconds(none, M) * micro / M     for every M that micro divides
 
@@ -18,7 +19,7 @@ import numpy as np
 from autoparallel.planner.expand.axes import axes_of, inner_axes, tensor_stride
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import BY_KIND, KIND_TIMES, SINGLE, Units, placed_row
+from autoparallel.planner.search.bounds.tables import BY_KIND, KIND_TIMES, SINGLE, PriceTable, placed_row
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
@@ -79,11 +80,11 @@ class FarPrices:
             same &= column[owners] == column[row]
         return np.asarray(same & (shapes.micro[row] % shapes.micro[owners] == 0))
 
-    def apply(self, units: Units, shapes: Shapes, placed: Ints) -> Units:
-        """The units, whose rows are those of `shapes`, with what is known of their placements."""
+    def apply(self, table: PriceTable, shapes: Shapes, placed: Ints) -> PriceTable:
+        """The layer groups, whose rows are those of `shapes`, with what is known of their placements."""
         rows = np.flatnonzero(placed > 0) if self._known else placed[:0]
         if not len(rows):
-            return units
+            return table
         keys = (shapes.tp, shapes.sequence_parallel, shapes.cp, shapes.ep, placed)
         first, which = alike(*(column[rows] for column in keys))
         known = [
@@ -92,8 +93,8 @@ class FarPrices:
             if (key := self._key(shapes, row, int(placed[row]))) in self._known
         ]
         if not known:
-            return units
-        columns = {name: getattr(units, name).copy() for name in (*TIMES, "by_kind")}
+            return table
+        columns = {name: getattr(table, name).copy() for name in (*TIMES, "by_kind")}
         for number, prices in known:
             own = rows[which == number]
             for most, (each, by_kind) in prices.items():
@@ -103,7 +104,7 @@ class FarPrices:
                 columns["by_kind"][fits, :, :KIND_TIMES] = np.maximum(before, least)
                 for name, seconds in zip(TIMES, each.tolist(), strict=True):
                     columns[name][fits] = np.maximum(columns[name][fits], seconds * shapes.micro[fits])
-        return replace(units, **columns)
+        return replace(table, **columns)
 
     def _key(self, shapes: Shapes, row: int, placed: int) -> Key:
         return (

@@ -10,15 +10,16 @@ import numpy as np
 from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.communication import Communication, CommunicationPrices
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import (
-    Units,
+    PriceTable,
     kinds_that_count,
-    take_units,
-    unit_table,
+    price_table,
+    take_rows,
 )
 from autoparallel.planner.search.bounds.variants import (
     Bounds,
@@ -27,8 +28,7 @@ from autoparallel.planner.search.bounds.variants import (
     shape_bounds,
     variant_bounds,
 )
-from autoparallel.planner.search.bounds.wires import WireBook, Wires
-from autoparallel.planner.search.partition.forms import Chain, units_of
+from autoparallel.planner.search.partition.forms import Chain, chain_of
 from autoparallel.planner.search.partition.unlike import capacities, fastest, lacking_bytes, rank_devices
 from autoparallel.planner.search.space.build import (
     Space,
@@ -48,8 +48,8 @@ class Outer:
     space: Space
     chain: Chain
     book: PriceBook
-    units: Units
-    wires: WireBook
+    table: PriceTable
+    communication: CommunicationPrices
     far: FarPrices
     bounds: Bounds
     counts: Ints  # variants of each shape
@@ -60,7 +60,7 @@ class Outer:
 
     @property
     def repeated(self) -> int:
-        """Units of the kinds that bounds look at."""
+        """Layer groups of the kinds that bounds look at."""
         return _counted(self.chain)
 
     def best_first(self, shapes: Ints, number: int, *, by_memory: bool = False) -> Ints:
@@ -94,7 +94,7 @@ def outer_of(problem: Problem, expander: Expander | None = None, processes: int 
         expander=expander, pricer=expander.pricer, device=fastest(rank_devices(problem)),
         algorithms=open_algorithms(problem), bucket_mib=widest_bucket_mib(problem),
     )  # fmt: skip
-    return build_outer(problem, space, units_of(problem.graph), book, max(capacities(problem)), processes)
+    return build_outer(problem, space, chain_of(problem.graph), book, max(capacities(problem)), processes)
 
 
 def build_outer(
@@ -108,17 +108,17 @@ def build_outer(
     """Price every shape of a space, and bound it."""
     best = book.at_best()
     pace = pace_of_ranks(problem, chain, best, space.shapes)
-    units = unit_table(problem, chain, best, space.shapes, capacity_bytes, processes)
-    bounds = shape_bounds(problem, space, units, _counted(chain))
-    wires = WireBook.of(problem, space, units, book, chain)
-    least_s = communicated_s(space, units, wires, chain, *slowdowns(book))
+    table = price_table(problem, chain, best, space.shapes, capacity_bytes, processes)
+    bounds = shape_bounds(problem, space, table, _counted(chain))
+    communication = CommunicationPrices.of(problem, space, table, book, chain)
+    least_s = communicated_s(space, table, communication, chain, *slowdowns(book))
     bounds = replace(bounds, time_s=np.fmax(bounds.time_s, least_s))
     if pace is not None:
-        bounds = no_faster_than(bounds, space.shapes, units, pace)
+        bounds = no_faster_than(bounds, space.shapes, table, pace)
     return Outer(
-        problem=problem, space=space, chain=chain, book=book, units=units,
+        problem=problem, space=space, chain=chain, book=book, table=table,
         counts=space.counts(),
-        wires=wires,
+        communication=communication,
         far=FarPrices(problem=problem, chain=chain, book=best),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: boo
     bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=memory)
     if outer.pace is None:
         return bounds
-    return no_faster_than(bounds, rows.shapes, rows.units, outer.pace[:, found.shape])
+    return no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, found.shape])
 
 
 def rows_of(
@@ -163,36 +163,41 @@ def rows_of(
     """Variants with their prices, and the numbers of blocks that their chunks may have (`_blocks_per_chunk`)."""
     shapes = outer.space.shapes.take(found.shape)
     slow, slow_comm = slowdowns(outer.book)
-    wires = outer.wires.price(found)
-    units = outer.far.apply(take_units(outer.units, found.shape), shapes, outer.wires.inner_placements(found))
-    gather_s = wires.gather_s + wires.gather_expert_s * units.unit_experts
+    communication = outer.communication.price(found)
+    table = outer.far.apply(
+        take_rows(outer.table, found.shape), shapes, outer.communication.inner_placements(found)
+    )
+    gather_s = communication.gather_s + communication.gather_expert_s * table.group_experts
     least, ends, most = _blocks_per_chunk(outer, shapes.pp)
     return Rows(
         shapes=shapes,
-        units=units,
+        table=table,
         zero=found.zero,
         schedule=found.schedule,
         chunks=found.virtual_stages,
-        unit_reduce_s=wires.reduce_s * units.unit_trainable
-        + wires.reduce_expert_s * units.unit_expert_trainable,
-        all_reduce_s=wires.reduce_s * units.all_trainable
-        + wires.reduce_expert_s * units.all_expert_trainable,
-        unit_gather_s=gather_s,
+        group_reduce_s=communication.reduce_s * table.group_trainable
+        + communication.reduce_expert_s * table.group_expert_trainable,
+        all_reduce_s=communication.reduce_s * table.all_trainable
+        + communication.reduce_expert_s * table.all_expert_trainable,
+        group_gather_s=gather_s,
         all_gather_s=np.maximum(
             outer.repeated * gather_s,
-            wires.gather_each_s * units.all_parameters + wires.gather_expert_s * units.all_experts,
+            communication.gather_each_s * table.all_parameters
+            + communication.gather_expert_s * table.all_experts,
         ),
-        unit_step_s=wires.step_s * units.unit_trainable + wires.step_expert_s * units.unit_expert_trainable,
-        all_step_s=wires.step_s * units.all_trainable + wires.step_expert_s * units.all_expert_trainable,
-        kind_gather_s=_kind_gathers_s(wires, units),
-        kind_reduce_s=_of_kinds(units, wires.reduce_s, wires.reduce_expert_s, "trainable"),
-        kind_step_s=_of_kinds(units, wires.step_s, wires.step_expert_s, "trainable"),
-        gather_each_s=wires.gather_each_s,
-        step_s=wires.step_s,
-        reduce_s=wires.reduce_s,
-        sends_s=wires.sends_s,
-        send_s=_shortest(wires.sends_s, outer.chain),
-        tied_s=wires.tied_s,
+        group_step_s=communication.step_s * table.group_trainable
+        + communication.step_expert_s * table.group_expert_trainable,
+        all_step_s=communication.step_s * table.all_trainable
+        + communication.step_expert_s * table.all_expert_trainable,
+        kind_gather_s=_kind_gathers_s(communication, table),
+        kind_reduce_s=_of_kinds(table, communication.reduce_s, communication.reduce_expert_s, "trainable"),
+        kind_step_s=_of_kinds(table, communication.step_s, communication.step_expert_s, "trainable"),
+        gather_each_s=communication.gather_each_s,
+        step_s=communication.step_s,
+        reduce_s=communication.reduce_s,
+        sends_s=communication.sends_s,
+        send_s=_shortest(communication.sends_s, outer.chain),
+        tied_s=communication.tied_s,
         repeated=outer.repeated,
         others=outer.space.repeated - outer.repeated,
         least_per_chunk=least,
@@ -213,12 +218,12 @@ def slowdowns(book: PriceBook) -> tuple[float, float]:
     )
 
 
-def _of_kinds(units: Units, each_s: Floats, expert_s: Floats, numbers: str) -> Floats:
-    """Seconds of a unit of each kind at these rates per number, [variant, kind]."""
+def _of_kinds(table: PriceTable, each_s: Floats, expert_s: Floats, numbers: str) -> Floats:
+    """Seconds of a layer group of each kind at these rates per number, [variant, kind]."""
     dense, experts = (
         ("dense_trainable", "expert_trainable") if numbers == "trainable" else ("dense", "experts")
     )
-    return units.of_kinds(dense) * each_s[:, None] + units.of_kinds(experts) * expert_s[:, None]
+    return table.of_kinds(dense) * each_s[:, None] + table.of_kinds(experts) * expert_s[:, None]
 
 
 def _shortest(sends_s: Floats, chain: Chain) -> Floats:
@@ -226,13 +231,13 @@ def _shortest(sends_s: Floats, chain: Chain) -> Floats:
     return sends_s[:, chain.sent].min(axis=1) if chain.sent else np.zeros(len(sends_s))
 
 
-def _kind_gathers_s(wires: Wires, units: Units) -> Floats:
-    """Seconds to gather the parameters of a unit of each kind: at the best rate, and no less than those of the smallest unit
-    of the kinds that count where it has as many."""
-    as_many = units.of_kinds("dense") >= units.unit_parameters[:, None]
-    best = _of_kinds(units, wires.gather_each_s, 0.0 * wires.gather_expert_s, "all")
-    least = np.where(as_many, np.maximum(best, wires.gather_s[:, None]), best)
-    return least + units.of_kinds("experts") * wires.gather_expert_s[:, None]
+def _kind_gathers_s(communication: Communication, table: PriceTable) -> Floats:
+    """Seconds to gather the parameters of a layer group of each kind: at the best rate, and no less than those of the
+    smallest layer group of the kinds that count where it has as many."""
+    as_many = table.of_kinds("dense") >= table.group_parameters[:, None]
+    best = _of_kinds(table, communication.gather_each_s, 0.0 * communication.gather_expert_s, "all")
+    least = np.where(as_many, np.maximum(best, communication.gather_s[:, None]), best)
+    return least + table.of_kinds("experts") * communication.gather_expert_s[:, None]
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints) -> tuple[Ints, Ints, Ints]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import Units, representative, settings_of
+from autoparallel.planner.search.bounds.tables import PriceTable, representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.unlike import rank_devices
@@ -19,8 +19,8 @@ from autoparallel.planner.search.space.meshes import Floats
 def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Floats | None:
     """By pipeline rank and shape, how much of the fastest device a rank is worth; None where they are alike.
 
-    A rank's pace is the largest ratio, over the kinds of unit, of the fastest device's seconds to its own: no share
-    of the units takes it less than its share of the fastest device's time over that pace.
+    A rank's pace is the largest ratio, over the kinds of layer group, of the fastest device's seconds to its own: no share
+    of the layer groups takes it less than its share of the fastest device's time over that pace.
     """
     devices = rank_devices(problem)
     if len({device.name for device in devices}) == 1:
@@ -38,17 +38,19 @@ def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key
     strategy = representative(problem, chain, key)
     mode = strategy.recompute.mode
 
-    def seconds(own: PriceBook, unit: tuple[int, ...]) -> float:
-        links = [own.link(strategy, block, mode if i == 0 else "none") for i, block in enumerate(unit)]
-        return sum(link.forward_s + link.backward_s for link in links)
+    def seconds(own: PriceBook, group: tuple[int, ...]) -> float:
+        prices = [
+            own.block_price(strategy, block, mode if i == 0 else "none") for i, block in enumerate(group)
+        ]
+        return sum(price.forward_s + price.backward_s for price in prices)
 
-    return max((seconds(book, unit) / seconds(other, unit) for unit in chain.units), default=1.0)
+    return max((seconds(book, group) / seconds(other, group) for group in chain.groups), default=1.0)
 
 
-def no_faster_than(bounds: Bounds, shapes: Shapes, units: Units, pace: Floats) -> Bounds:
-    """T >= micro-batches * seconds of all units on the fastest device / pace of all ranks."""
+def no_faster_than(bounds: Bounds, shapes: Shapes, table: PriceTable, pace: Floats) -> Bounds:
+    """T >= micro-batches * seconds of all layer groups on the fastest device / pace of all ranks."""
     with np.errstate(invalid="ignore"):
-        units_s = units.all_forward_s + units.all_backward_s - units.head_s - units.tail_s
+        groups_s = table.all_forward_s + table.all_backward_s - table.head_s - table.tail_s
         return replace(
-            bounds, time_s=np.maximum(bounds.time_s, shapes.micro_batches * units_s / pace.sum(axis=0))
+            bounds, time_s=np.maximum(bounds.time_s, shapes.micro_batches * groups_s / pace.sum(axis=0))
         )

@@ -26,7 +26,7 @@ from autoparallel.planner.search.space.meshes import Bools, Floats
 
 MOST_PLANES = 60  # paths that are added for one schedule. Kind: formula
 MOST_NUMBERS = (
-    20_000_000  # that units divided in order may take; more are divided in any order. Kind: formula
+    20_000_000  # that layer groups divided in order may take; more are divided in any order. Kind: formula
 )
 CLOSE = 1e-3  # share to which bound and timetable agree at the end
 STEP = 0.4  # of the way from the best layers to those that the program proposes. Kind: measured
@@ -42,10 +42,10 @@ class PathWeights:
 
     def bounds_s(self, rows: Rows, chain: Chain) -> Floats:
         """Seconds that no partition of any of these variants, all of this schedule, goes below."""
-        of_kind = [chain.kinds.count(kind) for kind in range(len(chain.units))]
+        of_kind = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
         took = _Took(rows, of_kind)
-        times = [TIMES.index(q) for q in took.units]
-        each = np.stack(list(took.units.values()), axis=2) @ self.counts[times]  # [variant, kind, chunk]
+        times = [TIMES.index(q) for q in took.groups]
+        each = np.stack(list(took.groups.values()), axis=2) @ self.counts[times]  # [variant, kind, chunk]
         fixed = np.zeros(len(each))
         for at, values in ((0, took.head), (-1, took.tail)):
             for q, value in values.items():
@@ -55,19 +55,20 @@ class PathWeights:
         sends = self.counts[TIMES.index(Q.SEND)]
         if len(set(chain.kinds)) > 1 and each.size * len(chain.kinds) <= MOST_NUMBERS:
             return fixed + _in_order(rows, chain, each, sends)
-        units, least = np.array(of_kind, dtype=np.float64), each.min(axis=2)
-        # A chunk that is not at an end of the model has a unit, which takes there what it takes more than in the best chunk.
-        more = (each - least[:, :, None])[:, units > 0, 1:-1].min(axis=1).sum(axis=1)
+        groups, least = np.array(of_kind, dtype=np.float64), each.min(axis=2)
+        # A chunk that is not at an end of the model has a layer group, which takes there what it takes more than in the
+        # best chunk.
+        more = (each - least[:, :, None])[:, groups > 0, 1:-1].min(axis=1).sum(axis=1)
         more = more * (rows.least_per_chunk > 0) + rows.send_s * sends.sum()
-        return np.asarray(fixed + least @ units + more)
+        return np.asarray(fixed + least @ groups + more)
 
 
 def _in_order(rows: Rows, chain: Chain, each: Floats, sends: Floats) -> Floats:
-    """The least that units and messages come to, [variant], of all ways to divide the units to the chunks in their order: a unit
-    of a kind takes `each` [variant, kind, chunk], the message after a chunk its seconds `sends` [chunk] times. By dynamic
-    programming over the chunks, every number of units divided so far at once.
+    """The least that layer groups and messages come to, [variant], of all ways to divide the layer groups to the chunks
+    in their order: a layer group of a kind takes `each` [variant, kind, chunk], the message after a chunk its seconds
+    `sends` [chunk] times. By dynamic programming over the chunks, every number of layer groups divided so far at once.
     """
-    message_s = rows.sends_s[:, list(chain.cuts)]  # [variant, units before it]
+    message_s = rows.sends_s[:, list(chain.cuts)]  # [variant, layer groups before it]
     least = int(rows.least_per_chunk.min(initial=1))
     divided = _so_far(each[:, list(chain.kinds), 0])
     for chunk in range(1, each.shape[2]):
@@ -85,11 +86,12 @@ def _so_far(seconds: Floats) -> Floats:
 
 
 class _Took:
-    """Seconds of each quantity by variant: of a unit of each kind, of the ends of the model, and what any chunk that is not at
-    an end takes besides.
+    """Seconds of each quantity by variant: of a layer group of each kind, of the ends of the model, and what any chunk
+    that is not at an end takes besides.
 
-    Computation beside communication takes no less than either of two linear forms (`Rows.beside`). All units and ends of a
-    variant are given the same one, which is the larger one for the whole model: one unit may hide what another exchanges.
+    Computation beside communication takes no less than either of two linear forms (`Rows.beside`). All layer groups and
+    ends of a variant are given the same one, which is the larger one for the whole model: one layer group may hide what
+    another exchanges.
     """
 
     def __init__(self, rows: Rows, of_kind: Sequence[int]) -> None:
@@ -100,7 +102,7 @@ class _Took:
             1.0 - rows.slow_comm * gain, 0.0
         )  # of a second of communication, if computation leads
         self._less = max(1.0 - rows.slow * gain, 0.0)  # of a second of computation, if communication leads
-        u, every = rows.units, rows.zero >= 2  # each backward ends with its reduction: nothing is left
+        u, every = rows.table, rows.zero >= 2  # each backward ends with its reduction: nothing is left
         copied = np.where((rows.shapes.pp > 1) & ~rows.v_shaped, u.tail_tied, 0.0)
         trainable = (u.head_trainable, u.tail_trainable + copied)
         gathers = (
@@ -115,7 +117,7 @@ class _Took:
         weight = (u.of_kinds("weight_s"), *(a - b for a, b in zip(backward[1:], inputs[1:], strict=True)))
         each = tuple(np.where(_column(every, a), a, b) for a, b in zip(both, gathers, strict=True))
         each_weight = tuple(np.where(_column(every, a), a, b) for a, b in zip(reduces, nothing, strict=True))
-        self.units: dict[Q, Floats] = {}
+        self.groups: dict[Q, Floats] = {}
         self.chunks: dict[Q, Floats] = {}
         self.head: dict[Q, Floats] = {Q.TIED: rows.tied_s}
         self.tail: dict[Q, Floats] = {Q.TIED: rows.tied_s}
@@ -131,8 +133,8 @@ class _Took:
         self._leave(Q.REDUCE, backward, reduces, every)
         self._leave(Q.REDUCE_AFTER_WEIGHT, weight, reduces, every)
 
-    def _add(self, q: Q, units: Floats, head: Floats, tail: Floats) -> None:
-        self.units[q], self.head[q], self.tail[q] = units, head, tail
+    def _add(self, q: Q, groups: Floats, head: Floats, tail: Floats) -> None:
+        self.groups[q], self.head[q], self.tail[q] = groups, head, tail
 
     def _take(
         self,
@@ -143,9 +145,9 @@ class _Took:
         ends_computing: bool = False,
         waits_for: Floats | None = None,
     ) -> None:
-        """A quantity of so much computation (units, head, tail) beside so much communication. The gather of a chunk's first
-        unit is waited for (all of what is `exchanged` if nothing else is said), and where a pass `ends_computing` the last
-        unit has nothing beside it."""
+        """A quantity of so much computation (layer groups, head, tail) beside so much communication. The gather of a
+        chunk's first layer group is waited for (all of what is `exchanged` if nothing else is said), and where a pass
+        `ends_computing` the last layer group has nothing beside it."""
         compute, comm = (part[0] @ self._of_kind + part[1] + part[2] for part in (computed, exchanged))
         led = compute + self._more * comm >= comm + self._less * compute
         self._add(q, *(
@@ -160,15 +162,15 @@ class _Took:
         self.chunks[q] = np.where(led, first_s, last_s) * (self._rows.least_per_chunk > 0)
 
     def _leave(self, q: Q, computed: _Parts, reduced: _Parts, every: Bools) -> None:
-        """What computation leaves of a reduction beside it; nothing where units may hide what others leave."""
+        """What computation leaves of a reduction beside it; nothing where layer groups may hide what others leave."""
         hidden = self._rows.slow / self._rows.slow_comm
-        units, head, tail = (b - a * hidden for a, b in zip(computed, reduced, strict=True))
-        some = (units > 0.0)[:, self._of_kind > 0].all(axis=1) & ~every
-        # What the tail computes comes before the units, whose reductions it cannot hide.
-        self._add(q, *(np.where(_column(some, x), x, 0.0) for x in (units, head, np.maximum(tail, 0.0))))
+        groups, head, tail = (b - a * hidden for a, b in zip(computed, reduced, strict=True))
+        some = (groups > 0.0)[:, self._of_kind > 0].all(axis=1) & ~every
+        # What the tail computes comes before the layer groups, whose reductions it cannot hide.
+        self._add(q, *(np.where(_column(some, x), x, 0.0) for x in (groups, head, np.maximum(tail, 0.0))))
 
 
-_Parts = tuple[Floats, ...]  # of the units [variant, kind], of the head, of the tail
+_Parts = tuple[Floats, ...]  # of the layer groups [variant, kind], of the head, of the tail
 
 
 def _column(rows: Bools, like: Floats) -> Bools:

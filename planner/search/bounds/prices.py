@@ -1,4 +1,4 @@
-"""What each link of the chain costs and keeps under a candidate: the numbers that bounds are made of.
+"""What each block of the chain costs and keeps under a candidate: the numbers that bounds are made of.
 
 All figures come from the pieces that `score` itself uses (the expander's local work, the pricer's seconds), so
 that a bound can be compared with the simulated step.
@@ -25,8 +25,8 @@ from autoparallel.profiles.hardware import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkPrice:
-    """One link and micro-batch on one device: seconds, bytes and numbers of parameters.
+class BlockPrice:
+    """One block and micro-batch on one device: seconds, bytes and numbers of parameters.
 
     `reduce_s` is a lower bound on its share of the gradient reduction: its own collectives with ZeRO-3, else
     its bytes at the rate of a full bucket (a collective is no faster per byte when it is smaller).
@@ -74,7 +74,7 @@ _UNPLACED = ""  # no device's name
 
 @dataclass(frozen=True)
 class PriceBook:
-    """Prices of one problem's links, remembered by all that they depend on."""
+    """Prices of one problem's blocks, remembered by all that they depend on."""
 
     expander: Expander
     pricer: Pricer
@@ -84,7 +84,7 @@ class PriceBook:
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
-    _links: dict[object, LinkPrice] = field(default_factory=dict, repr=False)
+    _block_prices: dict[object, BlockPrice] = field(default_factory=dict, repr=False)
     _fetched: dict[object, BlockWork] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
     _others: dict[str, PriceBook] = field(default_factory=dict, repr=False)
@@ -97,7 +97,7 @@ class PriceBook:
         if _UNPLACED not in self._others:
             loose = replace(cluster, network=replace(cluster.network, unplaced=True))
             self._others[_UNPLACED] = replace(
-                self, pricer=Pricer(loose), _blocks={}, _weights={}, _rates={}, _links={}, _others={}
+                self, pricer=Pricer(loose), _blocks={}, _weights={}, _rates={}, _block_prices={}, _others={}
             )
         return self._others[_UNPLACED]
 
@@ -112,7 +112,7 @@ class PriceBook:
                 _blocks={},
                 _weights={},
                 _rates={},
-                _links={},
+                _block_prices={},
                 _moments={},
                 _others={},
             )
@@ -128,7 +128,7 @@ class PriceBook:
             self._moments[id(states)] = rows_of(states)
         return self._moments[id(states)]
 
-    def link(
+    def block_price(
         self,
         strategy: Strategy,
         block: int,
@@ -137,21 +137,21 @@ class PriceBook:
         held: bool = True,
         axes: tuple[Axis, ...] = (),
         added: bool = True,
-    ) -> LinkPrice:
-        """The price of a link, on the strategy's axes or on others; `held` False leaves out tied parameters, which
-        another link may hold for it, `added` False what adds up the gradients of micro-batches."""
+    ) -> BlockPrice:
+        """The price of a block, on the strategy's axes or on others; `held` False leaves out tied parameters, which
+        another block may hold for it, `added` False what adds up the gradients of micro-batches."""
         axes = axes or mesh_axes(strategy)
         key = (
             block, mode, held, added, axes, strategy.batch, strategy.shard, strategy.grad_sync,
             strategy.execution, strategy.tensor, strategy.offload,
         )  # fmt: skip
-        if key not in self._links:
-            self._links[key] = self._price(strategy, block, mode, axes, held=held, added=added)
-        return self._links[key]
+        if key not in self._block_prices:
+            self._block_prices[key] = self._price(strategy, block, mode, axes, held=held, added=added)
+        return self._block_prices[key]
 
     def _price(
         self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool, added: bool
-    ) -> LinkPrice:
+    ) -> BlockPrice:
         work, one_by_one = self.expander.work(strategy, block, mode), fetches(strategy)
         both = state.gathers_of(work.parameters, work.expert_parameters, strategy)
         gathers = [gather for gather in both if gather is not None and not one_by_one]
@@ -173,7 +173,7 @@ class PriceBook:
         reduction = () if one_by_one else state.reduction_of(trainable, strategy, work.expert_trainable)
         contended = self._contended_s(strategy, block, work, axes, (*gathers, *reduction))
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
-        return LinkPrice(
+        return BlockPrice(
             forward_s=forward_s,
             input_s=input_s,
             weight_s=weight_s,
@@ -197,7 +197,7 @@ class PriceBook:
         )
 
     def _fetched_work(self, strategy: Strategy, work: BlockWork, block: int, *, held: bool) -> BlockWork:
-        """A link that fetches its parameters one by one; not `held`: but for tied ones."""
+        """The price of a block that fetches its parameters one by one; not `held`: but for tied ones."""
         tied = () if held else (p.name for p in self.expander.graph.blocks[block].parameters if p.tied)
         key = (id(work), block, held, state.shard_axes(strategy), state.shard_ranks(strategy))
         if key not in self._fetched:

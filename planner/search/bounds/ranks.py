@@ -1,6 +1,7 @@
-"""Pipeline ranks in the bounds: how many units each can hold in a given time and memory, for many variants at once.
+"""Pipeline ranks in the bounds: how many layer groups each can hold in a given time and memory, for many variants at once.
 
-With n units on rank r, k of them recomputed, m micro-batches, and seconds f, b of a unit's forward and backward:
+With n layer groups on rank r, k of them recomputed, m micro-batches, and seconds f, b of a layer group's forward and
+backward:
 
     work      fill[r] + m (f + b) n + m rec k + reduction and optimizer of n             <= T
     drained   fill[r] + m (f + b) n + m rec k + drain[r]                                 <= T
@@ -8,7 +9,7 @@ With n units on rank r, k of them recomputed, m micro-batches, and seconds f, b 
     memory    state n + saved M(n) - freed R(k) + peak                                   <= capacity
 
 fill and drain are one micro-batch through the stages before r and the messages between them; M(n) is the least that
-n units of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most that k
+n layer groups of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most that k
 of them do. Every term is one that no partition of blocks to stages goes below. Arrays are [rank, variant] or [variant].
 """
 
@@ -24,7 +25,7 @@ from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.flight import InFlight, in_flight
 from autoparallel.planner.search.bounds.rows import Rows, passes
-from autoparallel.planner.search.bounds.tables import Units
+from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.build import SCHEDULES, Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
@@ -40,12 +41,12 @@ class Rates:
     trainable: Floats
 
 
-def state_rates(problem: Problem, zero: Ints, ranks: Ints, away: Floats, several: Bools) -> Rates:
+def state_rates(problem: Problem, zero: Ints, ranks: Ints, offloaded: Floats, several: Bools) -> Rates:
     """Bytes per parameter (held, cast) and per trainable one (gradient, optimizer) under ZeRO over `ranks`, with a share
-    of the optimizer's state `away` on the host; `several`: micro-batches. As `planner.expand.state` has them."""
+    of the optimizer's state `offloaded` on the host; `several`: micro-batches. As `planner.expand.state` has them."""
     execution = problem.execution
     held = state.dtype_bytes(execution.param_dtype)
-    stepped = state.optimizer_bytes_per_parameter(execution) * (1.0 - away)
+    stepped = state.optimizer_bytes_per_parameter(execution) * (1.0 - offloaded)
     graded = state.dtype_bytes(execution.grad_dtype)
     gradient, parameter = graded / np.where(zero >= 2, ranks, 1), held / np.where(zero == 3, ranks, 1)
     if execution.fsdp2:
@@ -61,21 +62,25 @@ def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates
     level = np.where(ranks > 1, zero, 0)
     alike = np.maximum(ranks * shapes.tp // shapes.ep, 1)
     return (
-        state_rates(problem, level, ranks, shapes.optimizer_away, shapes.micro_batches > 1),
+        state_rates(problem, level, ranks, shapes.optimizer_offloaded, shapes.micro_batches > 1),
         state_rates(
-            problem, np.where(alike > 1, level, 0), alike, shapes.optimizer_away, shapes.micro_batches > 1
+            problem,
+            np.where(alike > 1, level, 0),
+            alike,
+            shapes.optimizer_offloaded,
+            shapes.micro_batches > 1,
         ),
     )
 
 
-def all_state_bytes(problem: Problem, shapes: Shapes, units: Units, zero: Ints) -> Floats:
+def all_state_bytes(problem: Problem, shapes: Shapes, table: PriceTable, zero: Ints) -> Floats:
     """State of the whole model, of which the fullest rank holds its share at least."""
     rates, expert_rates = rates_of(problem, shapes, zero)
     return np.asarray(
-        units.all_parameters * rates.parameter
-        + units.all_trainable * rates.trainable
-        + units.all_experts * expert_rates.parameter
-        + units.all_expert_trainable * expert_rates.trainable
+        table.all_parameters * rates.parameter
+        + table.all_trainable * rates.trainable
+        + table.all_experts * expert_rates.parameter
+        + table.all_expert_trainable * expert_rates.trainable
     )
 
 
@@ -97,22 +102,22 @@ class RankBounds:
         self._memory(problem, rows, rank, pp)
 
     def _time(self, rows: Rows, rank: Ints, pp: int) -> None:
-        u, m, plain = rows.units, rows.shapes.micro_batches, rows.plain
+        u, m, plain = rows.table, rows.shapes.micro_batches, rows.plain
         first, last = self.first, self.last
-        others_f, _, _, others_b = passes(rows, 1.0)  # of units on other ranks
+        others_f, _, _, others_b = passes(rows, 1.0)  # of layer groups on other ranks
         f, _, ended_s, b = passes(rows, 1.0 if rows.slower is None else rows.slower[:pp])
         alone = rows.chunks == 1
         single = plain & alone
         own_s = m * (u.head_s * first + u.tail_s * last)
         before, sends_s = rows.before(rank), rank * rows.send_s
-        # What each further unit on the ranks before adds: of several chunks it may stand in any.
+        # What each further layer group on the ranks before adds: of several chunks it may stand in any.
         self.before, self.fill_s, self.drain_s = before, single * others_f, single * others_b
         step_s, tied_s = rows.step_s, np.where(plain, rows.tied_s, 0.0)
         ends = u.head_trainable * first + u.tail_trainable * last
         # Of several chunks only the reduction of the first, which is the last to end, is surely not hidden.
         final_s = np.where(alone, ended_s, b)
         exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
-        self.per_block_s = m * f + (m - 1) * b + final_s + rows.unit_step_s
+        self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += tied_s * first
         self.drained_per_block_s = m * (f + b)
@@ -125,25 +130,26 @@ class RankBounds:
         whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
         self.round_base_s = np.where(single, whole_s + tied_s + step_s * u.head_trainable, 0.0)
-        # Its first backward waits for one micro-batch's way through all stages, and with a single chunk for its way back from
-        # the last one; then the rank has all of its backwards before it, and the forwards that its warm-up has left over.
+        # Its first backward waits for one micro-batch's way through all stages, and with a single chunk for its way back
+        # from the last one; then the rank has all of its backwards before it, and the forwards that its warm-up has left
+        # over.
         flight = in_flight(rows.schedule, rows.chunks, m, rank, pp)
-        self.late_per_block_s = m * b + (m - flight.most) * f + rows.unit_step_s
+        self.late_per_block_s = m * b + (m - flight.most) * f + rows.group_step_s
         self.late_base_s = u.all_forward_s + step_s * ends + np.where(last, u.tail_s - u.tail_forward_s, 0.0)
-        self.late_s = np.where(alone, u.unit_input_s, 0.0)  # for each unit on the ranks behind
+        self.late_s = np.where(alone, u.group_input_s, 0.0)  # for each layer group on the ranks behind
         # What is left of the reductions after the last backwards beside which they run stands in line on the rank's link.
-        beside_s = np.where(plain, u.unit_backward_s, u.unit_weight_s) * (rows.slow / rows.slow_comm)
-        left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.unit_reduce_s - beside_s, 0.0))
+        beside_s = np.where(plain, u.group_backward_s, u.group_weight_s) * (rows.slow / rows.slow_comm)
+        left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.group_reduce_s - beside_s, 0.0))
         # No chunk's last backward starts before every micro-batch has passed all stages.
-        self.reduced_per_block_s = m * f + left_s + rows.unit_step_s
+        self.reduced_per_block_s = m * f + left_s + rows.group_step_s
         self.reduced_base_s = before * others_f + sends_s + step_s * ends
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:
-        u, (rates, expert_rates) = rows.units, rates_of(problem, rows.shapes, rows.zero)
-        state_bytes = u.unit_parameters * rates.parameter + u.unit_trainable * rates.trainable
-        state_bytes += u.unit_experts * expert_rates.parameter
-        state_bytes += u.unit_expert_trainable * expert_rates.trainable
+        u, (rates, expert_rates) = rows.table, rates_of(problem, rows.shapes, rows.zero)
+        state_bytes = u.group_parameters * rates.parameter + u.group_trainable * rates.trainable
+        state_bytes += u.group_experts * expert_rates.parameter
+        state_bytes += u.group_expert_trainable * expert_rates.trainable
         flight = in_flight(rows.schedule, rows.chunks, rows.shapes.micro_batches, rank, pp)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
         fewer = rows.least_per_chunk - rows.least_per_end
@@ -161,32 +167,32 @@ class RankBounds:
         gathered, reduced = _moving_bytes(problem, rows)
         peak = self._base_bytes(rows, pp, gathered, reduced)
         base = peak + self._end_bytes(rows, rates, flight)
-        # A rank with a unit of the kinds that count runs it on top of what all of these save; of several chunks the fullest
-        # moment may be another one's.
+        # A rank with a layer group of the kinds that count runs it on top of what all of these save; of several chunks
+        # the fullest moment may be another one's.
         own = np.maximum(u.counted_peak, u.counted_backward_peak + reduced) + gathered
         self.running_bytes = np.maximum(own - peak, 0.0) * (bool(rows.repeated) & (rows.chunks == 1))
         if rows.lacking_bytes:
             base = base + np.array(rows.lacking_bytes)[:, None]
-        # Where other kinds may be what fills a chunk, no unit is counted on to keep more than the least of any kind.
+        # Where other kinds may be what fills a chunk, no layer group is counted on to keep more than the least of any kind.
         self.base_bytes = base + spread * (u.any_least_saved if rows.others else u.saved)
         self.base_all_bytes = base + spread * (u.any_least_saved if rows.others else u.least_saved)
 
     def _base_bytes(self, rows: Rows, pp: int, gathered: Floats, reduced: Floats) -> Floats:
         """The peak of one action above what is held."""
-        u = rows.units
-        several = pp == 1 and rows.repeated > 2  # the next unit's parameters, the last one's gradients
+        u = rows.table
+        several = pp == 1 and rows.repeated > 2  # the next layer group's parameters, the last one's gradients
         peak = np.maximum(u.peak, u.backward_peak + reduced) + gathered * (1 + several)
         if several:
             peak = np.maximum(peak, u.backward_peak + 2 * (reduced + gathered) - u.saved)
         if pp == 1 and rows.repeated:
             return np.asarray(np.maximum(peak, u.tail_peak))
-        # An end stage may hold glue alone: then no unit's peak stands on top.
+        # An end stage may hold glue alone: then no layer group's peak stands on top.
         inside = np.where(self.first, 0.0, peak)
         return np.asarray(np.where(self.last, u.tail_peak, inside), dtype=np.float64)
 
     def _end_bytes(self, rows: Rows, rates: Rates, flight: InFlight) -> Floats:
         """State of the ends of the model, and what they keep of micro-batches in flight."""
-        u = rows.units
+        u = rows.table
         head = u.head_parameters * rates.parameter + u.head_trainable * rates.trainable
         tail = u.tail_parameters * rates.parameter + u.tail_trainable * rates.trainable
         again = flight.least - 1
@@ -228,8 +234,9 @@ class RankBounds:
     def most_blocks(
         self, time_s: Floats, room: Room, further: Floats | int = 0, behind: Floats | int = 0
     ) -> Floats:
-        """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do. `further`: units
-        on the ranks before, beside those that surely stand there; `behind`: units on the ranks after."""
+        """No fewer blocks than fit time and memory, recomputing as many as that takes; -1 where none do. `further`:
+        layer groups on the ranks before, beside those that surely stand there; `behind`: layer groups on the ranks
+        after."""
         base_s = self.base_s + further * self.fill_s
         drained_base_s = self.drained_base_s + further * (self.fill_s + self.drain_s)
         room_s = time_s - base_s
@@ -296,15 +303,15 @@ class Room:
 
 
 def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
-    """Parameters of a unit gathered to run it, and whole gradients of one on their way to a reduction."""
-    u, execution = rows.units, problem.execution
+    """Parameters of a layer group gathered to run it, and whole gradients of one on their way to a reduction."""
+    u, execution = rows.table, problem.execution
     # One parameter at a time; or as a unit of FSDP2, in whose own peaks both are (`planner.expand.units`).
     if execution.parameter_gathers or execution.fsdp2:
         return np.zeros(len(rows.zero)), np.zeros(len(rows.zero))
     sharded = rows.shapes.dp_shard * rows.shapes.cp > 1
     item = min(state.dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
-    whole = state.dtype_bytes(execution.grad_dtype) * u.unit_trainable
+    whole = state.dtype_bytes(execution.grad_dtype) * u.group_trainable
     return (
-        np.where((rows.zero == 3) & sharded, item * u.unit_parameters, 0.0),
+        np.where((rows.zero == 3) & sharded, item * u.group_parameters, 0.0),
         np.where((rows.zero >= 2) & sharded, whole, 0.0),
     )

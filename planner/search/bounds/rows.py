@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.planner.search.bounds.tables import Units, take_units
+from autoparallel.planner.search.bounds.tables import PriceTable, take_rows
 from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
 
@@ -16,17 +16,17 @@ class Rows:
     """Variants with all that their bounds are made of."""
 
     shapes: Shapes
-    units: Units
+    table: PriceTable
     zero: Ints
     schedule: Ints
     chunks: Ints  # per rank
-    unit_reduce_s: Floats  # the gradients of a unit
+    group_reduce_s: Floats  # the gradients of a layer group
     all_reduce_s: Floats  # of the whole model
-    unit_gather_s: Floats  # the parameters of a unit, ZeRO-3
+    group_gather_s: Floats  # the parameters of a layer group, ZeRO-3
     all_gather_s: Floats
-    unit_step_s: Floats  # the optimizer and the gather of updated parameters of a unit
+    group_step_s: Floats  # the optimizer and the gather of updated parameters of a layer group
     all_step_s: Floats
-    kind_gather_s: Floats  # likewise [variant, kind of unit]
+    kind_gather_s: Floats  # likewise [variant, kind of layer group]
     kind_reduce_s: Floats
     kind_step_s: Floats
     gather_each_s: Floats  # of one parameter, when all are gathered at once
@@ -35,8 +35,8 @@ class Rows:
     sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     send_s: Floats  # the shortest of them
     tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
-    repeated: int  # units of the kinds that count
-    others: int  # units of other kinds, which may stand anywhere and count for nothing
+    repeated: int  # layer groups of the kinds that count
+    others: int  # layer groups of other kinds, which may stand anywhere and count for nothing
     least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
     least_per_end: Ints  # of one that is
     most_per_chunk: Ints  # of any
@@ -59,12 +59,12 @@ class Rows:
 
     def take(self, index: Ints) -> Rows:
         columns = (
-            "zero", "schedule", "chunks", "unit_reduce_s", "all_reduce_s", "unit_gather_s", "all_gather_s",
-            "unit_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
+            "zero", "schedule", "chunks", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
+            "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
             "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s",
         )  # fmt: skip
         return Rows(
-            shapes=self.shapes.take(index), units=take_units(self.units, index),
+            shapes=self.shapes.take(index), table=take_rows(self.table, index),
             **{name: getattr(self, name)[index] for name in columns},
             repeated=self.repeated, others=self.others, least_per_chunk=self.least_per_chunk[index],
             least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
@@ -78,7 +78,7 @@ class Rows:
         return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)
 
     def before(self, rank: Ints) -> Ints:
-        """Units in the stages that a rank's first input passes: the others cannot hold all the rest."""
+        """Layer groups in the stages that a rank's first input passes: the others cannot hold all the rest."""
         after = (self.shapes.pp * self.chunks - rank) * self.most_per_chunk
         least = np.where(rank > 0, (rank - 1) * self.least_per_chunk + self.least_per_end, 0) - self.others
         return np.asarray(np.maximum(np.maximum(least, self.repeated - after), 0))
@@ -97,22 +97,22 @@ class Rows:
     def first_stage_s(self) -> Floats:
         """What stands besides on the way of a micro-batch through all stages and back: the first stage's forwards of the
         other micro-batches, the rest of its reduction, and its step."""
-        u, held = self.units, self.first_chunk(np.zeros(1, dtype=np.int64))
+        u, held = self.table, self.first_chunk(np.zeros(1, dtype=np.int64))
         f, _, ended_s, b = passes(self, 1.0)
         others = (self.shapes.micro_batches - 1) * f * held
-        return np.asarray(others + held * (ended_s - b + self.unit_step_s) + u.head_trainable * self.step_s)
+        return np.asarray(others + held * (ended_s - b + self.group_step_s) + u.head_trainable * self.step_s)
 
     def first_chunk(self, rank: Ints) -> Ints:
-        """Units of the rank's first stage at least."""
+        """Layer groups of the rank's first stage at least."""
         least = np.where(rank > 0, self.least_per_chunk, self.least_per_end)
         return np.asarray(np.maximum(least - self.others, 0))
 
 
 def passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, Floats]:
-    """Seconds of a unit's forward, its backward, its last backward, and the backwards before that, with what runs
+    """Seconds of a layer group's forward, its backward, its last backward, and the backwards before that, with what runs
     beside them, where computation is so much slower."""
-    u = rows.units
-    f = rows.beside(u.unit_forward_s * slower, rows.unit_gather_s)
-    gathered_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s)
-    ended_s = rows.beside(u.unit_backward_s * slower, rows.unit_gather_s + rows.unit_reduce_s)
+    u = rows.table
+    f = rows.beside(u.group_forward_s * slower, rows.group_gather_s)
+    gathered_s = rows.beside(u.group_backward_s * slower, rows.group_gather_s)
+    ended_s = rows.beside(u.group_backward_s * slower, rows.group_gather_s + rows.group_reduce_s)
     return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)

@@ -1,4 +1,4 @@
-"""Price tables of the outer level: what one unit of the chain costs, for every distinct setting, as columns."""
+"""Price tables of the outer level: what one layer group of the chain costs, for every distinct setting, as columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import MODES, Shapes
@@ -28,31 +28,32 @@ if TYPE_CHECKING:
     from autoparallel.planner.sharding.plan import TensorPlan
     from autoparallel.planner.sharding.solve import TensorRequest
 
-NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of LinkPrice
-# Share of the units from which on the other kinds are left out of bounds by rank. Kind: formula.
+NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of BlockPrice
+# Share of the layer groups from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
 FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
-SETTING = ("activations_away", "tp", "sequence_parallel", "recompute", "cp", "ep")
-# What of each kind of unit stands in `Units.by_kind`: seconds of a micro-batch, of the cheaper of kept and recomputed; numbers
-# of parameters; bytes kept of a micro-batch, at least if it is recomputed in full, and the seconds that this then costs.
+SETTING = ("activations_offloaded", "tp", "sequence_parallel", "recompute", "cp", "ep")
+# What of each kind of layer group stands in `PriceTable.by_kind`: seconds of a micro-batch, of the cheaper of kept and
+# recomputed; numbers of parameters; bytes kept of a micro-batch, at least if it is recomputed in full, and the seconds
+# that this then costs.
 BY_KIND = ("forward_s", "backward_s", "input_s", "weight_s", *NUMBERS, "saved", "least_saved", "recompute_s")
 KIND_TIMES = 4  # of these the first are seconds
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
-    """Columns by shape; seconds, bytes, numbers. `unit_*` is the least of the kinds of unit that count
-    (`kinds_that_count`), `all_*` the sum over the model; `saved` is what a unit keeps, `least_saved` if it is recomputed in full where that may be chosen,
-    which then costs `recompute_s` per micro-batch."""
+class PriceTable:
+    """Columns by shape; seconds, bytes, numbers. `group_*` is the least of the kinds of layer group that count
+    (`kinds_that_count`), `all_*` the sum over the model; `saved` is what a layer group keeps, `least_saved` if it is
+    recomputed in full where that may be chosen, which then costs `recompute_s` per micro-batch."""
 
-    unit_forward_s: Floats
-    unit_backward_s: Floats
+    group_forward_s: Floats
+    group_backward_s: Floats
     all_forward_s: Floats
     all_backward_s: Floats
     all_input_s: Floats  # of `all_backward_s`, recomputation and input gradients
-    unit_input_s: Floats  # recomputation and input gradients of a unit
-    unit_weight_s: Floats  # its weight gradients
+    group_input_s: Floats  # recomputation and input gradients of a layer group
+    group_weight_s: Floats  # its weight gradients
     head_s: Floats
     head_forward_s: Floats  # of `head_s`
     head_input_s: Floats
@@ -70,11 +71,11 @@ class Units:
     counted_peak: Floats  # and of both likewise, of the kinds that count
     counted_backward_peak: Floats
     tail_peak: Floats  # likewise where the tail runs, what the tail saves included
-    unit_parameters: Floats  # here and below experts under ep > 1 left out
-    unit_trainable: Floats
-    unit_experts: Floats
-    unit_expert_trainable: Floats
-    most_trainable: Floats  # of any one link
+    group_parameters: Floats  # here and below experts under ep > 1 left out
+    group_trainable: Floats
+    group_experts: Floats
+    group_expert_trainable: Floats
+    most_trainable: Floats  # of any one block
     head_parameters: Floats
     tail_parameters: Floats
     head_trainable: Floats
@@ -85,32 +86,32 @@ class Units:
     all_expert_trainable: Floats
     buffer_bytes: Floats  # of the whole model
     tail_tied: Floats  # trainable numbers of the tail that the head holds, too: a stage of its own has a copy
-    by_kind: Floats  # [shape, kind of unit, what of `BY_KIND`]
+    by_kind: Floats  # [shape, kind of layer group, what of `BY_KIND`]
 
     def of_kinds(self, name: str) -> Floats:
         """One of `BY_KIND`, [shape, kind]."""
         return np.asarray(self.by_kind[:, :, BY_KIND.index(name)])
 
 
-SINGLE = tuple(f.name for f in fields(Units) if f.name != "by_kind")
+SINGLE = tuple(f.name for f in fields(PriceTable) if f.name != "by_kind")
 
 
 def kinds_that_count(chain: Chain) -> tuple[int, ...]:
-    """The kinds of unit that bounds look at: the one that nearly all units are of, or else all kinds alike."""
+    """The kinds of layer group that bounds look at: the one that nearly all layer groups are of, or else all kinds alike."""
     if chain.kinds:
-        most = max(range(len(chain.units)), key=chain.kinds.count)
+        most = max(range(len(chain.groups)), key=chain.kinds.count)
         if chain.kinds.count(most) >= NEARLY_ALL * len(chain.kinds):
             return (most,)
-    return tuple(range(len(chain.units)))
+    return tuple(range(len(chain.groups)))
 
 
-def unit_table(
+def price_table(
     problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float, processes: int = 1
-) -> Units:
+) -> PriceTable:
     """One row per shape. Each distinct setting (tp, sequence parallelism, micro-batch, mode, ...) is priced once, with
-    tensor parallelism on neighbouring devices, where it is cheapest. Where one unit or the tail alone does not fit, rows are
-    infinite, and so are those of a degree that the model has no tensor-parallel plan for. Raises `NotShardable` where no
-    row is left because of that.
+    tensor parallelism on neighbouring devices, where it is cheapest. Where one layer group or the tail alone does not
+    fit, rows are infinite, and so are those of a degree that the model has no tensor-parallel plan for. Raises
+    `NotShardable` where no row is left because of that.
     """
     settings, setting_of = settings_of(problem, shapes)
     alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans
@@ -130,12 +131,12 @@ def unit_table(
     columns = rows[setting_of]
     single = columns[:, : len(SINGLE)].T
     by_kind = columns[:, len(SINGLE) :].reshape(len(columns), -1, len(BY_KIND))
-    return Units(**dict(zip(SINGLE, single, strict=True)), by_kind=by_kind)
+    return PriceTable(**dict(zip(SINGLE, single, strict=True)), by_kind=by_kind)
 
 
 def row_length(chain: Chain) -> int:
-    """Numbers in a row of the table: those of the model, then those of each kind of unit."""
-    return len(SINGLE) + len(chain.units) * len(BY_KIND)
+    """Numbers in a row of the table: those of the model, then those of each kind of layer group."""
+    return len(SINGLE) + len(chain.groups) * len(BY_KIND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +170,13 @@ def _priced(
             if setting != full:
                 strategy = representative(problem, chain, key)
                 axes = nearest_axes(strategy.mesh, ordered=ordered)
-                links = _links(problem, chain, book, strategy, axes, added=key[-2] > 0)
-                row = _row(chain, strategy, links)
+                prices = _block_prices(problem, chain, book, strategy, axes, added=key[-2] > 0)
+                row = _row(chain, strategy, prices)
             legal = legal or row is not nothing
         except NotShardable as error:
             illegal, row = illegal or error, nothing
-        unit = row[SINGLE.index("least_saved")] + row[SINGLE.index("peak")]
-        if max(unit, row[SINGLE.index("tail_peak")]) > capacity_bytes:
+        group = row[SINGLE.index("least_saved")] + row[SINGLE.index("peak")]
+        if max(group, row[SINGLE.index("tail_peak")]) > capacity_bytes:
             row, full = nothing, setting
         priced.append(row)
     plans = {request: plan for request, plan in book.expander.works.plans.items() if request not in known}
@@ -183,12 +184,12 @@ def _priced(
 
 
 def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
-    """What of a shape the price of a link depends on beside its micro-batches, as `representative` takes it."""
+    """What of a shape the price of a block depends on beside its micro-batches, as `representative` takes it."""
     return tuple(getattr(shapes, name) for name in SETTING)
 
 
 def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
-    """The distinct settings that links are priced in (columns as `representative` takes them), and each shape's.
+    """The distinct settings that blocks are priced in (columns as `representative` takes them), and each shape's.
     The one with smaller micro-batches stands before that with larger ones."""
     keys = np.stack([*setting_columns(shapes), added_up(problem, shapes), shapes.micro], axis=1)
     distinct, rows = np.unique(keys, axis=0, return_inverse=True)
@@ -216,11 +217,11 @@ def placed_row(
 ) -> tuple[float, ...]:
     """The row of one shape's setting with nothing recomputed and nothing on the host, whose blocks communicate along these
     axes, tensor parallelism `apart` devices apart."""
-    columns = {"activations_away": 0.0, "recompute": float(MODES.index("none"))}
+    columns = {"activations_offloaded": 0.0, "recompute": float(MODES.index("none"))}
     named = zip(SETTING, setting_columns(shapes), strict=True)
     key = (*(columns.get(name, float(column[shape])) for name, column in named), 0, int(shapes.micro[shape]))
     strategy = representative(problem, chain, key, apart)
-    return _row(chain, strategy, _links(problem, chain, book, strategy, axes, added=False))
+    return _row(chain, strategy, _block_prices(problem, chain, book, strategy, axes, added=False))
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
@@ -242,17 +243,17 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Links:
-    """Head, tail, what of the tail the head holds, too, and each kind of unit, kept and recomputed in full."""
+class _Prices:
+    """Head, tail, what of the tail the head holds, too, and each kind of layer group, kept and recomputed in full."""
 
-    head: list[LinkPrice]
-    tail: list[LinkPrice]
+    head: list[BlockPrice]
+    tail: list[BlockPrice]
     tail_tied: int  # trainable numbers
-    units: list[list[LinkPrice]]
-    full: list[list[LinkPrice]]
+    groups: list[list[BlockPrice]]
+    full: list[list[BlockPrice]]
 
 
-def _links(
+def _block_prices(
     problem: Problem,
     chain: Chain,
     book: PriceBook,
@@ -260,41 +261,46 @@ def _links(
     axes: tuple[Axis, ...],
     *,
     added: bool,
-) -> _Links:
-    """Prices of every link in a strategy's setting."""
+) -> _Prices:
+    """Prices of every block in a strategy's setting."""
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
-    def link(block: int, how: str, *, held: bool = False) -> LinkPrice:
-        return book.link(strategy, block, how, held=held or not tied[block], axes=axes, added=added)
+    def block_price(block: int, how: str, *, held: bool = False) -> BlockPrice:
+        return book.block_price(strategy, block, how, held=held or not tied[block], axes=axes, added=added)
 
-    head = [link(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
-    tail = [link(b, "none") for b in chain.tail]
-    copies = [link(b, "none", held=True) for b in chain.tail]
+    head = [block_price(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
+    tail = [block_price(b, "none") for b in chain.tail]
+    copies = [block_price(b, "none", held=True) for b in chain.tail]
     tied_numbers = sum(a.dense_trainable - b.dense_trainable for a, b in zip(copies, tail, strict=True))
-    units = [[link(b, mode if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    full = units
+    groups = [
+        [block_price(b, mode if i == 0 else "none") for i, b in enumerate(group)] for group in chain.groups
+    ]
+    full = groups
     if mode != "full" or "recompute.per_stage" in problem.constraints:
-        full = [[link(b, "full" if i == 0 else "none") for i, b in enumerate(unit)] for unit in chain.units]
-    return _Links(head=head, tail=tail, tail_tied=tied_numbers, units=units, full=full)
+        full = [
+            [block_price(b, "full" if i == 0 else "none") for i, b in enumerate(group)]
+            for group in chain.groups
+        ]
+    return _Prices(head=head, tail=tail, tail_tied=tied_numbers, groups=groups, full=full)
 
 
-def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
-    head, tail, units, full = links.head, links.tail, links.units, links.full
-    counts = [chain.kinds.count(kind) for kind in range(len(chain.units))]
-    # Where activations go to the host, a recomputed unit, which has fewer to copy, may take less time.
-    ways = list(zip(units, full if strategy.offload.activations else units, strict=True))
+def _row(chain: Chain, strategy: Strategy, prices: _Prices) -> tuple[float, ...]:
+    head, tail, groups, full = prices.head, prices.tail, prices.groups, prices.full
+    counts = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
+    # Where activations go to the host, a recomputed layer group, which has fewer to copy, may take less time.
+    ways = list(zip(groups, full if strategy.offload.activations else groups, strict=True))
     forward, backward, inputs = (
-        [min(_sum(links, name) for links in both) for both in ways]
+        [min(_sum(prices, name) for prices in both) for both in ways]
         for name in ("forward_s", "backward_s", "input_s")
     )
-    every = [*head, *tail, *(link for unit in units for link in unit)]
-    kept = [(units[kind], full[kind]) for kind in kinds_that_count(chain)]
-    least = [min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(units, full, strict=True)]
-    last = [links[-1] for links in (*units, *full)]
+    every = [*head, *tail, *(price for group in groups for price in group)]
+    kept = [(groups[kind], full[kind]) for kind in kinds_that_count(chain)]
+    least = [min(_sum(a, "saved"), _sum(b, "saved")) for a, b in zip(groups, full, strict=True)]
+    last = [prices[-1] for prices in (*groups, *full)]
     peaks, backward_peaks = _peaks(last)
-    counted = _peaks([links[-1] for both in kept for links in both])
-    sides = [_sum(links, name) for links in (head, tail) for name in ("forward_s", "backward_s")]
+    counted = _peaks([prices[-1] for both in kept for prices in both])
+    sides = [_sum(prices, name) for prices in (head, tail) for name in ("forward_s", "backward_s")]
     return (
         min((forward[kind] for kind in kinds_that_count(chain)), default=0.0),
         min((backward[kind] for kind in kinds_that_count(chain)), default=0.0),
@@ -310,7 +316,7 @@ def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
         sides[2],
         _sum(tail, "input_s"),
         max(min((_sum(b, "backward_s") - _sum(a, "backward_s") for a, b in kept), default=0.0), 0.0),
-        min((_sum(unit, "saved") for unit, _ in kept), default=0.0),
+        min((_sum(group, "saved") for group, _ in kept), default=0.0),
         min((least[kind] for kind in kinds_that_count(chain)), default=0.0),
         min(least, default=0.0),
         _sum(head, "saved"),
@@ -319,61 +325,64 @@ def _row(chain: Chain, strategy: Strategy, links: _Links) -> tuple[float, ...]:
         min(backward_peaks, default=0.0),
         *(min(each, default=0.0) for each in counted),
         _tail_peak(tail) if tail else min(peaks, default=0.0),
-        *(min((_sum(unit, n) for unit, _ in kept), default=0.0) for n in NUMBERS),
-        float(max((link.dense_trainable for link in every), default=0)),
+        *(min((_sum(group, n) for group, _ in kept), default=0.0) for n in NUMBERS),
+        float(max((price.dense_trainable for price in every), default=0)),
         _sum(head, "dense"),
         _sum(tail, "dense"),
         _sum(head, "dense_trainable"),
         _sum(tail, "dense_trainable"),
         *(
-            _sum([*head, *tail], n) + sum(c * _sum(u, n) for c, u in zip(counts, units, strict=True))
+            _sum([*head, *tail], n) + sum(c * _sum(u, n) for c, u in zip(counts, groups, strict=True))
             for n in NUMBERS
         ),
-        float(min((link.buffer_bytes for link in every), default=0)),
-        float(links.tail_tied),
+        float(min((price.buffer_bytes for price in every), default=0)),
+        float(prices.tail_tied),
         *(
             n
-            for kind in range(len(units))
-            for n in _kind_row(ways[kind], units[kind], full[kind], least[kind])
+            for kind in range(len(groups))
+            for n in _kind_row(ways[kind], groups[kind], full[kind], least[kind])
         ),
     )
 
 
 def _kind_row(
-    ways: Sequence[Sequence[LinkPrice]], unit: Sequence[LinkPrice], full: Sequence[LinkPrice], least: float
+    ways: Sequence[Sequence[BlockPrice]],
+    group: Sequence[BlockPrice],
+    full: Sequence[BlockPrice],
+    least: float,
 ) -> tuple[float, ...]:
-    """What of `BY_KIND` a kind of unit has; `ways` are those of kept and recomputed that may take least time."""
+    """What of `BY_KIND` a kind of layer group has; `ways` are those of kept and recomputed that may take least time."""
     return (
-        *(min(_sum(links, name) for links in ways) for name in ("forward_s", "backward_s", "input_s")),
-        min(_sum(unit, "weight_s"), _sum(full, "weight_s")),
-        *(_sum(unit, name) for name in NUMBERS),
-        _sum(unit, "saved"),
+        *(min(_sum(prices, name) for prices in ways) for name in ("forward_s", "backward_s", "input_s")),
+        min(_sum(group, "weight_s"), _sum(full, "weight_s")),
+        *(_sum(group, name) for name in NUMBERS),
+        _sum(group, "saved"),
         least,
-        max(_sum(full, "backward_s") - _sum(unit, "backward_s"), 0.0),
+        max(_sum(full, "backward_s") - _sum(group, "backward_s"), 0.0),
     )
 
 
-def _peaks(links: Sequence[LinkPrice]) -> tuple[list[int], list[int]]:
-    """Of each link's passes, and of its backward alone, what stands above what is saved."""
+def _peaks(prices: Sequence[BlockPrice]) -> tuple[list[int], list[int]]:
+    """Of each block's passes, and of its backward alone, what stands above what is saved."""
     return (
-        [max(p.forward_temp, p.recomputed + p.backward_temp) for p in links],
-        [p.recomputed + p.backward_temp for p in links],
+        [max(p.forward_temp, p.recomputed + p.backward_temp) for p in prices],
+        [p.recomputed + p.backward_temp for p in prices],
     )
 
 
-def _tail_peak(tail: Sequence[LinkPrice]) -> float:
-    """Largest moment of the tail, above what the units before it saved."""
+def _tail_peak(tail: Sequence[BlockPrice]) -> float:
+    """Largest moment of the tail, above what the layer groups before it saved."""
     held, peak = 0, 0
-    for link in tail:
-        held += link.saved
-        peak = max(peak, held + link.forward_temp, held + link.recomputed + link.backward_temp)
+    for price in tail:
+        held += price.saved
+        peak = max(peak, held + price.forward_temp, held + price.recomputed + price.backward_temp)
     return float(peak)
 
 
-def _sum(links: Iterable[LinkPrice], name: str) -> float:
-    return float(sum(getattr(link, name) for link in links))
+def _sum(prices: Iterable[BlockPrice], name: str) -> float:
+    return float(sum(getattr(price, name) for price in prices))
 
 
-def take_units(units: Units, rows: Ints) -> Units:
+def take_rows(table: PriceTable, rows: Ints) -> PriceTable:
     """The columns at `rows`."""
-    return Units(**{f.name: getattr(units, f.name)[rows] for f in fields(Units)})
+    return PriceTable(**{f.name: getattr(table, f.name)[rows] for f in fields(PriceTable)})

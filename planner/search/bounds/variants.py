@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.communication import CommunicationPrices
 from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.rows import Rows
-from autoparallel.planner.search.bounds.tables import Units
-from autoparallel.planner.search.bounds.wires import WireBook
+from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
 from autoparallel.planner.search.space.meshes import Bools, Floats
@@ -41,54 +41,59 @@ class Bounds:
         return Bounds(time_s=self.time_s[rows], memory_bytes=self.memory_bytes[rows])
 
 
-def shape_bounds(problem: Problem, space: Space, units: Units, repeated: int) -> Bounds:
-    """Bounds of each shape over all of its variants: no communication, the most sharded state; `repeated` units are
+def shape_bounds(problem: Problem, space: Space, table: PriceTable, repeated: int) -> Bounds:
+    """Bounds of each shape over all of its variants: no communication, the most sharded state; `repeated` layer groups are
     of the kinds that count."""
     shapes, n = space.shapes, max(repeated, 1)
     most = -(-n // shapes.pp)
-    unit_s = units.unit_forward_s + units.unit_backward_s
-    whole_s = units.all_forward_s + units.all_backward_s
-    busiest_s = np.maximum(most * unit_s, whole_s / shapes.pp)
+    group_s = table.group_forward_s + table.group_backward_s
+    whole_s = table.all_forward_s + table.all_backward_s
+    busiest_s = np.maximum(most * group_s, whole_s / shapes.pp)
     best = np.full(len(shapes), max(space.zeros))
     # One micro-batch there and back; a schedule that splits the backward need not run its weight gradients on the way.
-    split_s = np.where(_may_split(space) & (shapes.pp > 1), units.all_forward_s + units.all_input_s, whole_s)
+    split_s = np.where(_may_split(space) & (shapes.pp > 1), table.all_forward_s + table.all_input_s, whole_s)
     through_s = np.minimum(whole_s, split_s)
     rates, _ = rates_of(problem, shapes, best)
-    per_unit = units.unit_parameters * rates.parameter + units.unit_trainable * rates.trainable
-    tail = units.tail_parameters * rates.parameter + units.tail_trainable * rates.trainable
+    per_group = table.group_parameters * rates.parameter + table.group_trainable * rates.trainable
+    tail = table.tail_parameters * rates.parameter + table.tail_trainable * rates.trainable
     blocks = most if repeated else np.zeros_like(most)
-    middle = blocks * (per_unit + units.least_saved) + units.peak
+    middle = blocks * (per_group + table.least_saved) + table.peak
     # The last of several stages may be the tail alone.
-    before = np.where(shapes.pp > 1, 0.0, n * (per_unit + units.least_saved))
-    last = tail + before + units.tail_peak
+    before = np.where(shapes.pp > 1, 0.0, n * (per_group + table.least_saved))
+    last = tail + before + table.tail_peak
     return Bounds(
         time_s=np.maximum(shapes.micro_batches * busiest_s, through_s),
         memory_bytes=np.maximum(
-            np.maximum(middle, last), all_state_bytes(problem, shapes, units, best) / shapes.pp
+            np.maximum(middle, last), all_state_bytes(problem, shapes, table, best) / shapes.pp
         ),
     )
 
 
 def communicated_s(
-    space: Space, units: Units, wires: WireBook, chain: Chain, slow: float, slow_comm: float
+    space: Space,
+    table: PriceTable,
+    communication: CommunicationPrices,
+    chain: Chain,
+    slow: float,
+    slow_comm: float,
 ) -> Floats:
     """Seconds that no variant of a shape goes below, as its gradients are reduced, its parameters updated and its messages
     sent: the least of all orders of the mesh's axes. `slow` and `slow_comm`: what either takes longer beside the other."""
-    shapes, least, found_s = space.shapes, wires.least_s(), np.full(len(space.shapes), np.inf)
+    shapes, least, found_s = space.shapes, communication.least_s(), np.full(len(space.shapes), np.inf)
     trainable, experts = (
-        np.where(np.isfinite(units.all_forward_s), numbers, 0.0)  # a shape that is no strategy has none
-        for numbers in (units.all_trainable, units.all_expert_trainable)
+        np.where(np.isfinite(table.all_forward_s), numbers, 0.0)  # a shape that is no strategy has none
+        for numbers in (table.all_trainable, table.all_expert_trainable)
     )
-    m, pp, compute_s = shapes.micro_batches, shapes.pp, units.all_forward_s + units.all_backward_s
+    m, pp, compute_s = shapes.micro_batches, shapes.pp, table.all_forward_s + table.all_backward_s
     for order in range(len(space.meshes.orders)):
         at = shapes.mesh, order
         step_s = least.step_s[at] * trainable + least.step_expert_s[at] * experts
         reduce_s = least.reduce_s[at] * trainable + least.reduce_expert_s[at] * experts
-        left_s = np.maximum(reduce_s - units.all_backward_s * (slow / slow_comm), 0.0)
+        left_s = np.maximum(reduce_s - table.all_backward_s * (slow / slow_comm), 0.0)
         one_s = m * compute_s + left_s + step_s  # of one stage, whose reduction is beside its last backward
-        several_s = np.maximum(m * compute_s, m * units.all_forward_s + left_s) + step_s
-        send_s = wires.shortest_s(order, chain)
-        through_s = units.all_forward_s + units.all_input_s + 2 * (pp - 1) * send_s
+        several_s = np.maximum(m * compute_s, m * table.all_forward_s + left_s) + step_s
+        send_s = communication.shortest_s(order, chain)
+        through_s = table.all_forward_s + table.all_input_s + 2 * (pp - 1) * send_s
         through_s = np.maximum(through_s, (m + pp - 2) * send_s)
         each_s = np.where(pp == 1, one_s, np.maximum(several_s / pp, through_s))
         found_s = np.minimum(found_s, each_s)
@@ -103,8 +108,8 @@ def _may_split(space: Space) -> bool:
 def quick_bounds(problem: Problem, rows: Rows, capacity_bytes: float) -> Bounds:
     """What of the variants' bounds needs no look at each rank: "shared", and the state of the whole model."""
     time_s = _shared_s(rows)
-    share = all_state_bytes(problem, rows.shapes, rows.units, rows.zero) / rows.shapes.pp
-    time_s[(share > capacity_bytes) | ~np.isfinite(rows.units.unit_forward_s)] = np.inf
+    share = all_state_bytes(problem, rows.shapes, rows.table, rows.zero) / rows.shapes.pp
+    time_s[(share > capacity_bytes) | ~np.isfinite(rows.table.group_forward_s)] = np.inf
     return Bounds(time_s=time_s, memory_bytes=share)
 
 
@@ -115,7 +120,7 @@ def variant_bounds(
     bounded where `memory` asks for it, else 0."""
     quick = quick_bounds(problem, rows, capacity_bytes)
     time_s, least_bytes = np.maximum(quick.time_s, below_s), np.zeros(len(rows.zero))
-    wanted = np.isfinite(rows.units.unit_forward_s) & ((quick.time_s < below_s) | memory)
+    wanted = np.isfinite(rows.table.group_forward_s) & ((quick.time_s < below_s) | memory)
     for pp in np.unique(rows.shapes.pp[wanted]).tolist():
         index = np.flatnonzero(wanted & (rows.shapes.pp == pp))
         for part in np.array_split(index, -(-len(index) * pp // AT_ONCE)):
@@ -138,7 +143,7 @@ def variant_bounds(
 
 def _shared_s(rows: Rows) -> Floats:
     """One micro-batch through the whole model, and what the ranks take on average, however blocks are divided."""
-    u, m, pp, plain = rows.units, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
+    u, m, pp, plain = rows.table, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
     whole_s = u.all_forward_s + u.all_backward_s + rows.tied_s
     whole_s += np.where(rows.chunks > 1, rows.first_stage_s(), rows.step_s * u.head_trainable)
@@ -153,7 +158,7 @@ def _shared_s(rows: Rows) -> Floats:
     last_s = np.where(rows.chunks == 1, ended_s, backward_s)
     fill = rows.filled()
     sent_s = pp * (pp - 1) / 2 * rows.send_s
-    fill_s, drain_s = fill * u.unit_forward_s + sent_s, fill * u.unit_backward_s + sent_s
+    fill_s, drain_s = fill * u.group_forward_s + sent_s, fill * u.group_backward_s + sent_s
     stepped_s = m * forward_s + (m - 1) * backward_s + last_s + rows.all_step_s + fill_s
     drained_s = m * (forward_s + backward_s) + np.where(plain, fill_s + drain_s, 0.0)
     beside_s = np.where(plain, u.all_backward_s, u.all_backward_s - u.all_input_s) * (

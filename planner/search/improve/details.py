@@ -56,13 +56,13 @@ def _better(sims: Simulations, strategy: Strategy) -> bool:
 
 
 def _varied(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
-    sync, away = strategy.grad_sync, strategy.offload
-    for share in SHARES if away.optimizer else ():
-        if share != away.optimizer:
-            yield replace(strategy, offload=replace(away, optimizer=share))
-    for share in SHARES if away.activations else ():
-        if share != away.activations:
-            yield replace(strategy, offload=replace(away, activations=share))
+    sync, offloaded = strategy.grad_sync, strategy.offload
+    for share in SHARES if offloaded.optimizer else ():
+        if share != offloaded.optimizer:
+            yield replace(strategy, offload=replace(offloaded, optimizer=share))
+    for share in SHARES if offloaded.activations else ():
+        if share != offloaded.activations:
+            yield replace(strategy, offload=replace(offloaded, activations=share))
     if strategy.mesh.data_parallel * strategy.mesh.cp == 1:
         return
     for algorithm in open_algorithms(problem):

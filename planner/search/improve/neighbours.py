@@ -13,7 +13,7 @@ from autoparallel.planner.search.space.build import Shapes
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_OTHERS = ("micro", "sequence_parallel", "recompute", "optimizer_away", "activations_away", "ep")
+_OTHERS = ("micro", "sequence_parallel", "recompute", "optimizer_offloaded", "activations_offloaded", "ep")
 MOST_CHANGED = 2  # axes, and of the others one beside them
 
 

@@ -37,7 +37,7 @@ def starts(
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
     kept = np.flatnonzero(open_)
-    kept = kept[outer.wires.inner_placements(found.take(kept)) == 0]
+    kept = kept[outer.communication.inner_placements(found.take(kept)) == 0]
     kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
     both = joined(sizes[found.shape[kept]], space.shapes.micro[found.shape[kept]])
     kept = first_of_each(both, kept, VARIANTS_EACH)

@@ -1,7 +1,7 @@
-"""The stage problem of a candidate: link prices turned into integer forms per chunk, each a true lower bound.
+"""The stage problem of a candidate: block prices turned into integer forms per chunk, each a true lower bound.
 
-A repeated block and the glue between it and the next one are one *unit*: cuts fall between units. Glue before
-the first unit (`head`) stands in the first chunk, glue after the last repeated block (`tail`) in the last.
+A repeated block and the glue between it and the next one are one *layer group*: cuts fall between layer groups. Glue before
+the first layer group (`head`) stands in the first chunk, glue after the last repeated block (`tail`) in the last.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from dataclasses import dataclass
 from math import floor
 
 from autoparallel.costmodel.graph import ModelGraph, TensorSpec
-from autoparallel.planner.search.bounds.prices import LinkPrice
+from autoparallel.planner.search.bounds.prices import BlockPrice
 from autoparallel.planner.search.partition.problem import Form
 
 PS = 1e12  # picoseconds per second
-Links = tuple[LinkPrice, ...]
-Value = Callable[[LinkPrice], float]
-Work = Callable[[LinkPrice], tuple[float, float]]  # seconds, and how much longer that takes on shared links
+Prices = tuple[BlockPrice, ...]
+Value = Callable[[BlockPrice], float]
+Work = Callable[[BlockPrice], tuple[float, float]]  # seconds, and how much longer that takes on shared links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The model as units: `kinds[j]` is the kind of unit j; a kind is its chain of blocks."""
+    """The model as layer groups: `kinds[j]` is the kind of layer group j; a kind is its chain of blocks."""
 
     head: tuple[int, ...]  # blocks before the first repeated one
     kinds: tuple[int, ...]
-    units: tuple[tuple[int, ...], ...]  # per kind, its blocks: the repeated one, then glue
+    groups: tuple[tuple[int, ...], ...]  # per kind, its blocks: the repeated one, then glue
     tail: tuple[int, ...]  # blocks after the last repeated one
-    cuts: tuple[int, ...] = ()  # before each unit, and after the last one: which of `messages` is sent there
+    cuts: tuple[
+        int, ...
+    ] = ()  # before each layer group, and after the last one: which of `messages` is sent there
     messages: tuple[tuple[TensorSpec, ...], ...] = ()  # the distinct ones
 
     @property
@@ -37,26 +39,26 @@ class Chain:
         return tuple(cut for cut in dict.fromkeys(self.cuts) if self.messages[cut])
 
     def least_after(self, seconds: Sequence[float], kind: int) -> float:
-        """The least of the messages' `seconds` after a unit of a kind."""
+        """The least of the messages' `seconds` after a layer group of a kind."""
         return min(seconds[cut] for cut, one in zip(self.cuts[1:], self.kinds, strict=True) if one == kind)
 
 
-def units_of(graph: ModelGraph) -> Chain:
-    """Cut the chain into units; a model without repeated blocks is all head."""
+def chain_of(graph: ModelGraph) -> Chain:
+    """Cut the chain into layer groups; a model without repeated blocks is all head."""
     blocks = tuple(link.block for link in graph.chain)
     starts = graph.repeated_positions
     if not starts:
-        return Chain(head=blocks, kinds=(), units=(), tail=())
+        return Chain(head=blocks, kinds=(), groups=(), tail=())
     ends = (*starts[1:], starts[-1] + 1)
     runs = [blocks[a:b] for a, b in zip(starts, ends, strict=True)]
-    units = tuple(dict.fromkeys(runs))
-    kinds = tuple(units.index(run) for run in runs)
+    groups = tuple(dict.fromkeys(runs))
+    kinds = tuple(groups.index(run) for run in runs)
     sent = [graph.chain[start - 1].sends if start else () for start in starts] + [
         graph.chain[starts[-1]].sends
     ]
     messages = tuple(dict.fromkeys(sent))
     return Chain(
-        head=blocks[: starts[0]], kinds=kinds, units=units, tail=blocks[starts[-1] + 1 :],
+        head=blocks[: starts[0]], kinds=kinds, groups=groups, tail=blocks[starts[-1] + 1 :],
         cuts=tuple(messages.index(specs) for specs in sent), messages=messages,
     )  # fmt: skip
 
@@ -72,22 +74,22 @@ def tied_ends(graph: ModelGraph, chain: Chain) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedChain:
-    """Prices of head and tail, and of each kind of unit kept and recomputed (the same where nothing is)."""
+    """Prices of head and tail, and of each kind of layer group kept and recomputed (the same where nothing is)."""
 
-    head: Links
-    tail: Links
-    kept: tuple[Links, ...]
-    recomputed: tuple[Links, ...]
+    head: Prices
+    tail: Prices
+    kept: tuple[Prices, ...]
+    recomputed: tuple[Prices, ...]
     chunks: int
-    count: int  # units
+    count: int  # layer groups
     compute_slowdown: float
     comm_slowdown: float
 
     def sums(self, value: Value, scale: float = PS) -> Form:
-        """The sum of a value over a chunk's links."""
+        """The sum of a value over a chunk's blocks."""
         return Form(
-            kept=tuple(_down(sum(map(value, links)), scale) for links in self.kept),
-            recomputed=tuple(_down(sum(map(value, links)), scale) for links in self.recomputed),
+            kept=tuple(_down(sum(map(value, prices)), scale) for prices in self.kept),
+            recomputed=tuple(_down(sum(map(value, prices)), scale) for prices in self.recomputed),
             fixed=self._ends(sum(map(value, self.head)), sum(map(value, self.tail)), scale),
         )
 
@@ -99,24 +101,24 @@ class PricedChain:
         )  # fmt: skip
 
     def streamed(self, work: Work, *, backward: bool) -> Form:
-        """Computation that waits for gathered parameters, one link fetched ahead: exact for equal units.
+        """Computation that waits for gathered parameters, one block fetched ahead: exact for equal layer groups.
 
-        The first gather of a chunk is waited for; then each link takes `span(its computation, the next gather)`.
-        A unit is charged with the smallest gather that may follow it; the last of a chunk is followed by none.
+        The first gather of a chunk is waited for; then each block takes `span(its computation, the next gather)`.
+        A layer group is charged with the smallest gather that may follow it; the last of a chunk is followed by none.
         """
         order = -1 if backward else 1
-        units = [links[::order] for links in (*self.kept, *self.recomputed)]
+        groups = [prices[::order] for prices in (*self.kept, *self.recomputed)]
         first, final = (self.tail[::-1], self.head[::-1]) if backward else (self.head, self.tail)
-        if not units:
+        if not groups:
             alone = (*first, *final)
-            whole = sum(link.gather_s for link in alone[:1]) + self._spans(alone, work, 0.0)
+            whole = sum(price.gather_s for price in alone[:1]) + self._spans(alone, work, 0.0)
             return Form(kept=(), recomputed=(), fixed=(_down(whole, PS),) * self.chunks)
-        least = min(links[0].gather_s for links in units)
-        charged = [self._spans(links, work, least) for links in units]
+        least = min(prices[0].gather_s for prices in groups)
+        charged = [self._spans(prices, work, least) for prices in groups]
 
-        def too_much(gather_s: float, *more: LinkPrice) -> float:
-            """What a chunk's last unit (or one of `more`) is charged beyond a following gather of `gather_s`."""
-            ends = [work(link) for link in (*(links[-1] for links in units), *more)]
+        def too_much(gather_s: float, *more: BlockPrice) -> float:
+            """What a chunk's last layer group (or one of `more`) is charged beyond a following gather of `gather_s`."""
+            ends = [work(price) for price in (*(prices[-1] for prices in groups), *more)]
             return max(0.0, *(self.span(*end, least) - self.span(*end, gather_s) for end in ends))
 
         start, end = [least] * self.chunks, [-too_much(0.0)] * self.chunks
@@ -136,34 +138,34 @@ class PricedChain:
         )
 
     def beside(self, work: Work, communicate: Value) -> tuple[Form, ...]:
-        """Computation w[i] of each link beside communication C on another stream, whatever overlaps: with both at once for
+        """Computation w[i] of each block beside communication C on another stream, whatever overlaps: with both at once for
         o[i] seconds, the one slowed s[i] times and the other m[i] times,
 
             t = sum w[i] + C - sum k[i] o[i]    k = 1/s + 1/m - 1    o[i] <= w[i] s[i]    sum o[i] / m[i] <= C
 
-        which for every x >= 0 is no less than sum w (1 - max(k - x/m, 0) s) + (1 - x) C: the best x is 0 or a link's k m.
+        which for every x >= 0 is no less than sum w (1 - max(k - x/m, 0) s) + (1 - x) C: the best x is 0 or a block's k m.
         """
 
-        def rates(link: LinkPrice) -> tuple[float, float, float]:
-            slow, slow_comm = self._slow(*work(link))
+        def rates(price: BlockPrice) -> tuple[float, float, float]:
+            slow, slow_comm = self._slow(*work(price))
             return slow, slow_comm, max(1.0 / slow + 1.0 / slow_comm - 1.0, 0.0)
 
-        def worth(link: LinkPrice) -> float:
-            _, slow_comm, gain = rates(link)
+        def worth(price: BlockPrice) -> float:
+            _, slow_comm, gain = rates(price)
             return gain * slow_comm
 
         def least(x: float) -> Form:
-            def value(link: LinkPrice) -> float:
-                slow, slow_comm, gain = rates(link)
+            def value(price: BlockPrice) -> float:
+                slow, slow_comm, gain = rates(price)
                 hidden = max(gain - x / slow_comm, 0.0) * slow
-                return work(link)[0] * max(1.0 - hidden, 0.0) + max(1.0 - x, 0.0) * communicate(link)
+                return work(price)[0] * max(1.0 - hidden, 0.0) + max(1.0 - x, 0.0) * communicate(price)
 
             return self.sums(value)
 
         every = (
             *self.head,
             *self.tail,
-            *(link for links in (*self.kept, *self.recomputed) for link in links),
+            *(price for prices in (*self.kept, *self.recomputed) for price in prices),
         )
         return tuple(least(x) for x in sorted({0.0, *map(worth, every)}, reverse=True))
 
@@ -171,9 +173,9 @@ class PricedChain:
         """Communication that is left after a computation w beside it: C - w s/m at least (`beside`), negative where that may
         hide all of it."""
 
-        def value(link: LinkPrice) -> float:
-            slow, slow_comm = self._slow(*work(link))
-            return communicate(link) - work(link)[0] * slow / slow_comm
+        def value(price: BlockPrice) -> float:
+            slow, slow_comm = self._slow(*work(price))
+            return communicate(price) - work(price)[0] * slow / slow_comm
 
         return self.sums(value)
 
@@ -191,9 +193,9 @@ class PricedChain:
             return compute_s + gather_s * slow_comm * (1.0 - 1.0 / slow)
         return gather_s + compute_s * slow * (1.0 - 1.0 / slow_comm)
 
-    def _spans(self, links: Sequence[LinkPrice], work: Work, after: float) -> float:
-        following = [*(link.gather_s for link in links[1:]), after]
-        return sum(self.span(*work(link), gather) for link, gather in zip(links, following, strict=True))
+    def _spans(self, prices: Sequence[BlockPrice], work: Work, after: float) -> float:
+        following = [*(price.gather_s for price in prices[1:]), after]
+        return sum(self.span(*work(price), gather) for price, gather in zip(prices, following, strict=True))
 
     def _ends(self, first: float, last: float, scale: float) -> tuple[int, ...]:
         if self.chunks == 1:

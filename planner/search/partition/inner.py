@@ -11,7 +11,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.prices import LinkPrice, PriceBook
+from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook
 from autoparallel.planner.search.partition.forms import PS, Chain, PricedChain, Value, Work, tied_ends
 from autoparallel.planner.search.partition.moments import host_rows, host_state_rate, memory_rows, state_rate
 from autoparallel.planner.search.partition.peaks import (
@@ -32,38 +32,38 @@ from autoparallel.profiles.hardware import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A candidate's strategy (blocks divided evenly) and the prices of its links."""
+    """A candidate's strategy (blocks divided evenly) and the prices of its blocks."""
 
     chosen: Candidate
     strategy: Strategy
-    links: PricedChain
+    prices: PricedChain
 
 
 def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Candidate) -> Priced:
-    """The prices of every link of a candidate, kept as its mode says and recomputed in full."""
+    """The prices of every block of a candidate, kept as its mode says and recomputed in full."""
     strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), chosen.chunks))
     graph = problem.graph
     tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
     in_head: set[str] = set().union(*(tied[b] for b in chain.head))
     apart = chosen.mesh.pp > 1 and chosen.schedule not in V_SHAPED
 
-    def glue(block: int, *, held: bool) -> LinkPrice:
-        return book.link(strategy, block, "none", held=held or not tied[block])
+    def glue(block: int, *, held: bool) -> BlockPrice:
+        return book.block_price(strategy, block, "none", held=held or not tied[block])
 
-    def unit(blocks: tuple[int, ...], mode: str) -> tuple[LinkPrice, ...]:
-        first = book.link(strategy, blocks[0], mode, held=not tied[blocks[0]])
+    def group(blocks: tuple[int, ...], mode: str) -> tuple[BlockPrice, ...]:
+        first = book.block_price(strategy, blocks[0], mode, held=not tied[blocks[0]])
         return (first, *(glue(b, held=False) for b in blocks[1:]))
 
-    kept = tuple(unit(blocks, chosen.mode) for blocks in chain.units)
+    kept = tuple(group(blocks, chosen.mode) for blocks in chain.groups)
     constants = book.device.constants
     return Priced(
         chosen=chosen,
         strategy=strategy,
-        links=PricedChain(
+        prices=PricedChain(
             head=tuple(glue(b, held=chain.head.count(b) == 1) for b in chain.head),
             tail=tuple(glue(b, held=apart and tied[b] <= in_head) for b in chain.tail),
             kept=kept,
-            recomputed=tuple(unit(b, "full") for b in chain.units) if frees(problem, chosen) else kept,
+            recomputed=tuple(group(b, "full") for b in chain.groups) if frees(problem, chosen) else kept,
             chunks=chosen.chunks,
             count=len(chain.kinds),
             compute_slowdown=constants.get("overlap.compute_slowdown", 0.0),
@@ -128,8 +128,8 @@ def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> 
     if len({device.name for device in devices}) == 1:
         return None
     chosen = priced.chosen
-    chains = [price_candidate(problem, chain, book.on(device), chosen).links for device in devices]
-    seconds = [sum(p.forward_s + p.backward_s for unit in one.kept for p in unit) for one in chains]
+    chains = [price_candidate(problem, chain, book.on(device), chosen).prices for device in devices]
+    seconds = [sum(p.forward_s + p.backward_s for group in one.kept for p in group) for one in chains]
     home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
     paces = [1.0 / max(seconds[rank], 1e-12) for rank in home]
     return tuple(len(chain.kinds) * pace / sum(paces) for pace in paces)
@@ -137,106 +137,113 @@ def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> 
 
 def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:
     """Quantities FORWARD to TIED, in picoseconds."""
-    strategy, links = priced.strategy, priced.links
+    strategy, prices = priced.strategy, priced.prices
     every = state.zero_level(strategy) >= 2
 
-    def communicates(link: LinkPrice) -> float:
-        return link.gather_s + link.reduce_s
+    def communicates(price: BlockPrice) -> float:
+        return price.gather_s + price.reduce_s
 
     update, gather = _update_rate(book, priced), _gather_rate(book, priced)
     late = (
         strategy.execution.late_gathers
     )  # then the next step's first forwards wait for it, not this one's end
-    backward = links.streamed(_backward, backward=True)
-    weight = links.sums(lambda link: link.weight_s)
+    backward = prices.streamed(_backward, backward=True)
+    weight = prices.sums(lambda price: price.weight_s)
     end: tuple[Form, ...]
     end_weight: tuple[Form, ...]
     if strategy.grad_sync.overlap:
-        end = (backward, *links.beside(_backward, communicates))
-        end_weight = (weight, *links.beside(_weight, lambda link: link.reduce_s))
+        end = (backward, *prices.beside(_backward, communicates))
+        end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s))
     else:
-        end = (backward, links.sums(lambda link: link.backward_s + link.reduce_s))
-        end_weight = (weight, links.sums(lambda link: link.weight_s + link.reduce_s))
+        end = (backward, prices.sums(lambda price: price.backward_s + price.reduce_s))
+        end_weight = (weight, prices.sums(lambda price: price.weight_s + price.reduce_s))
     backwards = Quantity(forms=end if every else (backward,))
     weights = Quantity(forms=end_weight if every else (weight,))
     return (
-        Quantity(forms=(links.streamed(_forward, backward=False),)),
+        Quantity(forms=(prices.streamed(_forward, backward=False),)),
         backwards,
-        Quantity(forms=(links.streamed(_input, backward=True),)),
+        Quantity(forms=(prices.streamed(_input, backward=True),)),
         weights,
         backwards,
         weights,
         Quantity(forms=end),
         Quantity(forms=end_weight),
-        Quantity(forms=(links.sums(lambda link: update(link) + (0.0 if late else gather(link))),)),
-        Quantity(forms=(_sends(problem, chain, book, strategy, links),)),
+        Quantity(forms=(prices.sums(lambda price: update(price) + (0.0 if late else gather(price))),)),
+        Quantity(forms=(_sends(problem, chain, book, strategy, prices),)),
         Quantity(forms=(_tied(book, chain, priced),)),
-        *(_left(links, work, none=every, beside=strategy.grad_sync.overlap) for work in (_backward, _weight)),
-        Quantity(forms=(links.sums(gather) if late else links.constant(0),)),
+        *(
+            _left(prices, work, none=every, beside=strategy.grad_sync.overlap)
+            for work in (_backward, _weight)
+        ),
+        Quantity(forms=(prices.sums(gather) if late else prices.constant(0),)),
     )
 
 
-def _forward(link: LinkPrice) -> tuple[float, float]:
-    return link.forward_s, link.forward_contended_s
+def _forward(price: BlockPrice) -> tuple[float, float]:
+    return price.forward_s, price.forward_contended_s
 
 
-def _backward(link: LinkPrice) -> tuple[float, float]:
-    return link.backward_s, link.backward_contended_s
+def _backward(price: BlockPrice) -> tuple[float, float]:
+    return price.backward_s, price.backward_contended_s
 
 
-def _weight(link: LinkPrice) -> tuple[float, float]:
-    return link.weight_s, 0.0
+def _weight(price: BlockPrice) -> tuple[float, float]:
+    return price.weight_s, 0.0
 
 
-def _left(links: PricedChain, work: Work, *, none: bool, beside: bool) -> Quantity:
+def _left(prices: PricedChain, work: Work, *, none: bool, beside: bool) -> Quantity:
     """What is left of a chunk's reduction after such a pass, beside which it may run; `none` where each pass ends with it."""
-    nothing = links.constant(0)
+    nothing = prices.constant(0)
     if none:
         return Quantity(forms=(nothing,))
-    left = links.left(work, lambda link: link.reduce_s) if beside else links.sums(lambda link: link.reduce_s)
+    left = (
+        prices.left(work, lambda price: price.reduce_s)
+        if beside
+        else prices.sums(lambda price: price.reduce_s)
+    )
     return Quantity(
         forms=(nothing, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (nothing,)
     )
 
 
-def _input(link: LinkPrice) -> tuple[float, float]:
-    return link.input_s, link.backward_contended_s
+def _input(price: BlockPrice) -> tuple[float, float]:
+    return price.input_s, price.backward_contended_s
 
 
 def _update_rate(book: PriceBook, priced: Priced) -> Value:
-    """Seconds of the optimizer that a link answers for: its share at the rate of the whole model, as no kernel is faster per
+    """Seconds of the optimizer that a block answers for: its share at the rate of the whole model, as no kernel is faster per
     byte when it is smaller."""
-    strategy, links = priced.strategy, priced.links
-    every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
-    copies, mode = max(links.count, 1), strategy.execution.kernels  # more than any stage has
+    strategy, prices = priced.strategy, priced.prices
+    every = [*prices.head, *prices.tail, *(price for group in prices.kept for price in group)]
+    copies, mode = max(prices.count, 1), strategy.execution.kernels  # more than any stage has
     trainable, experts = (sum(values) * copies for values in (
-        [link.trainable for link in every], [link.expert_trainable for link in every],
+        [price.trainable for price in every], [price.expert_trainable for price in every],
     ))  # fmt: skip
     kernels = state.optimizer_kernel(trainable, strategy, experts)
     dense, expert = state.updates_per_parameter(strategy)
     updated = (trainable - experts) * dense + experts * expert
     update = sum(book.pricer.kernel_s(k, book.device, mode) for k in kernels) / max(updated, 1)
-    return lambda link: (link.dense_trainable * dense + link.expert_trainable * expert) * update
+    return lambda price: (price.dense_trainable * dense + price.expert_trainable * expert) * update
 
 
 def _gather_rate(book: PriceBook, priced: Priced) -> Value:
-    """Seconds of the gather of updated parameters that a link answers for, likewise."""
-    strategy, links = priced.strategy, priced.links
-    every = [*links.head, *links.tail, *(link for unit in links.kept for link in unit)]
-    copies, axes = max(links.count, 1), mesh_axes(strategy)
+    """Seconds of the gather of updated parameters that a block answers for, likewise."""
+    strategy, prices = priced.strategy, priced.prices
+    every = [*prices.head, *prices.tail, *(price for group in prices.kept for price in group)]
+    copies, axes = max(prices.count, 1), mesh_axes(strategy)
 
     def gather_rate(count: int, *, of_experts: bool) -> float:
         gathers = state.updated_gather(count, strategy, count if of_experts else 0)
         return sum(book.pricer.collective_s(c, axes) for c in gathers) / max(count, 1)
 
-    gather = gather_rate(sum(link.dense for link in every) * copies, of_experts=False)
-    gather_experts = gather_rate(sum(link.experts for link in every) * copies, of_experts=True)
-    return lambda link: link.dense * gather + link.experts * gather_experts
+    gather = gather_rate(sum(price.dense for price in every) * copies, of_experts=False)
+    gather_experts = gather_rate(sum(price.experts for price in every) * copies, of_experts=True)
+    return lambda price: price.dense * gather + price.experts * gather_experts
 
 
 def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
     """The exchange of gradients of tied tensors, which the first and the last stage wait for where they are on two ranks."""
-    form, chosen = priced.links.constant(0), priced.chosen
+    form, chosen = priced.prices.constant(0), priced.chosen
     ties = tuple(tied_ends(book.expander.graph, chain))
     if not ties or chosen.mesh.pp == 1 or chosen.schedule in V_SHAPED:
         return form
@@ -245,8 +252,8 @@ def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
     return replace(form, fixed=(floor(seconds * PS), *form.fixed[1:-1], floor(seconds * PS)))
 
 
-def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, links: PricedChain) -> Form:
-    """The message after each chunk: the shortest there is, and what that after its last unit takes longer. On an irregular
+def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, prices: PricedChain) -> Form:
+    """The message after each chunk: the shortest there is, and what that after its last layer group takes longer. On an irregular
     network the way back to the first rank is another."""
     there_s = _send_each_s(problem, chain, book, strategy)
     back_s = there_s
@@ -254,16 +261,16 @@ def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, 
         back_s = _send_each_s(problem, chain, book, strategy, wraps=True)
     home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
     least_s, least_back_s = (_least_send_s(chain, each) for each in (there_s, back_s))
-    wraps = [c + 1 < len(home) and home[c + 1] < home[c] for c in range(links.chunks)]
+    wraps = [c + 1 < len(home) and home[c + 1] < home[c] for c in range(prices.chunks)]
     longer = [
         min(
             chain.least_after(each, kind) - least
             for each, least in ((there_s, least_s), (back_s, least_back_s))
         )
-        for kind in range(len(chain.units))
+        for kind in range(len(chain.groups))
     ]
     return replace(
-        links.constant(0),
+        prices.constant(0),
         fixed=tuple(floor((least_back_s if back else least_s) * PS) for back in wraps),
         last=tuple(floor(seconds * PS) for seconds in longer) if any(s > 0.0 for s in longer) else (),
     )
@@ -300,24 +307,24 @@ def _bytes(
     problem: Problem, chain: Chain, book: PriceBook, priced: Priced, ends: Ends
 ) -> tuple[Quantity, ...]:
     """Quantities STATE to HOST_SAVED."""
-    links = priced.links
+    prices = priced.prices
     sent = _kept_outputs(problem, chain, book, priced)
     split = priced.chosen.schedule in SPLIT_BACKWARD
     return (
-        Quantity(forms=(links.sums(state_rate(priced.strategy), 1.0),)),
-        Quantity(forms=(_more(links.sums(lambda link: link.saved, 1.0), sent),)),
-        Quantity(forms=(links.sums(lambda link: link.weight_saved, 1.0),)),
-        forward_peak(links, ends),
-        Quantity(forms=tuple(_more(form, sent) for form in backward_peak(links, ends).forms)),
-        weight_peak(links) if split else Quantity(forms=(links.constant(0),)),
-        Quantity(forms=(links.sums(host_state_rate(priced.strategy), 1.0),)),
-        Quantity(forms=(links.sums(lambda link: link.host_bytes, 1.0),)),
+        Quantity(forms=(prices.sums(state_rate(priced.strategy), 1.0),)),
+        Quantity(forms=(_more(prices.sums(lambda price: price.saved, 1.0), sent),)),
+        Quantity(forms=(prices.sums(lambda price: price.weight_saved, 1.0),)),
+        forward_peak(prices, ends),
+        Quantity(forms=tuple(_more(form, sent) for form in backward_peak(prices, ends).forms)),
+        weight_peak(prices) if split else Quantity(forms=(prices.constant(0),)),
+        Quantity(forms=(prices.sums(host_state_rate(priced.strategy), 1.0),)),
+        Quantity(forms=(prices.sums(lambda price: price.host_bytes, 1.0),)),
     )
 
 
 def _kept_outputs(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[int, ...]:
     """What each chunk keeps of a micro-batch that it has sent on (`execution.kept_outputs`): the smallest message there is."""
-    strategy, chunks = priced.strategy, priced.links.chunks
+    strategy, chunks = priced.strategy, priced.prices.chunks
     home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
     if not strategy.execution.kept_outputs:
         return (0,) * chunks

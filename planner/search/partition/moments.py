@@ -18,7 +18,7 @@ from autoparallel.planner.strategy.types import Strategy
 
 
 def state_rate(strategy: Strategy) -> Value:
-    """Bytes that live through the whole step for a link: `planner.state.state_bytes`, not rounded up."""
+    """Bytes that live through the whole step for a block: `planner.state.state_bytes`, not rounded up."""
     execution = strategy.execution
     cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]] if state.casts_parameters(strategy) else 0
     kept = 1.0 - strategy.offload.optimizer
@@ -29,18 +29,18 @@ def state_rate(strategy: Strategy) -> Value:
         return state.bytes_per_parameter(strategy, shards) + cast, gradient + stepped
 
     dense, expert = rates(state.dense_shards(strategy)), rates(state.expert_shards(strategy))
-    return lambda link: (
-        link.dense * dense[0] + link.dense_trainable * dense[1]
-        + link.experts * expert[0] + link.expert_trainable * expert[1] + link.buffer_bytes
+    return lambda price: (
+        price.dense * dense[0] + price.dense_trainable * dense[1]
+        + price.experts * expert[0] + price.expert_trainable * expert[1] + price.buffer_bytes
     )  # fmt: skip
 
 
 def host_state_rate(strategy: Strategy) -> Value:
-    """Bytes of optimizer state that a link has on the host: `planner.state.offloaded_state_bytes`, not rounded up."""
+    """Bytes of optimizer state that a block has on the host: `planner.state.offloaded_state_bytes`, not rounded up."""
     each = state.optimizer_bytes_per_parameter(strategy.execution) * strategy.offload.optimizer
     shards = (state.dense_shards(strategy), state.expert_shards(strategy))
     dense, expert = (each / (s.ranks if s.zero >= 1 else 1) for s in shards)
-    return lambda link: link.dense_trainable * dense + link.expert_trainable * expert
+    return lambda price: price.dense_trainable * dense + price.expert_trainable * expert
 
 
 def host_rows(problem: Problem, strategy: Strategy, states: Sequence[Sequence[LiveState]]) -> tuple[Row, ...]:

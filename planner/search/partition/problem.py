@@ -115,11 +115,11 @@ class StageAnswer:
     bound: int
 
 
-def starts_of(units: int, least: Sequence[int], most: Sequence[int]) -> list[range]:
-    """Where each chunk may start, and where the last one ends, if each has `least` to `most` of so many units in order."""
+def starts_of(groups: int, least: Sequence[int], most: Sequence[int]) -> list[range]:
+    """Where each chunk may start, and where the last one ends, if each has `least` to `most` of so many layer groups in order."""
     low, high = list(accumulate(least, initial=0)), list(accumulate(most, initial=0))
     return [
-        range(max(a, units - (high[-1] - b)), min(b, units - (low[-1] - a)) + 1)
+        range(max(a, groups - (high[-1] - b)), min(b, groups - (low[-1] - a)) + 1)
         for a, b in zip(low, high, strict=True)
     ]
 

@@ -57,8 +57,8 @@ def proportional(shares: Sequence[float], least: Sequence[int], most: Sequence[i
 
 
 def quick_partition(problem: StageProblem) -> Partition | None:
-    """An even partition, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in proportion to what
-    a rank lacks; None if that does not fit (another partition may)."""
+    """An even partition, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in
+    proportion to what a rank lacks; None if that does not fit (another partition may)."""
     tried = [problem.blocks or problem.likely or even_blocks(problem)]
     if tried[0] not in (problem.blocks, problem.likely) and len(set(problem.kinds)) > 1:
         tried.append(balanced_blocks(problem) or tried[0])
@@ -81,9 +81,9 @@ def _fitting(problem: StageProblem, tried: Sequence[tuple[int, ...]]) -> list[Pa
 
 
 def balanced_blocks(problem: StageProblem, *, again: bool = False) -> tuple[int, ...] | None:
-    """Blocks such that the longest chunk takes least time forward and backward and nothing (with `again` everything) is recomputed, as far as single
-    chunks fill a rank; of equal ones the last chunks have most, as the first ones hold most micro-batches. None where
-    there is no such partition."""
+    """Blocks such that the longest chunk takes least time forward and backward and nothing (with `again` everything) is
+    recomputed, as far as single chunks fill a rank; of equal ones the last chunks have most, as the first ones hold
+    most micro-batches. None where there is no such partition."""
     passes = [problem.quantities[q].forms[0] for q in (Q.FORWARD, Q.BACKWARD)]
     each = [sum(form.kept[kind] for form in passes) for kind in problem.kinds]
     fixed = [sum(form.fixed[c] for form in passes) for c in range(problem.chunks)]

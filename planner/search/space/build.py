@@ -10,11 +10,11 @@ What is left to `planner/search/stages/solve.py` is inside each variant: blocks 
 The bucket size follows from the rest (`planner/search/space/syncs.py`).
 
 Devices: all of the cluster, or fewer where the batch does not divide among all; `objective = "cost"` may use any
-divisor of them, and a user who fixes every mesh size fixes the number of devices. Tried only when the user asks for it: more than
-`MAX_VIRTUAL_STAGES` chunks per rank; shares of the sequence shorter than `LEAST_TOKENS`; cp anywhere but right
-outside tp; tp anywhere but innermost on an irregular network; tp beyond the innermost network level (and `MOST_TENSOR_RANKS`); of many sizes of ep every other; cp and
-the micro-batch with a common divisor, which is better taken out of both and into dp_shard (as many tokens a rank,
-fewer to exchange); schedules with a split backward, whose bounds are too far from what they take for a proof.
+divisor of them, and a user who fixes every mesh size fixes the number of devices. Tried only when the user asks for it:
+more than `MAX_VIRTUAL_STAGES` chunks per rank; shares of the sequence shorter than `LEAST_TOKENS`; cp anywhere but
+right outside tp; tp anywhere but innermost on an irregular network; tp beyond the innermost network level (and
+`MOST_TENSOR_RANKS`); of many sizes of ep every other; cp and the micro-batch with a common divisor, which is better
+taken out of both and into dp_shard (as many tokens a rank, fewer to exchange).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Shapes:
     micro_batches: Ints
     sequence_parallel: Ints
     recompute: Ints
-    optimizer_away: Floats  # shares on the host: `offload.optimizer`
-    activations_away: Floats  # `offload.activations`
+    optimizer_offloaded: Floats  # shares on the host: `offload.optimizer`
+    activations_offloaded: Floats  # `offload.activations`
 
     def __len__(self) -> int:
         return len(self.mesh)
@@ -149,8 +149,8 @@ class Space:
         orders = self.meshes.placed.sum(axis=1)[self.shapes.mesh]
         zeros = sum(self.zero_fits(self.shapes, z).astype(np.int64) for z in self.zeros)
         plans = sum(self.plan_fits(self.shapes, s, v).astype(np.int64) for s, v in self.schedules)
-        wires = np.where(shard * replicas * self.shapes.cp > 1, len(self.compressions), 1)
-        return np.asarray(orders * zeros * plans * wires, dtype=np.int64)
+        methods = np.where(shard * replicas * self.shapes.cp > 1, len(self.compressions), 1)
+        return np.asarray(orders * zeros * plans * methods, dtype=np.int64)
 
 
 def shape_row(
@@ -159,7 +159,7 @@ def shape_row(
     """The row of a shape; None where the space does not have it."""
     wanted: dict[str, float] = {key: getattr(mesh, key) for key in MESH_KEYS}
     wanted |= {"micro": micro, "sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
-    wanted |= {"optimizer_away": offload.optimizer, "activations_away": offload.activations}
+    wanted |= {"optimizer_offloaded": offload.optimizer, "activations_offloaded": offload.activations}
     same = np.ones(len(shapes), dtype=np.bool_)
     for name, value in wanted.items():
         same &= getattr(shapes, name) == value
@@ -198,14 +198,14 @@ def variants(space: Space, rows: Ints) -> Variants:
                 hit = sharded[placed[:, order]]
                 columns.append((hit, zero, schedule, chunks, int(order), 0))
                 reduces = hit[_data_parallel(space.shapes, hit) > 1]
-                for wire in range(1, len(space.compressions)):
-                    columns.append((reduces, zero, schedule, chunks, int(order), wire))
+                for method in range(1, len(space.compressions)):
+                    columns.append((reduces, zero, schedule, chunks, int(order), method))
     lengths = [len(column[0]) for column in columns]
     named = [np.repeat(np.array([c[i] for c in columns], dtype=np.int64), lengths) for i in range(1, 6)]
     shape = np.concatenate([np.zeros(0, dtype=np.int64), *(column[0] for column in columns)])
-    zeros, schedules, chunk_counts, orders, wires = named
+    zeros, schedules, chunk_counts, orders, methods = named
     return Variants(
-        shape=shape, zero=zeros, schedule=schedules, virtual_stages=chunk_counts, order=orders, compression=wires
+        shape=shape, zero=zeros, schedule=schedules, virtual_stages=chunk_counts, order=orders, compression=methods
     )  # fmt: skip
 
 
@@ -306,8 +306,8 @@ def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
             "sequence_parallel": np.full_like(hit, sequence),
         }
         columns |= {
-            "optimizer_away": np.full(len(hit), offload.optimizer),
-            "activations_away": np.full(len(hit), offload.activations),
+            "optimizer_offloaded": np.full(len(hit), offload.optimizer),
+            "activations_offloaded": np.full(len(hit), offload.activations),
         }
         for key, column in columns.items():
             rows[key].append(column)

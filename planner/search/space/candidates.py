@@ -70,7 +70,7 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
         virtual_stages=int(variants.virtual_stages[row]),
         mode=MODES[int(s.recompute[shape])],
         offload=Offload(
-            optimizer=float(s.optimizer_away[shape]), activations=float(s.activations_away[shape])
+            optimizer=float(s.optimizer_offloaded[shape]), activations=float(s.activations_offloaded[shape])
         ),
         compression=space.compressions[int(variants.compression[row])],
     )  # fmt: skip

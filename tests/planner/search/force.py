@@ -15,10 +15,10 @@ from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search
 from autoparallel.planner.search.partition.problem import Partition
-from autoparallel.planner.search.points import asked_points, search_points
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Ints
+from autoparallel.planner.search.tensor_plans import asked_plans, search_tensor_plans
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -54,7 +54,7 @@ def smallest(problem: Problem) -> Held:
         raise ValueError("no legal strategy")
     search = Search(outer=outer, check=lambda _: None)
     search.run()
-    search_points(search, lambda _: None)
+    search_tensor_plans(search, lambda _: None)
     if search.incumbent is None:
         raise ValueError("no strategy fits on the hosts")
     return search.incumbent
@@ -84,7 +84,7 @@ def every_strategy(problem: Problem, rows: Ints | None = None) -> Iterator[Strat
 
 
 def points_asked(problem: Problem) -> list[tuple[Problem, Ints]]:
-    """The further points of the tensor plans that belong to the space: the problem with the entries of each, and the
+    """The further plans of the tensor plans that belong to the space: the problem with the entries of each, and the
     shapes that ask for it."""
     outer = outer_of(problem)
     if outer is None:
@@ -93,7 +93,7 @@ def points_asked(problem: Problem) -> list[tuple[Problem, Ints]]:
     search.run()
     return [
         (replace(problem, constraints={**problem.constraints, "tensor": rules}), rows)
-        for rows, rules in asked_points(search)
+        for rows, rules in asked_plans(search)
     ]
 
 

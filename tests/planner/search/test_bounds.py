@@ -78,8 +78,8 @@ def random_partition(rng: random.Random, outer: Outer, chosen: Candidate) -> Par
 def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str) -> None:
     outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER, memory=True)
-    placed = outer.wires.inner_placements(every)
-    away = np.flatnonzero(outer.space.shapes.activations_away[every.shape] > 0).tolist()
+    placed = outer.communication.inner_placements(every)
+    away = np.flatnonzero(outer.space.shapes.activations_offloaded[every.shape] > 0).tolist()
     for row in [*rng.sample(range(len(every)), 25), *rng.sample(away, min(len(away), 15))]:
         chosen = candidate(outer.space, every, row)
         partition = random_partition(rng, outer, chosen)

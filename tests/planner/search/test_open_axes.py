@@ -108,7 +108,7 @@ def test_experts_and_the_rest_are_summed_over_replicas_as_in_the_simulation() ->
         sum(outer.book.pricer.collective_s(c, program.axes) for c in bucket.collectives)
         for bucket in fill_buckets(reduced, program.bucket_bytes)
     }
-    assert {link.reduce_s for link in priced.links.kept[0]} <= seconds
+    assert {link.reduce_s for link in priced.prices.kept[0]} <= seconds
     assert any(len({(c.op, c.axes) for c in one}) < len(one) for one in reduced), "nothing to be merged"
 
 

@@ -11,7 +11,7 @@ import pytest
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.embedding.options import Option, assigned, classes_of, rules_of, tiers_matter
-from autoparallel.planner.embedding.search import TierSearch, strategies
+from autoparallel.planner.embedding.search import PlacementSearch, strategies
 from autoparallel.planner.embedding.terms import Catalogue
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.plan import InfeasiblePlan, PlanResult, plan
@@ -107,9 +107,9 @@ def test_brute_force_over_score_finds_nothing_better(case: int) -> None:
     assert best.status == "optimal", best.gap
 
 
-def searched(problem: Problem) -> TierSearch:
+def searched(problem: Problem) -> PlacementSearch:
     expander, classes = Expander(problem.graph, problem.cluster), classes_of(problem)
-    search = TierSearch(
+    search = PlacementSearch(
         problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(expander, classes),
         check=lambda _: None,
     )  # fmt: skip

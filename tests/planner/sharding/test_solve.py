@@ -67,7 +67,7 @@ def priced(block: Block, cluster: Cluster, tp: int, at: str, *, prefer: bool) ->
         costs=costs,
         fixed_params={},
         fixed_nodes={},
-        pins=frozenset(),
+        hooks=frozenset(),
         sizes=sizes,
         stream={},
     )
@@ -118,7 +118,7 @@ def test_the_solve_at_a_price_of_memory_equals_brute_force(cluster: Cluster, pri
     block = priced(small_block(512, 1024, 4096), cluster, 4, at, prefer=False)
     (answer,) = solve_blocks([block], [], price)
     found = answer.cost.time_ns + price * (answer.held_kib + answer.kept_kib)
-    assert found <= brute_force(block, worth)[0] + 1, answer  # pins of no cost break ties
+    assert found <= brute_force(block, worth)[0] + 1, answer  # layout hooks of no cost break ties
 
 
 def test_the_leanest_plan_is_the_fastest_of_those_that_need_least(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.exchanges import EXCHANGED, at_once_s, exchange_s, reduces, update_s
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import Units
+from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.partition.forms import Chain, tied_ends
 from autoparallel.planner.search.space.build import Shapes, Space, Variants
 from autoparallel.planner.search.space.candidates import sync_of
@@ -34,11 +34,11 @@ LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wires:
+class Communication:
     """Seconds by variant; per parameter nothing is faster than more of them at once."""
 
     reduce_s: Floats  # to reduce the gradient of one trainable parameter
-    gather_s: Floats  # to gather the parameters of the smallest unit, ZeRO-3
+    gather_s: Floats  # to gather the parameters of the smallest layer group, ZeRO-3
     gather_each_s: Floats  # to gather one parameter, when all are gathered at once
     step_s: Floats  # to update one parameter and gather it again
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
@@ -50,7 +50,7 @@ class Wires:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Least:
-    """Of `Wires`, by mesh and order, the least of all levels of ZeRO and compressions."""
+    """Of `Communication`, by mesh and order, the least of all levels of ZeRO and compressions."""
 
     reduce_s: Floats
     reduce_expert_s: Floats
@@ -59,16 +59,16 @@ class Least:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireBook:
+class CommunicationPrices:
     """Prices of the communication in one space, remembered by all that they depend on."""
 
     problem: Problem
     space: Space
-    units: Units
+    table: PriceTable
     book: PriceBook
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
-    held: Ints  # by shape: the number of what its units hold
-    away: Ints  # by shape: the number of the share of the optimizer's state on the host
+    held: Ints  # by shape: the number of what its layer groups hold
+    offloaded: Ints  # by shape: the number of the share of the optimizer's state on the host
     syncs: tuple[GradSync, ...]  # by compression
     pipelines: tuple[list[tuple[int, int]], Ints]  # `_places` of the pipeline axis
     tensors: tuple[list[tuple[int, int]], Ints]  # and of the tensor-parallel one
@@ -83,19 +83,21 @@ class WireBook:
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(problem: Problem, space: Space, units: Units, book: PriceBook, chain: Chain) -> WireBook:
+    def of(
+        problem: Problem, space: Space, table: PriceTable, book: PriceBook, chain: Chain
+    ) -> CommunicationPrices:
         """The book of a space, empty."""
         _, held = np.unique(
-            np.stack([units.unit_parameters, units.most_trainable]), axis=1, return_inverse=True
+            np.stack([table.group_parameters, table.most_trainable]), axis=1, return_inverse=True
         )
-        return WireBook(
+        return CommunicationPrices(
             problem=problem,
             space=space,
-            units=units,
+            table=table,
             book=book,
             placed=_placements(space),
             held=held.reshape(-1),
-            away=np.unique(space.shapes.optimizer_away, return_inverse=True)[1].reshape(-1),
+            offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
             pipelines=_places(space, "pp"),
             tensors=_places(space, "tp"),
@@ -103,20 +105,22 @@ class WireBook:
             tied=tuple(tied_ends(problem.graph, chain).values()),
         )
 
-    def price(self, found: Variants) -> Wires:
+    def price(self, found: Variants) -> Communication:
         """The communication of some variants."""
         few, which = _without_schedules(found)
         columns = dict(zip(EXCHANGED, self._exchange_prices(few).T, strict=True))
         columns |= zip(STEPPED, self._step_prices(few).T, strict=True)
         columns["sends_s"] = self._sends_s(few)
         columns["tied_s"] = self._tied_s(few)
-        return Wires(**{name: column[which] for name, column in columns.items()})
+        return Communication(**{name: column[which] for name, column in columns.items()})
 
     def least_s(self) -> Least:
         """What no variant of a mesh and order goes below."""
         shapes, orders = self.space.shapes, len(self.space.meshes.orders)
-        rows = np.flatnonzero(np.isfinite(self.units.all_trainable))  # shapes that are strategies at all
-        first, _ = alike(shapes.mesh[rows], self.away[rows])  # what is updated on the host takes other time
+        rows = np.flatnonzero(np.isfinite(self.table.all_trainable))  # shapes that are strategies at all
+        first, _ = alike(
+            shapes.mesh[rows], self.offloaded[rows]
+        )  # what is updated on the host takes other time
         least = np.full((len(self.space.meshes.sizes), orders, len(LEAST)), np.inf)
         owners = np.repeat(rows[first], orders)
         for zero in self.space.zeros:
@@ -151,7 +155,7 @@ class WireBook:
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            axes, experts = mesh_axes(strategy), self.units.all_experts[found.shape[row]] > 0
+            axes, experts = mesh_axes(strategy), self.table.all_experts[found.shape[row]] > 0
             dense_s = at_once_s(self.book, strategy, axes, whole) if reduces(strategy) else 0.0
             experts &= not fetches(strategy)
             return dense_s, at_once_s(self.book, strategy, axes, whole, whole) if experts else 0.0
@@ -159,13 +163,15 @@ class WireBook:
         keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
         return _looked_up({}, keys, price, len(REDUCED))
 
-    def _example(self, mesh: int, order: int, zero: int, compression: int = 0, away: float = 0.0) -> Strategy:
+    def _example(
+        self, mesh: int, order: int, zero: int, compression: int = 0, offloaded: float = 0.0
+    ) -> Strategy:
         """A strategy whose gradients and parameters are exchanged, and updated, as they are in such variants."""
         sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
         placed = Mesh(**sizes, order=self.space.meshes.orders[order])
         return Strategy(
             batch=Batch(global_=placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
-            shard=Shard(zero=zero), offload=Offload(optimizer=away), execution=self.problem.execution,
+            shard=Shard(zero=zero), offload=Offload(optimizer=offloaded), execution=self.problem.execution,
             grad_sync=self.syncs[compression],
         )  # fmt: skip
 
@@ -222,7 +228,8 @@ class WireBook:
         return tuple(self.book.send_s((axis,), size) if pp > 1 else 0.0 for size in self.messages[0][message])
 
     def _tied_s(self, found: Variants) -> Floats:
-        """Shards of gradients of tensors that both ends of the model hold, from rank to rank; as if tp sharded all of them."""
+        """Shards of gradients of tensors that both ends of the model hold, from rank to rank; as if tp sharded all of
+        them."""
         shapes = self.space.shapes.take(found.shape)
         if not self.tied:
             return np.zeros(len(found))
@@ -242,24 +249,28 @@ class WireBook:
 
     def _exchange_prices(self, found: Variants) -> Floats:
         """Columns EXCHANGED."""
-        own = np.where(found.zero == 3, self.held[found.shape], 0)  # only ZeRO-3 asks how large a unit is
+        own = np.where(
+            found.zero == 3, self.held[found.shape], 0
+        )  # only ZeRO-3 asks how large a layer group is
         keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
         keys = keys * (int(self.held.max(initial=0)) + 1) + own
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            return exchange_s(self.problem, self.book, self.units, strategy, int(found.shape[row]))
+            return exchange_s(self.problem, self.book, self.table, strategy, int(found.shape[row]))
 
         return _looked_up(self._exchanged, keys, price, len(EXCHANGED))
 
     def _step_prices(self, found: Variants) -> Floats:
         """Columns STEPPED."""
-        keys = self._placed_keys(found) * (int(self.away.max(initial=0)) + 1) + self.away[found.shape]
+        keys = (
+            self._placed_keys(found) * (int(self.offloaded.max(initial=0)) + 1) + self.offloaded[found.shape]
+        )
         whole = max(self.problem.graph.parameter_count, 1)
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            axes, experts = mesh_axes(strategy), self.units.all_experts[found.shape[row]] > 0
+            axes, experts = mesh_axes(strategy), self.table.all_experts[found.shape[row]] > 0
             step_s = update_s(self.book, strategy, axes, whole, 0)
             expert_s = update_s(self.book, strategy, axes, whole, whole) if experts else 0.0
             return step_s / whole, expert_s / whole
@@ -275,7 +286,7 @@ class WireBook:
         shapes, shape = self.space.shapes, int(found.shape[row])
         return self._example(
             int(shapes.mesh[shape]), int(found.order[row]), int(found.zero[row]), int(found.compression[row]),
-            float(shapes.optimizer_away[shape]),
+            float(shapes.optimizer_offloaded[shape]),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Points of a tensor plan's Pareto set: dearer memory is used less, and a point is what its entries say."""
+"""The Pareto set of a tensor plan's Pareto set: dearer memory is used less, and a point is what its entries say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import score
+from autoparallel.planner.sharding.pareto import FASTEST, LEANEST, whole_cost
 from autoparallel.planner.sharding.plan import TensorPlan
-from autoparallel.planner.sharding.points import FASTEST, LEANEST, whole_cost
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy, TensorRule
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -32,10 +32,10 @@ def strategy(*, sequence: bool = False, rules: tuple[TensorRule, ...] = ()) -> S
 
 
 def points(name: str, asked: Strategy) -> list[TensorPlan]:
-    """The plan at each price, the first point where no other is better there."""
+    """The plan at each price, the first plan where no other is better there."""
     expander = EXPANDERS[name]
     own = expander.tensor_plan(asked)
-    return [expander.works.tensor_point(asked, price) or own for price in PRICES]
+    return [expander.works.pareto_plan(asked, price) or own for price in PRICES]
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -15,7 +15,7 @@ from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search
-from autoparallel.planner.search.points import search_points
+from autoparallel.planner.search.tensor_plans import search_tensor_plans
 from autoparallel.profiles import load_cluster
 from tests.planner.search.force import best_by_force, points_asked, with_memory
 from tests.toy_graphs import toy_transformer
@@ -33,7 +33,7 @@ def tight(problem: Problem, capacity_bytes: float) -> Problem:
 
 
 def searched(problem: Problem) -> Search:
-    """A search without further points."""
+    """A search without further plans."""
     outer = outer_of(problem)
     assert outer is not None
     search = Search(outer=outer, check=lambda _: None)
@@ -83,13 +83,13 @@ def test_nothing_is_asked_for_where_tensor_parallelism_could_not_win() -> None:
     search = searched(replace(WIDE, constraints={}, global_batch=16))
     assert search.incumbent is not None
     assert search.incumbent.strategy.mesh.tp == 1
-    search_points(search, lambda _: None)
+    search_tensor_plans(search, lambda _: None)
     assert not search.taken
 
 
 @pytest.mark.parametrize("capacity_mib", [330, 350, 360])
 def test_a_plan_is_no_slower_than_one_that_must_recompute(capacity_mib: int) -> None:
-    """Also where the first points fit only with state on the host: a leaner tensor plan needs no copies."""
+    """Also where the first plans fit only with state on the host: a leaner tensor plan needs no copies."""
     problem = tight(WIDE, capacity_mib * MIB)
     held = plan(replace(problem, constraints={**problem.constraints, "recompute.mode": "full"}))
     free = plan(problem)

@@ -1,18 +1,18 @@
-"""Further points of the tensor plans (`planner.sharding.points`), searched where they may be worth it.
+"""Further plans of the Pareto set of tensor plans (`planner.sharding.pareto`), searched where they may be worth it.
 
-The search proper runs every setting (tp, sequence parallelism, ep) with the first point of its tensor plans. Others are
+The search proper runs every setting (tp, sequence parallelism, ep) with the first plan of its tensor plans. Others are
 asked for where, were memory without limit, some variant of the setting could be better than the best strategy:
 
     FASTEST   in any such setting
     a price   where memory raises the bound of such a variant: what recomputation takes for a KiB that it frees. A plan
-              that frees memory for less is the best at that price; where the first point is, recomputing blocks is the
+              that frees memory for less is the best at that price; where the first plan is, recomputing blocks is the
               cheaper way
     LEANEST   where no price says what memory is worth: memory is the objective or nothing fits (then in any setting that
               comes near), there is no more to recompute than the best strategy does, or that has
               optimizer state on the host
 
-Each point is a search of its own over its setting, with its `[[tensor]]` entries as constraints and the best value before it
-to begin with: bounds and simulations are those of the point itself.
+Each plan is a search of its own over its setting, with its `[[tensor]]` entries as constraints and the best value before it
+to begin with: bounds and simulations are those of the plan itself.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.evaluate import TOLERANCE
 from autoparallel.planner.search.open import values_of
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.sharding.pareto import FASTEST, LEANEST, WORTH, whole_cost
 from autoparallel.planner.sharding.plan import TensorPlan
-from autoparallel.planner.sharding.points import FASTEST, LEANEST, WORTH, whole_cost
 from autoparallel.planner.strategy.types import Offload, Strategy, TensorRule
 
-POINTS_SHARE = 0.2  # of a search's work, for further points after one that stopped
+PLANS_SHARE = 0.2  # of a search's work, for further plans after one that stopped
 SLICE = 150.0  # work done on one of them at a time. Kind: measured
 SHAPES_ASKED = 16  # of a setting, those with the least bounds, that say whether it is asked for
 VARIANTS_ASKED = 256  # of these shapes likewise
 BINDS = 1.001  # times its bound without limit that a variant takes where memory binds. Kind: formula
-# Share of what a device needs that a point frees at most. Kind: formula: kept activations are rarely half of it.
+# Share of what a device needs that a tensor plan frees at most. Kind: formula: kept activations are rarely half of it.
 MOST_FREED = 0.5
 NS_PER_S = 1e9
 KIB = 1024
@@ -53,7 +53,7 @@ NO_LIMIT_BYTES = 1e18  # more than any device has
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A setting of which further points are asked for: a strategy of it, its shapes that could be better than the best
+    """A setting of which further plans are asked for: a strategy of it, its shapes that could be better than the best
     strategy were memory without limit, and the prices of memory."""
 
     strategy: Strategy
@@ -61,32 +61,32 @@ class Asked:
     prices: tuple[float, ...]
 
 
-def asked_points(search: Search) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]]:
-    """Shapes and the entries of a further point to search them with, for the best strategy that is known."""
+def asked_plans(search: Search) -> Iterator[tuple[Ints, tuple[TensorRule, ...]]]:
+    """Shapes and the entries of a further plan to search them with, for the best strategy that is known."""
     outer = search.outer
     for asked in list(_asked(search)):
         for price in asked.prices:
             search.sims.work += spending.PER_TENSOR_BLOCK * len(outer.problem.graph.blocks)
-            plan = outer.book.expander.works.tensor_point(asked.strategy, price)
+            plan = outer.book.expander.works.pareto_plan(asked.strategy, price)
             if plan is not None and _pays(outer, asked.strategy, plan, price):
                 yield asked.rows, plan.rules
 
 
-def search_points(
+def search_tensor_plans(
     search: Search, check: Callable[[Search], None], *, ended: bool = True, most_work: float = inf
 ) -> bool:
-    """Search further points of the settings that ask for them; `search`, whose search is over, takes over what is
-    found. They take `most_work` in all, `POINTS_SHARE` of it where `search` has not `ended`, the one with the least bound first;
+    """Search further plans of the settings that ask for them; `search`, whose search is over, takes over what is
+    found. They take `most_work` in all, `PLANS_SHARE` of it where `search` has not `ended`, the one with the least bound first;
     what is then still open counts in the bound of `search`. Whether all of them came to an end; `check` is called before every
     step and raises Stopped."""
     opened: list[Search] = []
-    for rows, rules in asked_points(search):
-        point = _of_point(search.outer, rows, rules)
-        if point is not None:
-            opened.append(Search(outer=point, check=check, below=search.value))
+    for rows, rules in asked_plans(search):
+        plan = _of_plan(search.outer, rows, rules)
+        if plan is not None:
+            opened.append(Search(outer=plan, check=check, below=search.value))
             opened[-1].open()
             search.taken.append(opened[-1])
-    left = most_work * (1.0 if ended else POINTS_SHARE)
+    left = most_work * (1.0 if ended else PLANS_SHARE)
     while opened and left > 0.0:
         own = min(opened, key=lambda one: one.dual.bound())
         if not ended and own.dual.bound() >= search.dual.bound():
@@ -109,7 +109,7 @@ def _check_slice(check: Callable[[Search], None], until: float, own: Search) -> 
 
 
 def _searched(search: Search, own: Search) -> bool:
-    """Go on with a point below the best value, and take over what it finds; whether that came to an end."""
+    """Go on with a tensor plan below the best value, and take over what it finds; whether that came to an end."""
     known = len(own.seen)
     try:
         return own.ended()
@@ -120,7 +120,7 @@ def _searched(search: Search, own: Search) -> bool:
 
 
 def _pays(outer: Outer, strategy: Strategy, plan: TensorPlan, price: float) -> bool:
-    """Whether a point is the better one at its price of memory also by what the program will take: fused kernels, and
+    """Whether a tensor plan is the better one at its price of memory also by what the program will take: fused kernels, and
     what they keep, are the solver's to guess only."""
     (own_s, own_kib), (time_s, kib) = (
         _real(outer, one, held) for one, held in (
@@ -134,15 +134,15 @@ def _pays(outer: Outer, strategy: Strategy, plan: TensorPlan, price: float) -> b
 
 def _real(outer: Outer, strategy: Strategy, plan: TensorPlan) -> tuple[float, float]:
     """Seconds of a micro-batch through all blocks, and kibibytes held and kept."""
-    links = [outer.book.link(strategy, link.block, "none") for link in outer.problem.graph.chain]
-    kept = sum(link.saved for link in links) / KIB
-    return sum(link.forward_s + link.backward_s for link in links), kept + whole_cost(
+    prices = [outer.book.block_price(strategy, link.block, "none") for link in outer.problem.graph.chain]
+    kept = sum(price.saved for price in prices) / KIB
+    return sum(price.forward_s + price.backward_s for price in prices), kept + whole_cost(
         outer.problem.graph, plan
     ).held_kib
 
 
-def _of_point(outer: Outer, rows: Ints, rules: tuple[TensorRule, ...]) -> Outer | None:
-    """The space of some shapes with a point's entries; None where these do not suit them."""
+def _of_plan(outer: Outer, rows: Ints, rules: tuple[TensorRule, ...]) -> Outer | None:
+    """The space of some shapes with a tensor plan's entries; None where these do not suit them."""
     problem = replace(outer.problem, constraints={**outer.problem.constraints, "tensor": rules})
     space = replace(outer.space, shapes=outer.space.shapes.take(rows))
     with suppress(UserError):
@@ -151,7 +151,7 @@ def _of_point(outer: Outer, rows: Ints, rules: tuple[TensorRule, ...]) -> Outer 
 
 
 def _asked(search: Search) -> Iterator[Asked]:
-    """The settings that ask for further points."""
+    """The settings that ask for further plans."""
     outer, best = search.outer, search.incumbent
     shapes = outer.space.shapes
     sharded = shapes.tp > 1
@@ -203,8 +203,8 @@ def _prices(search: Search, strategy: Strategy) -> tuple[float, ...]:
     state on the host."""
     outer, best = search.outer, search.incumbent
     rates = []
-    for unit in outer.chain.units:
-        none, full = (outer.book.link(strategy, unit[0], mode) for mode in ("none", "full"))
+    for group in outer.chain.groups:
+        none, full = (outer.book.block_price(strategy, group[0], mode) for mode in ("none", "full"))
         if none.saved > full.saved:
             rates.append((full.backward_s - none.backward_s) / (none.saved - full.saved))
     if not rates or "recompute.per_stage" in outer.problem.constraints:

@@ -1,11 +1,11 @@
-"""Further points of a tensor plan's Pareto set: time against bytes held and bytes kept, one plan for a price of memory.
+"""Further plans of the Pareto set: time against bytes held and bytes kept, one tensor plan for a price of memory.
 
-The first point has every matrix of the repeated blocks sharded and takes the least time of such plans. Where memory costs
+The first plan has every matrix of the repeated blocks sharded and takes the least time of such plans. Where memory costs
 p nanoseconds per KiB, the best plan minimises
 
     T + p (H + K)      T: time, H: parameters, gradients and optimizer state, K: kept for the backward pass
 
-`FASTEST` is p = 0, without the wish for sharded matrices; `LEANEST` p = infinity, time breaking ties. A point is what its
+`FASTEST` is p = 0, without the wish for sharded matrices; `LEANEST` p = infinity, time breaking ties. A plan is what its
 `[[tensor]]` entries say: it is solved once more under these, so that a strategy file gives it back.
 """
 
@@ -20,19 +20,19 @@ from autoparallel.planner.sharding.plan import PlanCost, TensorPlan
 from autoparallel.planner.strategy.types import TensorRule
 
 FASTEST, LEANEST = 0.0, inf  # prices of memory
-# Share by which a point must be better than another in time or bytes. Kind: formula: below what decides between plans.
+# Share by which a tensor plan must be better than another in time or bytes. Kind: formula: below what decides between plans.
 WORTH = 0.001
 TRIES = 3  # until entries give the plan back that they were written from
 
 
-def point_at(
+def pareto_plan(
     graph: ModelGraph,
     solve: Callable[[tuple[TensorRule, ...], float | None], TensorPlan],
     given: tuple[TensorRule, ...],
     memory_price: float,
 ) -> TensorPlan | None:
     """The plan of `solve(entries, memory price)` at a price of memory, under the entries `given`; None where no entries
-    say it, or it is better than the first point in nothing."""
+    say it, or it is better than the first plan in nothing."""
     first = whole_cost(graph, solve(given, None))
     try:
         plan = solve(given, memory_price)
@@ -58,7 +58,7 @@ def whole_cost(graph: ModelGraph, plan: TensorPlan) -> PlanCost:
 
 
 def worth_keeping(cost: PlanCost, other: PlanCost) -> bool:
-    """Whether a point is better than another in time, bytes held or bytes kept."""
+    """Whether a tensor plan is better than another in time, bytes held or bytes kept."""
     return (
         cost.time_ns < other.time_ns * (1 - WORTH)
         or cost.held_kib < other.held_kib * (1 - WORTH)
