@@ -28,7 +28,7 @@ from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.complexity import complexity
 from autoparallel.planner.strategy.stacks import as_stated
-from autoparallel.planner.strategy.types import EmbeddingAccess, Execution, Mesh, Strategy
+from autoparallel.planner.strategy.types import SAYS_NOTHING, Execution, Mesh, Strategy
 from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.record import cluster_record
@@ -131,7 +131,7 @@ def strategy_table(strategy: Strategy) -> dict[str, Any]:
         elif f.name == "embedding":
             rules = [{k: v for k, v in asdict(rule).items() if v is not None} for rule in strategy.embedding]
             table |= {"embedding": rules} if rules else {}
-        elif part != EmbeddingAccess():  # says nothing about models without tables
+        elif part not in SAYS_NOTHING:
             unsaid = as_stated(part) if isinstance(part, Execution) else ()
             table[f.name] = {
                 g.name.rstrip("_"): dict(getattr(part, g.name))
@@ -211,6 +211,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     strategy saves laying it out again."""
     graph, cluster = expander.graph, expander.cluster
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
+    recovery = recovery_table(expander, strategy, prediction)
     expander, strategy = at_home(expander, strategy)
     table["confidence"] = confidence_table(expander, strategy, prediction)
     if why := refused(graph, strategy):
@@ -218,8 +219,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
     table["timeline"] = _timeline(expander, strategy)
-    spans = read_timeline(table["timeline"])
-    return table | recovery_table(cluster, strategy, prediction, table["model"]["parameters"], spans)
+    return table | recovery
 
 
 def _timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
@@ -378,9 +378,8 @@ def outcome_table(outcome: Outcome, tokens: float | None = None) -> dict[str, An
         "strategy": strategy_table(outcome.result.strategy),
         "search": {"status": outcome.result.status, "gap": outcome.result.gap},
     }
-    table |= recovery_table(
-        outcome.cluster, outcome.result.strategy, prediction, table["model"]["parameters"]
-    )
+    expander = Expander(graph=outcome.graph, cluster=outcome.cluster)
+    table |= recovery_table(expander, outcome.result.strategy, prediction)
     if "cost" in table:
         table["price_per_trillion_tokens"] = table["cost"]["per_trillion_tokens"]
     if tokens is not None:

@@ -13,6 +13,7 @@ from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.report.numbers import count, gib, percent, seconds, significant, times
 from autoparallel.report.placement import placement_words
+from autoparallel.report.recovery import recovery_words
 from autoparallel.report.words import (
     bound_words,
     break_even_words,
@@ -111,17 +112,6 @@ def _print_numbers(
         ),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
-
-
-def recovery_words(recovery: Mapping[str, Any]) -> str:
-    """What a plan is best recovered with, and what the other ways would leave of its speed."""
-    best, *others = recovery["policies"]
-    spares = f" ({best['spares']} of them)" if best["spares"] else ""
-    rest = ", ".join(f"{way['policy']} {percent(way['goodput'])}" for way in others)
-    return (
-        f"one every {seconds(recovery['mtbf_s'])}; {best['policy']}{spares} keeps {percent(best['goodput'])} of the speed "
-        f"({rest}); a checkpoint every {seconds(best['checkpoint_every_s'])}, time-out {seconds(recovery['timeout_s'])}"
-    )
 
 
 def host_words(predicted: Mapping[str, Any], strategy: Strategy) -> str:

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoparallel.costmodel.prediction import Prediction, Span
-from autoparallel.costmodel.recovery import timeout_s
+from autoparallel.costmodel.prediction import Prediction
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.recovery import plan_recovery
-from autoparallel.planner.strategy.types import Strategy
-from autoparallel.profiles import Cluster
+from autoparallel.planner.strategy.types import RecoveryRule, Strategy
 
 
-def recovery_table(
-    cluster: Cluster, strategy: Strategy, prediction: Prediction, parameters: int, spans: Sequence[Span] = ()
-) -> dict[str, Any]:
-    """`recovery`, where the cluster states its failures: each policy's goodput, the best first, and the time-out
-    by the longest of `spans` (else by the step)."""
-    planned = plan_recovery(cluster, strategy, prediction, parameters)
+def recovery_table(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:
+    """`recovery`, where the cluster states its failures: what the strategy says or else the best, and each policy's
+    goodput, the best first."""
+    planned = plan_recovery(expander, strategy, prediction)
     if planned is None:
         return {}
-    longest = max((span.end_s - span.start_s for span in spans), default=prediction.step_time_s)
-    best = planned.best
+    said = strategy.recovery
+    way = planned.best if said == RecoveryRule() else planned.as_said(said)
+    rule = planned.rule(way)
     return {
         "recovery": {
-            "policy": best.policy,
-            "goodput": best.goodput,
-            "checkpoint_every_s": best.checkpoint_every_s,
-            "spares": best.spares,
-            "timeout_s": timeout_s(longest),
+            "policy": way.policy,
+            "goodput": way.goodput,
+            "checkpoint_every_s": way.checkpoint_every_s,
+            "peers": said.peers or rule.peers,
+            "spares": way.spares,
+            "timeout_s": said.timeout_s or rule.timeout_s,
             "mtbf_s": planned.outages.mtbf_s,
             "state_bytes": planned.state_bytes,
-            "policies": [asdict(way) for way in planned.ways],
+            "fewer_step_s": planned.saved.fewer_step_s,
+            "policies": [asdict(one) for one in planned.ways],
         }
     }

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.file import StrategyFile
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import RecoveryRule, Strategy
 from autoparallel.profiles.record import is_whole
 
 KEY = "strategy_hash"  # of [predicted]
@@ -16,8 +16,11 @@ KEY = "strategy_hash"  # of [predicted]
 
 def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cluster_hash: str) -> str:
     """Sixteen hex digits of all that a prediction depends on: every decision, the model and the machines."""
+    decided = asdict(_plain(strategy))
+    if strategy.recovery == RecoveryRule():  # as files said before there was such a section
+        del decided["recovery"]
     made_for = {
-        "strategy": asdict(_plain(strategy)), "graph": graph_hash, "seq_len": seq_len, "cluster": cluster_hash,
+        "strategy": decided, "graph": graph_hash, "seq_len": seq_len, "cluster": cluster_hash,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -25,8 +28,14 @@ def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cl
 def _plain(strategy: Strategy) -> Strategy:
     """Whole numbers of keys that hold any number are the same as with a point."""
     offload, sync = strategy.offload, strategy.grad_sync
+    recovery = strategy.recovery
     return replace(
         strategy,
+        recovery=replace(
+            recovery,
+            checkpoint_every_s=float(recovery.checkpoint_every_s),
+            timeout_s=float(recovery.timeout_s),
+        ),
         offload=replace(offload, optimizer=float(offload.optimizer), activations=float(offload.activations)),
         grad_sync=replace(sync, bucket_mib=float(sync.bucket_mib)),
         execution=replace(strategy.execution, dropout=float(strategy.execution.dropout)),

@@ -8,6 +8,8 @@ useful work over what the devices, spares among them, would do without failures,
   best t is sqrt(2 d M) (1 + x/3 + x^2/9) - d with x = sqrt(d / 2M), or M where d >= 2M. Kind: formula. Source: J. T. Daly, A
   higher order estimate of the optimum checkpoint interval, FGCS 22 (2006), equations 20 and 37; J. W. Young, CACM 17 (1974),
   for its first term. A save that is written beside training counts as lost work of its length, as it is not there before.
+- *A node less.* Where the global batch does not divide among the ranks that are left, more devices idle than have failed:
+  the step on a node less is the caller's to say (`fewer_step_s`); further nodes cost their share.
 - *Devices that are away.* A node is back after `replace_s`, so that `replace_s / mtbf_s` nodes are away on average, and their
   number is Poisson distributed (M/G/infinity). What goes on without them loses their share; what does not waits for them.
 """
@@ -47,6 +49,10 @@ class Saved:
     storage_s: float
     neighbour_s: float
     replica_step_s: float | None = None  # the step where replicas can be dropped; None: as `step_s`
+    every_s: float = 0.0  # between checkpoints, where that is given; 0: what is best
+    fewer_step_s: float | None = (
+        None  # the step on a node less; None: longer by the node's share, inf: none can be made
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,7 @@ def recoveries(outages: Outages, run: Saved) -> tuple[Recovery, ...]:
 
 def _interval_s(run: Saved, save_s: float, least_s: float, mtbf_s: float) -> float:
     """Whole steps; a save is not begun before the last one is written."""
-    wanted = max(best_interval_s(save_s, mtbf_s), least_s, run.step_s)
+    wanted = max(run.every_s or best_interval_s(save_s, mtbf_s), least_s, run.step_s)
     return math.ceil(wanted / run.step_s - 1e-9) * run.step_s
 
 
@@ -121,20 +127,26 @@ def _replan(outages: Outages, run: Saved) -> Recovery:
     goodput, every_s = _from_storage(outages, run, outages.replan_s)
     away = min(outages.replace_s / outages.mtbf_s, run.nodes)
     comes_back_s = outages.restart_s + outages.replan_s + 2 * run.storage_s
-    goodput *= max(1 - away / run.nodes, 0.0) / (1 + comes_back_s / outages.mtbf_s)
+    first = 1 / run.nodes if run.fewer_step_s is None else max(1 - run.step_s / run.fewer_step_s, 0.0)
+    any_away = -math.expm1(-away)  # how often at least one is: what the first costs, then its share each
+    lost = any_away * first + (away - any_away) / run.nodes
+    goodput *= max(1 - lost, 0.0) / (1 + comes_back_s / outages.mtbf_s)
     return Recovery(policy="replan", goodput=goodput, checkpoint_every_s=every_s)
 
 
 def _spares(outages: Outages, run: Saved) -> Recovery:
     """Nodes that wait, as many as pay: where more are away than wait, the run waits, too."""
+    found = (spared(outages, run, spares) for spares in range(1, MOST_SPARES + 1))
+    return max(found, key=lambda one: one.goodput)
+
+
+def spared(outages: Outages, run: Saved, spares: int) -> Recovery:
+    """With so many nodes that wait."""
     goodput, every_s = _from_storage(outages, run, 0.0)
     away = outages.replace_s / outages.mtbf_s
-    found = []
-    for spares in range(1, MOST_SPARES + 1):
-        enough = sum(math.exp(-away) * away**k / math.factorial(k) for k in range(spares + 1))
-        share = goodput * enough * run.nodes / (run.nodes + spares)
-        found.append(Recovery(policy="spares", goodput=share, checkpoint_every_s=every_s, spares=spares))
-    return max(found, key=lambda one: one.goodput)
+    enough = sum(math.exp(-away) * away**k / math.factorial(k) for k in range(spares + 1))
+    share = goodput * enough * run.nodes / (run.nodes + spares)
+    return Recovery(policy="spares", goodput=share, checkpoint_every_s=every_s, spares=spares)
 
 
 def _drop_replica(outages: Outages, run: Saved) -> Recovery:

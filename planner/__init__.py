@@ -9,6 +9,7 @@
   second process.
 - `explain/`: why it won, what was rejected, and which of nearly equal plans to take; `outcome.py`: what is handed back.
 - `heterogeneous/`, `embedding/`: searches made of that one, over unlike machines and over where embedding tables stand.
-- `recovery.py`: how a plan recovers from failures, where the cluster says how often it fails.
+- `recovery.py`: how a plan recovers from failures, where the cluster says how often it fails; `recovering.py` looks for one
+  that recovers better.
 - `check.py`: a plan checked without a solver.
 """

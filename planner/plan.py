@@ -34,6 +34,7 @@ from autoparallel.planner.outcome import (
     SearchTimeout,
 )
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.recovering import with_recovery, without_recovery
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.space.certificate import space_of
@@ -56,6 +57,7 @@ __all__ = [
 # case. Kind: formula: a few seconds where little is left to find, some ten where much may be.
 ENOUGH_WORK, MOST_WORK = 4000.0, 12_000.0
 SMALL_GAP = 0.02
+RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
 REPORT_EVERY_S = 0.1
 
 
@@ -83,7 +85,8 @@ def plan(
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
-    watch = _Watch(started_s, time_limit_s, progress)
+    watch, stated = _Watch(started_s, time_limit_s, progress), problem
+    problem = without_recovery(problem)
     tables = tiers_matter(problem, alike=not has_parts(problem))
     if tables:
         from autoparallel.planner.embedding.answer import plan_tiers
@@ -105,7 +108,13 @@ def plan(
     else:
         bare = without_tables(problem)
         result = _plan(bare, watch, expander, processes, within, explain=explain, advise=advise)
-    space = space_of(problem, tables=tables)
+
+    def again(other: Problem) -> PlanResult:
+        return _plan(other, watch, None, processes, within, explain=False, advise=False)
+
+    watch.share(RECOVERY_SHARE)
+    result = with_recovery(stated, result, again)
+    space = space_of(stated, tables=tables)
     return replace(result, seconds=time.monotonic() - started_s, space=space)
 
 

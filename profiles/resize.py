@@ -21,7 +21,8 @@ def resized(cluster: Cluster, devices: int, per_node: int) -> Cluster:
         return cluster
     spec = _SPEC.fullmatch(cluster.name)
     if spec and spec["device"] in device_names() and devices % per_node == 0:
-        return load_cluster(f"{spec['device']}:{devices // per_node}x{per_node}")
+        again = load_cluster(f"{spec['device']}:{devices // per_node}x{per_node}")
+        return replace(again, failures=cluster.failures)
     if len(cluster.groups) > 1 or cluster.network is not None:
         raise UserError(
             f"{cluster.name} has {cluster.devices} devices of several kinds or places, and {devices} are here: which they "

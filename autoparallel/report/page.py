@@ -19,6 +19,7 @@ from autoparallel.profiles.record import cluster_hash, recorded_cluster
 from autoparallel.report import charts, numbers
 from autoparallel.report.figures import cluster_figures, device_figures, kinds
 from autoparallel.report.placement import places
+from autoparallel.report.recovery import POLICIES, recovery_words
 from autoparallel.report.tables import rule_words
 from autoparallel.report.words import choices, cluster_words, constraint_words, short, sureness, why
 from autoparallel.runtime.gradients.groups import process_groups
@@ -129,6 +130,8 @@ def _context(file: StrategyFile, strategy: Strategy, cluster: Cluster) -> dict[s
         "memory_parts": charts.MEMORY_PARTS,
         "timeline": charts.timeline(spans, cut_s) if spans else None,
         "cut_s": cut_s,
+        "recovery": recovery_words(predicted["recovery"]) if "recovery" in predicted else "",
+        "policies": POLICIES,
         "scatter": _scatter(strategy, predicted, search),
         "figures": _figures(cluster),
         "kinds": kinds(cluster),

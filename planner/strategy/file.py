@@ -21,6 +21,7 @@ from autoparallel.planner.strategy.errors import explain_validation, nearest
 from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, Section, StrategySchema, keys_of
 from autoparallel.planner.strategy.stacks import with_stack
 from autoparallel.planner.strategy.types import (
+    SAYS_NOTHING,
     Batch,
     EmbeddingAccess,
     EmbeddingRule,
@@ -30,6 +31,7 @@ from autoparallel.planner.strategy.types import (
     Offload,
     Pipeline,
     Recompute,
+    RecoveryRule,
     Shard,
     Strategy,
     TensorRule,
@@ -61,10 +63,12 @@ _PARTS: dict[str, type] = {
     "execution": Execution,
     "grad_sync": GradSync,
     "embedding_access": EmbeddingAccess,
+    "recovery": RecoveryRule,
 }
 
 # Keys whose absence from a complete file means their default, not a decision left open: `[execution]` and
 # batch.global are inputs with defaults, these are marked optional in the file format.
+# (nor does a complete file say how to recover where nothing is known of failures)
 _DEFAULTED = ("mesh.groups", "mesh.placement", "mesh.per_node", "recompute.per_stage")
 
 
@@ -259,7 +263,7 @@ def _parse_setting(key: str, text: str, name: str) -> Constraints:
 
 def missing_keys(constraints: Constraints) -> tuple[str, ...]:
     """Keys that a complete strategy has and `constraints` leave to the planner."""
-    inputs = ("execution", "embedding_access")
+    inputs = ("execution", "embedding_access", "recovery")
     optional = {*_DEFAULTED, *(f"{s}.{k}" for s in inputs for k in keys_of(SECTIONS[s]))}
     wanted = [f"{s}.{k}" for s, model in SECTIONS.items() for k in keys_of(model)]
     missing = [key for key in wanted if key not in constraints and key not in optional]
@@ -301,7 +305,7 @@ def strategy_to_constraints(strategy: Strategy) -> Constraints:
     result: dict[str, object] = {}
     for section, kind in _PARTS.items():
         part = getattr(strategy, section)
-        if part == EmbeddingAccess():  # says nothing about most models
+        if part in SAYS_NOTHING:
             continue
         result.update({f"{section}.{f.name.rstrip('_')}": getattr(part, f.name) for f in fields(kind)})
     result["tensor"] = strategy.tensor

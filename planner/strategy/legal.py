@@ -12,6 +12,7 @@ from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.groups import group_problems
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
+from autoparallel.planner.strategy.recovery import recovery_problems
 from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -29,6 +30,7 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
             *_shard(graph, strategy),
             *_rates(strategy),
             *embedding_problems(graph, cluster, strategy),
+            *recovery_problems(cluster, strategy),
         ]
     return found
 

@@ -165,6 +165,24 @@ class GradSyncSection(Section):
     compression: list[Compression] | None = Field(None, description="per network level, innermost first")
 
 
+class RecoverySection(Section):
+    """`[recovery]`."""
+
+    policy: Literal["restart", "peers", "replan", "spares", "drop-replica"] | None = Field(
+        None, description="restart | peers | replan | spares | drop-replica"
+    )
+    checkpoint_every_s: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="seconds between checkpoints"
+    )
+    peers: Annotated[int, Field(ge=0, le=1)] | None = Field(
+        None, description="copies of each share in the memory of other nodes"
+    )
+    spares: Count | None = Field(None, description="nodes that wait")
+    timeout_s: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="without a sign of progress, then a rank is given up"
+    )
+
+
 class TensorEntry(Section):
     """One `[[tensor]]` entry."""
 
@@ -221,6 +239,7 @@ class StrategySchema(Section):
     tensor: list[TensorEntry] | None = None
     embedding: list[EmbeddingEntry] | None = None
     embedding_access: EmbeddingAccessSection | None = None
+    recovery: RecoverySection | None = None
     predicted: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
 
@@ -235,6 +254,7 @@ SECTIONS: dict[str, type[Section]] = {
     "execution": ExecutionSection,
     "grad_sync": GradSyncSection,
     "embedding_access": EmbeddingAccessSection,
+    "recovery": RecoverySection,
 }
 
 

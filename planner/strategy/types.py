@@ -167,6 +167,25 @@ class EmbeddingAccess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRule:
+    """What happens when something fails: a policy of `costmodel.recovery.POLICIES`, seconds between checkpoints, copies of
+    each share on neighbouring nodes, nodes that wait, seconds without a sign of progress after which a rank is given up.
+    Zero seconds: nobody said. The default is what is done where nothing is known of failures."""
+
+    policy: str = "restart"
+    checkpoint_every_s: float = 0.0
+    peers: int = 0
+    spares: int = 0
+    timeout_s: float = 0.0
+
+
+SAYS_NOTHING = (
+    EmbeddingAccess(),
+    RecoveryRule(),
+)  # sections that are left out: most models and clusters need none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """A complete plan."""
 
@@ -181,6 +200,7 @@ class Strategy:
     tensor: tuple[TensorRule, ...] = ()
     embedding: tuple[EmbeddingRule, ...] = ()  # empty: every table on the devices
     embedding_access: EmbeddingAccess = field(default_factory=EmbeddingAccess)
+    recovery: RecoveryRule = field(default_factory=RecoveryRule)
 
     @property
     def micro_batches(self) -> int:

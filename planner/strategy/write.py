@@ -19,7 +19,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.strategy.schema import SCHEMA, SECTIONS, comment_of
 from autoparallel.planner.strategy.stacks import as_stated
 from autoparallel.planner.strategy.types import (
-    EmbeddingAccess,
+    SAYS_NOTHING,
     EmbeddingRule,
     Execution,
     Strategy,
@@ -64,7 +64,7 @@ def strategy_text(
     ]
     for section in SECTIONS:
         part = getattr(strategy, section)
-        if part != EmbeddingAccess():  # says nothing about most models
+        if part not in SAYS_NOTHING:
             parts.append(_strategy_section(section, part))
     parts.extend(_tensor_entry(rule) for rule in strategy.tensor)
     parts.extend(_embedding_entry(rule) for rule in strategy.embedding)

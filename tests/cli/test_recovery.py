@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from autoparallel.profiles import cluster_from_dict, cluster_to_dict, load_cluster
@@ -44,6 +45,15 @@ def test_plans_and_what_ifs_say_the_goodput_of_every_way(tmp_path: Path) -> None
         run("score", graph, "--cluster", failing, "--strategy", file).err.split()
     )
     assert f"{recovery['policy']}" in words
+    planned, page = tmp_path / "planned.toml", tmp_path / "page.html"
+    run("plan", graph, "--cluster", failing, "--set", "mesh.tp=1", "--set", "mesh.pp=1", "-o", planned)
+    said = tomllib.loads(planned.read_text())
+    assert said["recovery"]["policy"] == said["predicted"]["recovery"]["policy"]
+    again = run("score", graph, "--cluster", failing, "--strategy", planned, "--json").json
+    assert again["recovery"] == said["predicted"]["recovery"]
+    assert again["strategy"]["recovery"] == said["recovery"]
+    run("report", planned, "-o", page)
+    assert "When something fails" in page.read_text()
     report = tmp_path / "r.html"
     both = run(
         "whatif", graph, "--cluster", steady, "--cluster", failing, "--strategy", file, "--json", "-o", report

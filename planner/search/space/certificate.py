@@ -14,6 +14,7 @@ from autoparallel.planner.search.space.meshes import LEAST_TOKENS, MOST_TENSOR_R
 from autoparallel.planner.search.space.syncs import METHODS
 from autoparallel.planner.strategy.schema import SECTIONS, keys_of
 
+_RECOVERY = tuple(f"recovery.{key}" for key in keys_of(SECTIONS["recovery"]))
 ENTRIES = ("tensor", "embedding")  # lists of tables in the file, a key each here
 
 
@@ -60,6 +61,8 @@ def _left_out(problem: Problem, *, tables: bool) -> Mapping[str, str]:
         found["mesh.per_node"] = "nodes are joined alike: all of their devices are taken"
     if not problem.allow_lossy and any_lossless_alone(problem):
         found["grad_sync.compression"] = "compression loses digits: allow_lossy permits it"
+    if cluster.failures is None:
+        found |= dict.fromkeys(_RECOVERY, "the cluster states no failures")
     if not tables:
         found["embedding"] = "tables are less than half of the model: they stay on the devices"
     return found
@@ -85,6 +88,11 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "grad_sync.bucket_mib": "sizes but the smallest that wastes little of the network, unless for the plan itself",
         "grad_sync.overlap": "reductions that wait for the end, unless for the plan itself",
         "grad_sync.compression": f"methods other than {', '.join(problem.lossy or METHODS)}, and several at once",
+        "recovery.policy": "plans of slower steps, but for replicas of whole nodes to drop (the three smallest numbers) and nodes that wait",
+        "recovery.checkpoint_every_s": "others than Daly's optimum in whole steps",
+        "recovery.peers": "more copies than one",
+        "recovery.spares": "more than eight, and numbers that would not pay were work in proportion to nodes",
+        "recovery.timeout_s": "others than ten times the longest action, and ten seconds",
         "tensor": "plans that are neither the fastest nor the leanest at a price of memory",
     }
     if problem.cluster.network is not None:
