@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from autoparallel.costmodel.block_index import BlockIndex, output_names
-from autoparallel.costmodel.graph import OpKind, Saved
+from autoparallel.costmodel.graph import ONCE, OpKind, Saved
 
 FUSIBLE = frozenset(
     {
@@ -81,7 +81,7 @@ def fuse(index: BlockIndex, kernels: str, barriers: Collection[str] = ()) -> tup
     for first in sorted(set(group)):
         inside = tuple(j for j in range(len(ops)) if group[j] == first)
         composite = ops[first].kind in FUSIBLE and len(ops[first].forward) > 1
-        composite = composite and all(kernel.count == 1 for kernel in ops[first].forward)
+        composite = composite and all(kernel.count == ONCE for kernel in ops[first].forward)
         fused = kernels != "eager" and (len(inside) > 1 or composite)
         units.append(_unit(index, inside, fused=fused))
     return _in_order(units, index)
@@ -136,7 +136,7 @@ def _may_fuse(index: BlockIndex, source: int, reader: int, kernels: str) -> bool
     a, b = index.block.operators[source], index.block.operators[reader]
     if a.kind not in FUSIBLE or b.kind not in FUSIBLE:
         return False
-    if any(kernel.count > 1 for op in (a, b) for kernel in op.forward):
+    if any(kernel.count != ONCE for op in (a, b) for kernel in op.forward):
         return False  # rounds of a loop, one after another
     if kernels == "compiled" or _home(index, a.module) == _home(index, b.module):
         return True

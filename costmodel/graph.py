@@ -44,6 +44,9 @@ class Size:
         return Size(self.const * factor, self.per_sample * factor)
 
 
+ONCE = Size(1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Shape and dtype (torch's name without the prefix) of one tensor."""
@@ -94,7 +97,7 @@ class KernelSpec:
     bytes_moved: Size  # read and written, device memory
     product: str = ""
     gradient_of: str = ""  # "" forward; "input" or "weight": the zero-bubble split of the backward pass
-    count: int = 1  # launches: rounds of a loop; the sizes are those of one
+    count: Size = ONCE  # launches: rounds of a loop, over samples too; the sizes are those of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +269,5 @@ class ModelGraph:
         total = 0
         for link in self.chain:
             for op in self.blocks[link.block].operators:
-                kernels = (*op.forward, *op.backward)
-                total += sum(k.flops.per_sample * k.count for k in kernels) * samples
-                total += sum(k.flops.const * k.count for k in kernels)
+                total += sum(k.flops.at(samples) * k.count.at(samples) for k in (*op.forward, *op.backward))
         return total

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoparallel.costmodel.block_index import output_names
 from autoparallel.costmodel.graph import (
+    ONCE,
     ITEM_BYTES,
     SCHEMA,
     Block,
@@ -108,7 +109,7 @@ def _spec(spec: TensorSpec) -> Any:
 def _kernel(kernel: KernelSpec) -> Any:
     return [
         kernel.kind, kernel.dtype, _size(kernel.flops), _size(kernel.bytes_moved), kernel.product, kernel.gradient_of,
-        *([kernel.count] if kernel.count != 1 else []),
+        *([_size(kernel.count)] if kernel.count != ONCE else []),
     ]  # fmt: skip
 
 
@@ -200,7 +201,7 @@ def _read_kernel(raw: Any) -> KernelSpec:
         bytes_moved=_read_size(moved),
         product=_word(product),
         gradient_of=_word(gradient),
-        count=_whole(*count) if count else 1,
+        count=_read_size(*count) if count else ONCE,
     )
 
 

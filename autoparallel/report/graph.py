@@ -55,7 +55,7 @@ def operator_work(op: Operator, micro_batch: int) -> Work:
         forward_flops=_flops(op.forward, micro_batch),
         backward_flops=_flops(op.backward, micro_batch),
         moved_bytes=sum(
-            kernel.bytes_moved.at(micro_batch) * kernel.count for kernel in (*op.forward, *op.backward)
+            kernel.bytes_moved.at(micro_batch) * kernel.count.at(micro_batch) for kernel in (*op.forward, *op.backward)
         ),
         saved_bytes=sum(s.spec.numel(micro_batch) * ITEM_BYTES.get(s.spec.dtype, 4) for s in op.saved),
     )
@@ -118,7 +118,7 @@ def render_graph(graph: ModelGraph, micro_batch: int) -> str:
                 {
                     "name": op.name,
                     "kind": op.kind.value,
-                    "rounds": max((kernel.count for kernel in op.forward), default=1),
+                    "rounds": max((kernel.count.at(micro_batch) for kernel in op.forward), default=1),
                     "module": op.module,
                     "inputs": ", ".join(op.inputs),
                     "outputs": ", ".join(size_words(spec, micro_batch) for spec in op.outputs),
@@ -190,7 +190,7 @@ def _quoted(text: str) -> str:
 
 
 def _flops(kernels: Sequence[KernelSpec], micro_batch: int) -> int:
-    return sum(kernel.flops.at(micro_batch) * kernel.count for kernel in kernels)
+    return sum(kernel.flops.at(micro_batch) * kernel.count.at(micro_batch) for kernel in kernels)
 
 
 def _where(paths: Sequence[str]) -> str:

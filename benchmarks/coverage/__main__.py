@@ -45,22 +45,25 @@ def main() -> None:
     parser.add_argument("step", choices=[*STEPS, "report"])
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", default="", help="models whose name matches this regular expression")
-    parser.add_argument("--part", default="0/1", help="I/N: of N parts this one")
+    parser.add_argument("--seed", type=int, help="go through the models in the order drawn with it, not by name")
+    parser.add_argument("--models", type=int, help="so many of them, the first in that order")
     parser.add_argument("--third", action="store_true", help="a third of the models, drawn by their names")
     parser.add_argument("--limit-s", type=float, default=60.0, help="seconds for one model")
     parser.add_argument("--again", choices=["no", "failed", "all"], default="no")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    part, parts = map(int, options.part.split("/"))
     known = read(options.results)
     if options.step == "report":
         print(report.summary(known.values()))
         return
-    for entry in entries()[part::parts]:
+    chosen = [entry for entry in entries() if re.search(options.only, entry.key)]
+    if options.seed is not None:
+        random.Random(options.seed).shuffle(chosen)
+    for entry in chosen[: options.models]:
         before = known.get((entry.key, options.step))
         done = before is not None and (options.again == "no" or (options.again == "failed" and before["ok"]))
         drawn = not options.third or random.Random(entry.key).random() < 1 / 3
-        if done or not drawn or not re.search(options.only, entry.key):
+        if done or not drawn:
             continue
         found = run_alone(partial(STEPS[options.step], entry), options.limit_s)
         row = {"model": entry.key, "architecture": entry.architecture, "step": options.step} | found
@@ -72,6 +75,8 @@ def main() -> None:
         )
 
 
-importlib.import_module("transformers.modeling_utils")
+# What every model imports is imported once, before there are processes of their own.
+importlib.import_module("transformers.models.llama.modeling_llama")
+importlib.import_module("transformers.models.clip.modeling_clip")
 if __name__ == "__main__":
     main()

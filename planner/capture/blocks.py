@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoparallel.costmodel.graph import ITEM_BYTES, ModuleCall, Operator, Saved, Size, TensorSpec
+from autoparallel.costmodel.graph import ITEM_BYTES, ONCE, ModuleCall, Operator, Saved, Size, TensorSpec
 from autoparallel.planner.capture import kernels
 from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.costs import Costs
@@ -135,14 +135,15 @@ class BlockMaker:
         if "leaf" in call.meta:
             size = self._fit.size([same.meta["leaf"].saved_bytes for same in twins(call)])
             result.append(Saved(value="", spec=TensorSpec(shape=(size,), dtype="uint8")))
-        for keeper, position in call.meta["keeps"]:
+        for keeper, position, of_rounds in call.meta["keeps"]:
             # The same storage with another batch stands at the same position among what the same call keeps.
             rows = [same.meta["saved"][position] for same in twins(keeper)]
             value = self._storages.get(rows[0].storage, "")
             spec = self._storage_spec(rows, value)
             result.append(Saved(value=value, spec=spec))
-            if (others := keeper.meta.get("rounds", 1) - 1) and keeper is call:
-                result.append(Saved(value="", spec=replace(spec, shape=(Size(others), *spec.shape))))
+            if (rounds := self._fit.rounds(twins(of_rounds))) != ONCE:
+                others = rounds + Size(-1)
+                result.append(Saved(value="", spec=replace(spec, shape=(others, *spec.shape))))
         return tuple(result)
 
     def _storage_spec(self, rows: Sequence[SavedStorage], name: str) -> TensorSpec:

@@ -69,7 +69,7 @@ def check_kept(graph: fx.Graph) -> None:
     listed = [
         keeper.meta["saved"][position].storage
         for call in calls(graph)
-        for keeper, position in call.meta["keeps"]
+        for keeper, position, _ in call.meta["keeps"]
     ]
     assert len(listed) == len(set(listed)), "a storage is listed twice"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, Size
+from autoparallel.costmodel.graph import ITEM_BYTES, ONCE, KernelSpec, OpKind, Size
 from autoparallel.planner.capture import kernels
 from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
@@ -61,7 +61,7 @@ def _costs(call: fx.Node, fit: Fit) -> Costs:
     known = [label for label in labels if label is not None]
     sizes = known[0].sizes if len(known) == len(labels) else {}
     forward, backward = _kernels(call, kind, labels, fit)
-    if (rounds := call.meta.get("rounds", 1)) > 1:
+    if (rounds := fit.rounds(twins(call))) != ONCE:
         forward, backward = (tuple(replace(k, count=rounds) for k in side) for side in (forward, backward))
     return Costs(
         kind=kind,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
 from autoparallel.costmodel.graph import Size, TensorSpec
 from autoparallel.planner.capture.nodes import Meta
 
@@ -23,6 +25,10 @@ class Fit:
         if rest or any(const + slope * b != v for b, v in zip(self.batches, values, strict=True)):
             self.misses += 1
         return Size(const, slope)
+
+    def rounds(self, calls: Sequence[fx.Node]) -> Size:
+        """How often a call runs, from its likes at each micro-batch."""
+        return self.size([call.meta.get("rounds", 1) for call in calls])
 
     def spec(self, metas: Sequence[Meta]) -> TensorSpec:
         """The spec of a tensor from its shapes at each micro-batch."""

@@ -41,10 +41,10 @@ def fitted(
 
     As they are where nothing that is tried helps: what is missing is then said where the model is captured.
     """
-    end_s = time.monotonic() + _LONGEST_S
+    end_s = time.process_time() + _LONGEST_S
     tried: set[str] = set()
     queue: list[Inputs] = [inputs]
-    while queue and len(tried) < _MOST_TRIES and time.monotonic() < end_s:
+    while queue and len(tried) < _MOST_TRIES and time.process_time() < end_s:
         given = queue.pop(0)
         key = str(sorted((name, str(getattr(v, "shape", v))) for name, v in given.items()))
         if key in tried:

@@ -18,7 +18,7 @@ def loop_warnings(graph: ModelGraph) -> tuple[str, ...]:
         block = graph.blocks[link.block]
         calls: Counter[tuple[str, str]] = Counter()
         for op in block.operators:
-            calls[op.module, op.target] += max((kernel.count for kernel in op.forward), default=1)
+            calls[op.module, op.target] += max((kernel.count.at(1) for kernel in op.forward), default=1)
         for (module, target), count in calls.items():
             if count < MANY_CALLS:
                 continue

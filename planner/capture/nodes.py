@@ -47,6 +47,7 @@ class Role(StrEnum):
     BUFFER = "buffer"
     CONSTANT = "constant"
     CALL = "call"  # a torch function that the model's code calls
+    COUNTED = "counted"  # a call of a round of a loop that another round stands for
     RESULT = "result"  # a tensor out of a call, or a tensor as a call left it
     BACKWARD = "backward"  # an ATen operator of the backward pass, or a tensor out of one
     KEPT = "kept"  # a tensor inside a call that autograd kept

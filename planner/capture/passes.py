@@ -32,6 +32,7 @@ from autoparallel.planner.capture.links import hoisted, links, repeated_paths, w
 from autoparallel.planner.capture.nodes import micro_batch
 from autoparallel.planner.capture.repetition import with_repetition
 from autoparallel.planner.capture.rules import Rules
+from autoparallel.planner.capture.samples import one_round
 from autoparallel.planner.capture.saved import with_kept_storages
 from autoparallel.planner.capture.strided import with_shardings
 
@@ -104,6 +105,7 @@ def lowered(
     fit = Fit(tuple(map(micro_batch, graphs)))
     for graph in graphs:
         check_step(graph)
+    one_round(graphs)
     graph = alike(graphs)
     check_twins(graph)
     context = Context(module=module, plan=plan, fit=fit, rules=rules)

@@ -105,7 +105,7 @@ def _tensors(nodes: Sequence[fx.Node], storages: Sequence[_Storages]) -> Hashabl
 def _call(maker: BlockMaker, call: fx.Node, storages: Sequence[_Storages]) -> Hashable:
     path = call.meta["frame"].path
     plain = (leaf for leaf in leaves((call.args, call.kwargs)) if not isinstance(leaf, fx.Node))
-    kept = [(keeper, at, twins(keeper)) for keeper, at in call.meta["keeps"]]
+    kept = [(keeper, at, twins(keeper)) for keeper, at, _ in call.meta["keeps"]]
     return (
         call.meta["torch_name"],
         maker.place(path),

@@ -12,8 +12,8 @@ _Keepers = dict[int, list[tuple[fx.Node, SavedStorage]]]  # storage -> the calls
 
 
 def with_kept_storages(graph: fx.Graph) -> fx.Graph:
-    """`graph`, each call told by `keeps` which storages are listed there, as (call that keeps it, position there);
-    parameters, buffers and constants are left out.
+    """`graph`, each call told by `keeps` which storages are listed there, as (call that keeps it, position there, call of
+    whose rounds each keeps its own); parameters, buffers and constants are left out.
 
     A storage is listed once, so that equal blocks list equal storages and the sum over the chain is what is kept:
     in the link that made it if that keeps it (an activation that its own backward needs); else at the first call
@@ -40,7 +40,7 @@ def with_kept_storages(graph: fx.Graph) -> fx.Graph:
             at = keeper
         elif made is not None and len({call.meta["link"] for call, _ in entries}) > 1:
             at = made
-        at.meta["keeps"].append((keeper, saved.position))
+        at.meta["keeps"].append((keeper, saved.position, keeper if made is None else made))
     return graph
 
 

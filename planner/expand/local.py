@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.block_index import BlockIndex
-from autoparallel.costmodel.graph import ITEM_BYTES, KernelSpec, OpKind, TensorSpec
+from autoparallel.costmodel.graph import ITEM_BYTES, ONCE, KernelSpec, OpKind, TensorSpec
 from autoparallel.costmodel.program import AttentionShape, Collective, CollectiveOp, Kernel
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.sharding.plan import BlockPlan
@@ -119,8 +119,8 @@ class LocalBlock:
         found: list[Kernel] = []
         for spec in specs:
             kernel = self._kernel(op, spec, backward=backward)
-            if spec.count != 1:
-                kernel = replace(kernel, count=spec.count)
+            if spec.count != ONCE:
+                kernel = replace(kernel, count=spec.count.at(self.setting.micro))
             found.append(kernel)
             if kernel.product and kernel.dtype in QUANTISED_BYTES:
                 found.append(self._quantise(kernel, spec))
