@@ -9,8 +9,8 @@ from typing import Any
 
 from autoparallel.costmodel.block_index import output_names
 from autoparallel.costmodel.graph import (
-    ONCE,
     ITEM_BYTES,
+    ONCE,
     SCHEMA,
     Block,
     Instance,

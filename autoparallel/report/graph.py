@@ -55,7 +55,8 @@ def operator_work(op: Operator, micro_batch: int) -> Work:
         forward_flops=_flops(op.forward, micro_batch),
         backward_flops=_flops(op.backward, micro_batch),
         moved_bytes=sum(
-            kernel.bytes_moved.at(micro_batch) * kernel.count.at(micro_batch) for kernel in (*op.forward, *op.backward)
+            kernel.bytes_moved.at(micro_batch) * kernel.count.at(micro_batch)
+            for kernel in (*op.forward, *op.backward)
         ),
         saved_bytes=sum(s.spec.numel(micro_batch) * ITEM_BYTES.get(s.spec.dtype, 4) for s in op.saved),
     )

@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("step", choices=[*STEPS, "report"])
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--only", default="", help="models whose name matches this regular expression")
-    parser.add_argument("--seed", type=int, help="go through the models in the order drawn with it, not by name")
+    parser.add_argument(
+        "--seed", type=int, help="go through the models in the order drawn with it, not by name"
+    )
     parser.add_argument("--models", type=int, help="so many of them, the first in that order")
     parser.add_argument("--third", action="store_true", help="a third of the models, drawn by their names")
     parser.add_argument("--limit-s", type=float, default=60.0, help="seconds for one model")

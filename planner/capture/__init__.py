@@ -9,7 +9,7 @@
 - `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), torch's own
   Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), rounds of a
   loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).
-- `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `alike.py` joins the
+- `passes.py`: the passes from there to the `ModelGraph`, in order, each with its check (`check.py`): `samples.py` leaves one round of loops over samples, `alike.py` joins the
   graphs of several micro-batches, `gradients.py` finds the kernels that serve parameters alone, `links.py` the links of
   the chain, `saved.py` what autograd keeps, `repetition.py` which links are equal, `costs.py` what each call costs (`kernels.py`, `labels.py`, `fit.py`),
   `strided.py` and `shardings.py` its legal shardings, from DTensor's own rules (`rules.py`); `build.py` makes the

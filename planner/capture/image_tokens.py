@@ -10,12 +10,13 @@ import torch
 from autoparallel.planner.capture.inputs_tried import Whole
 from autoparallel.planner.capture.meta_mode import MetaMode
 from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
+from autoparallel.planner.capture.samples import matched, runs
 from autoparallel.planner.capture.trees import mapped, plain, tensors
 
 
 def with_images(module: Any, config: Any, inputs: dict[str, Any], images: dict[str, Any]) -> dict[str, Any]:
     """`inputs` with one image a sample, given as `images`. As they are, so that idle parameters are warned of, where the
-    model wants something else (the places of crops), goes through the images one by one, or leaves no room for text."""
+    model wants something else (the places of crops), or leaves no room for text."""
     token = next(
         (
             t
@@ -39,10 +40,10 @@ def with_images(module: Any, config: Any, inputs: dict[str, Any], images: dict[s
     named = [name for name in _KINDS_OF_TOKENS if name in accepted]
     for given in (placed, *(placed | {name: kinds} for name in named)):
         try:
-            made = [_on_meta(module, module, with_batch(given, batch))[1] for batch in (2, 3)]
+            fewer, more = (_on_meta(module, module, with_batch(given, batch))[1] for batch in (2, 4))
         except Exception:  # the same
             continue
-        if made[0] == made[1]:
+        if matched(runs(more), more, fewer) is not None:
             return given
     return inputs
 
@@ -55,18 +56,20 @@ def _in_one_row(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1) if tensor.dim() == 3 else tensor
 
 
-def _on_meta(module: Any, function: Any, inputs: dict[str, Any]) -> tuple[Any, list[tuple[str, int]]]:
-    """What a function returns on the meta device, and the operators that it ran, each with how many tensors it was given
-    and, unless it takes one apart, returned."""
-    ran: list[tuple[str, int]] = []
+def _on_meta(module: Any, function: Any, inputs: dict[str, Any]) -> tuple[Any, list[tuple[int, str]]]:
+    """What a function returns on the meta device, and the operators that it ran, each with the module that called it."""
+    ran: list[tuple[int, str]] = []
+    callers = [0]
 
-    def note(func: Any, args: Any, _kwargs: Any, out: Any) -> None:
-        results = 0 if func is torch.ops.aten.unbind.int else len(tensors(out))
-        ran.append((str(func), len(tensors(args)) + results))
+    def note(func: Any, *_: Any) -> None:
+        ran.append((callers[-1], str(func)))
 
     mode = MetaMode(note)
     given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-    with left_as_it_was(module), torch.no_grad(), mode, Whole(mode):
+    hooks = torch.nn.modules.module
+    enter = hooks.register_module_forward_pre_hook(lambda part, _: callers.append(id(part)))
+    leave = hooks.register_module_forward_hook(lambda *_: callers.pop() and None, always_call=True)
+    with enter, leave, left_as_it_was(module), torch.no_grad(), mode, Whole(mode):
         return function(**given), ran
 
 

@@ -87,9 +87,9 @@ class Whole(OpenedFunctions):
         name = getattr(func, "__name__", "")
         if name in READERS:
             return self._mode.numbers(name, args[0])
-        kwargs = self._mode.in_sight(name, kwargs)
-        if name in JOINS and (whole := self._pieces.whole(args, kwargs)) is not None:
-            return torch.flatten(whole, 0, 1)
+        args, kwargs = self._mode.in_sight(name, args, kwargs)
+        if name in JOINS and (joined := self._pieces.joined(args, kwargs)) is not None:
+            return joined[0](*joined[1])
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
         out = (replacement(name) or func)(*args, **kwargs)

@@ -90,14 +90,19 @@ class MetaMode(TorchDispatchMode):
             raise UntraceableError(VALUES)
         return getattr(value, name)()
 
-    @staticmethod
-    def in_sight(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def in_sight(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, so that a tensor that is made of numbers in the code keeps them: torch would put it on
-        the meta device before anybody sees it."""
+        the meta device before anybody sees it, and read numbers that stand in tensors out of sight."""
+        if name not in _OF_NUMBERS:
+            return args, kwargs
+        if args and isinstance(args[0], list | tuple) and any(t.is_meta for t in tensors(args[0])):
+            args = (mapped(lambda leaf: self._item(leaf) if _is_tensor(leaf) else leaf, args[0]), *args[1:])
         device = kwargs.get("device")
-        if name in _OF_NUMBERS and device is not None and torch.device(device).type == "meta":
-            return {key: value for key, value in kwargs.items() if key != "device"}
-        return kwargs
+        if device is not None and torch.device(device).type == "meta":
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+        return args, kwargs
 
     def _key(self, meta: torch.Tensor) -> tuple[object, ...]:
         return (storage_key(meta), meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)

@@ -17,7 +17,7 @@ output the model's outputs and the gradients of the parameters, by name.
 | `kernels` | calls | the ATen operators that it launches (`Launch`) |
 | `saved` | calls | what autograd keeps for it (`SavedStorage`), in order |
 | `backward` | calls | the nodes of its backward pass, in order of execution |
-| `rounds` | calls | how often it runs, where it stands for other rounds of a loop |
+| `rounds` | calls | how often it runs, where it stands for other rounds of a loop (over samples: `samples.py`) |
 | `joined` | calls | it is given results of rounds that were not run, each listed once |
 | `leaf`, `stood_in_by` | calls | costs of a module that was run whole; path of the module that stands for this one |
 | `like` | results of a stand-in | the node of the module that stands for it |

@@ -14,37 +14,42 @@ from torch import fx
 from autoparallel.planner.capture.nodes import calls
 
 JOINS = frozenset({"cat", "concat", "concatenate"})
-_TAKE_APART = frozenset({"unbind", "__iter__"})
+_SINGLE = frozenset({"unbind", "__iter__"})  # each piece has a dim less
+_TAKE_APART = _SINGLE | {"split", "split_with_sizes"}
+_DIM = {"unbind": 1, "split": 2, "split_with_sizes": 2}  # where the dim stands among the arguments
 
 
 class Pieces:
     """What was taken apart along its first dim in a trace."""
 
     def __init__(self) -> None:
-        self._whole: dict[
-            int, tuple[torch.Tensor, int, int]
-        ] = {}  # id(piece) -> (of what, which, of how many)
+        self._whole: dict[int, tuple[torch.Tensor, int, int, bool]] = {}
+        # id(piece) -> (of what, which, of how many, whether it has a dim less)
         self._alive: list[Any] = []
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A call has run: its results may be pieces."""
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        place = _DIM.get(name, len(args))
+        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
         if name not in _TAKE_APART or dim != 0 or not isinstance(out, list | tuple):
             return
         for index, piece in enumerate(out):
-            self._whole[id(piece)] = (args[0], index, len(out))
+            self._whole[id(piece)] = (args[0], index, len(out), name in _SINGLE)
         self._alive.append(out)
 
-    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The tensor whose pieces, all of them and in order, are joined along their first dim; None for other calls."""
+    def joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
+        """What a call that joins all pieces of a tensor, in order and along their first dim, comes to: a function and its
+        arguments. None for other calls."""
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         items = args[0] if args else kwargs.get("tensors", ())
         if dim != 0 or not isinstance(items, list | tuple) or not items or id(items[0]) not in self._whole:
             return None
-        base, _, count = self._whole[id(items[0])]
+        base, _, count, single = self._whole[id(items[0])]
         known = [self._whole.get(id(item)) for item in items]
         in_order = all(k is not None and k[0] is base and k[1] == i for i, k in enumerate(known))
-        return base if in_order and len(items) == count and base.dim() > 1 else None
+        if not in_order or len(items) != count or (single and base.dim() < 2):
+            return None
+        return (torch.flatten, (base, 0, 1)) if single else (torch.cat, ([base],))
 
 
 def without_unread_pieces(graph: fx.Graph) -> None:

@@ -60,7 +60,8 @@ def runs(keys: Sequence[Hashable]) -> list[Run]:
             if period > _LONGEST:
                 break
             run = Run(start, period, _rounds(row, start, row[start:position]))
-            best = max(best, run, key=lambda r: (r.rounds > 1, r.end, -r.period))
+            if run.rounds > 1:
+                best = max(best, run, key=lambda r: (r.end, -r.period))
         found.append(best)
         start = best.end
     return found
@@ -79,7 +80,7 @@ def matched(pattern: Sequence[Run], of: Sequence[Hashable], row: Sequence[Hashab
     found, at = [], 0
     for run in pattern:
         body = of[run.start : run.start + run.period]
-        rounds = _rounds(row, at, body) if run.rounds > 1 else int(row[at] == body[0] if at < len(row) else 0)
+        rounds = _rounds(row, at, body) if run.rounds > 1 else int(list(row[at : at + 1]) == list(body))
         if not rounds:
             return None
         found.append(Run(at, run.period, rounds))
@@ -102,7 +103,10 @@ def one_round(graphs: Sequence[fx.Graph]) -> None:
     differ = [len({run.rounds for run in same}) > 1 for same in zip(*parsed, strict=True)]
     for graph, row, found in zip(graphs, rows, parsed, strict=True):
         chosen = [run for run, differs in zip(found, differ, strict=True) if differs]
-        _leave_one(graph, [[row[i : i + run.period] for i in range(run.start, run.end, run.period)] for run in chosen])
+        _leave_one(
+            graph,
+            [[row[i : i + run.period] for i in range(run.start, run.end, run.period)] for run in chosen],
+        )
 
 
 def _what(call: fx.Node) -> Hashable:
@@ -130,7 +134,9 @@ def _leave_one(graph: fx.Graph, loops: Sequence[Sequence[Sequence[fx.Node]]]) ->
     for rounds in loops:
         for group in zip(*rounds, strict=True):
             first, *others = group
-            first.meta["rounds"] = len(group)
+            first.meta["rounds"] = sum(
+                call.meta.get("rounds", 1) for call in group
+            )  # some were counted in the trace
             for call in others:
                 _leave_out(call)
                 for other, own in zip(tensor_outputs(call), tensor_outputs(first), strict=True):
@@ -138,17 +144,21 @@ def _leave_one(graph: fx.Graph, loops: Sequence[Sequence[Sequence[fx.Node]]]) ->
                     alike[tensor(other)] = tensor(own)
     if not instead:
         return
-    fed = {node for rounds in loops for calls_ in rounds[1:] for call in calls_ for node in tensor_inputs(call)}
+    fed = {
+        node for rounds in loops for calls_ in rounds[1:] for call in calls_ for node in tensor_inputs(call)
+    }
     end = graph.output_node()
-    end.args = mapped(lambda leaf: instead.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf, end.args)
+    _read_instead(end, instead)
     end.meta["loss"] = instead.get(end.meta["loss"], end.meta["loss"])
     for call in calls(graph):
         if any(node in instead for node in tensor_inputs(call)):
             _join(call, instead, alike)
     read = {*outputs(graph), *(node for call in calls(graph) for node in tensor_inputs(call))}
     for call in calls(graph):
-        if any(node in fed and node not in read for node in tensor_outputs(call)):
-            call.meta["outputs"] = [node for node in tensor_outputs(call) if node in read or node not in fed]
+        spare = {tensor(node).shape for node in tensor_outputs(call) if node in fed and node not in read}
+        if spare:  # what only rounds that were left out read, or that were counted in the trace
+            made = tensor_outputs(call)
+            call.meta["outputs"] = [node for node in made if node in read or tensor(node).shape not in spare]
             _without_views(call)
 
 
@@ -160,6 +170,7 @@ def _leave_out(call: fx.Node) -> None:
 
 def _join(call: fx.Node, instead: Mapping[fx.Node, fx.Node], alike: Mapping[Meta, Meta]) -> None:
     """A call that is given results of rounds that were left out is given those of the one that stands for them, once."""
+    _read_instead(call, instead)
     given = tensor_inputs(call)
     kept = [node for node in given if node not in instead]
     stand = [instead[node] for node in given if node in instead]
@@ -177,6 +188,16 @@ def _join(call: fx.Node, instead: Mapping[fx.Node, fx.Node], alike: Mapping[Meta
     _without_views(call)
 
 
+def _read_instead(node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> None:
+    args, kwargs = (
+        mapped(lambda leaf: instead.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf, tree)
+        for tree in (tuple(node.args), dict(node.kwargs))
+    )
+    node.args, node.kwargs = args, kwargs
+
+
 def _without_views(call: fx.Node) -> None:
-    """A view in the backward pass hands the gradient of one round on: nothing runs."""
-    call.meta["backward"] = [node for node in call.meta["backward"] if not node.meta["launch"].is_view]
+    """A view in the backward pass hands the gradient of one round on: nothing runs. What reads nothing are zeros, in the
+    place of gradients of rounds that were counted in the trace."""
+    launches = ((node, node.meta["launch"]) for node in call.meta["backward"])
+    call.meta["backward"] = [node for node, launch in launches if not launch.is_view and launch.inputs]

@@ -6,13 +6,13 @@ from collections import defaultdict
 
 from torch import fx
 
-from autoparallel.planner.capture.nodes import SavedStorage, calls, is_held, tensor, tensor_outputs
+from autoparallel.planner.capture.nodes import Role, SavedStorage, calls, is_held, tensor, tensor_outputs
 
 _Keepers = dict[int, list[tuple[fx.Node, SavedStorage]]]  # storage -> the calls that it is kept for
 
 
 def with_kept_storages(graph: fx.Graph) -> fx.Graph:
-    """`graph`, each call told by `keeps` which storages are listed there, as (call that keeps it, position there, call of
+    """`graph`, each call told by `keeps` which storages are listed there, as (call that keeps it, position there, node of
     whose rounds each keeps its own); parameters, buffers and constants are left out.
 
     A storage is listed once, so that equal blocks list equal storages and the sum over the chain is what is kept:
@@ -27,6 +27,7 @@ def with_kept_storages(graph: fx.Graph) -> fx.Graph:
         if storage in makers
         and makers[storage].meta["link"] in {call.meta["link"] for call, _ in kept}
     }  # fmt: skip
+    given = {tensor(node).storage: node for node in graph.nodes if node.meta.get("role") is Role.INPUT}
     for call in calls(graph):
         call.meta["keeps"] = []
     for storage, entries in keepers.items():
@@ -40,7 +41,7 @@ def with_kept_storages(graph: fx.Graph) -> fx.Graph:
             at = keeper
         elif made is not None and len({call.meta["link"] for call, _ in entries}) > 1:
             at = made
-        at.meta["keeps"].append((keeper, saved.position, keeper if made is None else made))
+        at.meta["keeps"].append((keeper, saved.position, given.get(storage, made or keeper)))
     return graph
 
 

@@ -84,9 +84,10 @@ class Tracer(OpenedFunctions):
             name = getattr(func.__self__, "__name__", name)
         if name in READERS:
             return self.meta_mode.numbers(name, args[0])
-        kwargs = self.meta_mode.in_sight(name, kwargs)
-        if name in JOINS and (whole := self._pieces.whole(args, kwargs)) is not None:
-            func, args, kwargs, name = torch.flatten, (whole, 0, 1), {}, "flatten"
+        args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
+        if name in JOINS and (joined := self._pieces.joined(args, kwargs)) is not None:
+            (func, args), kwargs = joined, {}
+            name = func.__name__
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
         given = tensors((args, kwargs))

@@ -1,0 +1,79 @@
+"""A model that goes through its samples one by one costs what it costs at every micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.samples import matched, runs
+from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
+from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
+
+WIDTH, HEADS, PLACES = 8, 2, 6
+
+
+class EachImage(nn.Module):
+    """Attention within each image of a row of images, `windows` of it apart."""
+
+    def __init__(self, windows: int = 1) -> None:
+        super().__init__()
+        self.qkv, self.out, self.windows = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), windows
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        q, k, v = self.qkv(rows).reshape(len(rows), 3, HEADS, -1).permute(1, 2, 0, 3).unbind(0)
+        lengths = [x.shape[1] // self.windows] * (len(x) * self.windows)
+        parts = [torch.split(t[None], lengths, dim=2) for t in (q, k, v)]
+        attended = [
+            F.scaled_dot_product_attention(*each).transpose(1, 2) for each in zip(*parts, strict=True)
+        ]
+        return self.out(torch.cat(attended, dim=1).reshape(len(rows), WIDTH)).square().sum()
+
+
+class EachSample(nn.Module):
+    """Layers that run once for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for index in range(len(x)):
+            sample = x[index]
+            for layer in self.layers:
+                sample = torch.tanh(layer(sample))
+            found.append(sample)
+        return torch.stack(found).square().sum()
+
+
+MODELS = {
+    "images": EachImage,
+    "windows": lambda: EachImage(windows=PLACES // 2),
+    "samples": EachSample,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", [1, 4, 7])
+def test_flops_and_saved_bytes_are_those_of_all_samples(name: str, batch: int) -> None:
+    module, inputs = MODELS[name](), {"x": torch.randn(batch, PLACES, WIDTH)}
+    graph = capture(module, {"x": torch.randn(2, PLACES, WIDTH)}, name=name)
+    assert graph_from_json(graph_to_json(graph)) == graph
+    assert graph.model_flops(batch) == counted_flops(module, inputs)
+    assert saved_bytes(graph, batch) == eager_saved_bytes(module, inputs), show_saved(graph)
+
+
+def test_a_sequence_is_read_by_the_rounds_of_a_longer_one() -> None:
+    long = "a bc bc bc bc dd e"
+    pattern = runs(long)
+    assert [(long[r.start : r.start + r.period], r.rounds) for r in pattern if r.rounds > 1] == [
+        (" bc", 4),
+        ("d", 2),
+    ]
+    assert [r.rounds for r in matched(pattern, long, "a bc bc dd e") or ()] == [1, 2, 1, 2, 1, 1]
+    assert matched(pattern, long, "a bc bd dd e") is None
