@@ -26,7 +26,7 @@ from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.experts.parallel import can_share
-from autoparallel.runtime.limits import entered_blocks, limits
+from autoparallel.runtime.limits import entered_blocks, limits, on_devices
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.ranks.accelerator import device_name
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size
@@ -148,7 +148,12 @@ def _decide(
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,
         # A caller's own optimizer keeps its state where the parameters are, so that no plan relies on another place.
-        limits={"offload.optimizer": 0.0, **limits(source.constraints), **shared},
+        limits={
+            "offload.optimizer": 0.0,
+            **on_devices(source.constraints),
+            **limits(source.constraints),
+            **shared,
+        },
     )
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 

@@ -85,7 +85,6 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
 
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
-    from autoparallel.runtime.limits import check_tables
 
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
     with in_the_models_words(spec):
@@ -98,7 +97,11 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
         )
     if problems := strategy_problems(graph, cluster, strategy):
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
-    check_tables(strategy.embedding)
+    if any(rule.tier not in ("device", None) for rule in strategy.embedding):
+        raise UserError(
+            f"{path}: [[embedding]] with tiers: which rows are asked for is in the data, which a dry run has none of; run it, "
+            'or set tier = "device"'
+        )
     return dry_run_of(loaded.module, loaded.example_inputs, graph, cluster, strategy)
 
 

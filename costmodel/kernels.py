@@ -45,6 +45,7 @@ SERVED = (
     "served"  # rows that a parameter server on a host gives or takes, while every device of the node asks it
 )
 HOST_UPDATE = "host_update"  # this device's share of what the processors of its host read and write
+FROM_DISK = "from_disk"  # rows that a server has on disk, while every device of the node asks for such
 _MASK_BYTES = 1  # an element of a dropout mask
 _SCORE_KERNELS = {"eager": 4, "fused": 1, "compiled": 2}  # that pass over the scores of unfused attention
 _MEMORY_KINDS = {
@@ -105,7 +106,7 @@ def device_s(kernel: Kernel, device: Device, kernels: str) -> float:
     start_s = device.constants["kernel.start_s"]
     if kernel.kind == HOST_COPY:
         return kernel.count * (start_s + kernel.bytes_moved / host_copy_bytes_per_s(device))
-    if kernel.kind in (SERVED, HOST_UPDATE):
+    if kernel.kind in (SERVED, HOST_UPDATE, FROM_DISK):
         return kernel.count * (start_s + on_host_s(kernel, device))
     if kernel.kind == OpKind.ATTENTION and kernel.attention is not None:
         if not kernel.attention.flash:
@@ -132,6 +133,8 @@ def on_host_s(kernel: Kernel, device: Device) -> float:
     """A call of the host, which the device waits for, then rows through the host's memory, which the node's devices use
     at once, and over a device's own link to it, whichever is slower; an update stays in the host's memory. Raises UserError where the device's profile does not
     say what the host has."""
+    if kernel.kind == FROM_DISK:
+        return kernel.bytes_moved * kernel.sharers / _disk_bytes_per_s(device)
     memory_bytes_per_s = device.constants["host.memory_bytes_per_s"]
     if not memory_bytes_per_s:
         raise UserError(
@@ -143,6 +146,16 @@ def on_host_s(kernel: Kernel, device: Device) -> float:
         return shared_s
     link_s = kernel.bytes_moved / device.constants["host.bytes_per_s"]
     return device.constants["collective.host_s"] + max(shared_s, link_s)
+
+
+def _disk_bytes_per_s(device: Device) -> float:
+    found = device.constants["host.disk_bytes_per_s"]
+    if not found:
+        raise UserError(
+            f"{device.name}: the profile does not say how fast the host's disk is, which servers.memory < 1 needs; set "
+            "constants.host.disk_bytes_per_s"
+        )
+    return found
 
 
 def nearest_dtype(device: Device, dtype: str) -> str:

@@ -15,7 +15,7 @@ from autoparallel.costmodel.buckets import Bucket, fill_buckets
 from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.contention import Shares, excess, port_shares
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.kernels import HOST_COPY, SERVED, device_s, host_s
+from autoparallel.costmodel.kernels import FROM_DISK, HOST_COPY, SERVED, device_s, host_s
 from autoparallel.costmodel.prediction import BREAKDOWN_KEYS
 from autoparallel.costmodel.program import (
     Action,
@@ -309,7 +309,7 @@ def _excess_s(steps: Sequence[Step], beside: Sequence[Collective], program: Prog
 
 def _kernel_key(kernel: Kernel, key: str) -> str:
     """Copies between devices and hosts, and what parameter servers do, have their own; the rest its pass's `key`."""
-    return {HOST_COPY: "host_copies", SERVED: "other"}.get(kernel.kind, key)
+    return {HOST_COPY: "host_copies", SERVED: "other", FROM_DISK: "other"}.get(kernel.kind, key)
 
 
 def _comm_key(collective: Collective) -> str:

@@ -48,6 +48,7 @@ _SINGLE = {
     "host.memory_bytes": "memory of a node's host, for what is offloaded and for parameter servers; 0: not stated",
     "host.usable": "share of that memory that training can have: the rest is the system's and the data loaders'",
     "host.memory_bytes_per_s": "bandwidth of that memory, of all processors of the node; 0: not stated",
+    "host.disk_bytes_per_s": "reads of rows that a parameter server has on disk, whole rows at random; 0: not stated",
     "collective.efficiency_inner": "share of the innermost level's bandwidth that large messages reach",
     "collective.efficiency_outer": "likewise on the other levels",
     "collective.nvls_efficiency": "bus bandwidth of in-switch reduction, as a share of the level's",
@@ -107,4 +108,5 @@ UNLESS_SET: dict[str, str | float] = {
     "host.memory_bytes": 0.0,  # parameter servers are then refused, and nothing is offloaded unasked
     "host.usable": 0.9,  # kind: estimate
     "host.memory_bytes_per_s": 0.0,
+    "host.disk_bytes_per_s": 0.0,  # servers.memory < 1 is then refused
 }

@@ -8,6 +8,7 @@ One way through the rooms, each of which imports only from those named before it
 - `experts/`: expert parallelism.
 - `gradients/`: data parallelism: FSDP2, replicas, buckets, what is reduced how; backward passes in two halves.
 - `loading/`: values for parameters: initialised, from safetensors, from and to checkpoints.
+- `servers/`: rows of embedding tables on other ranks or with parameter servers.
 - `memory/`: recomputation, activations and optimizer state on the host, the optimizer.
 - `lowering/`: one module, whole or a stage, with all of the above applied in place.
 - `stages/`: a module cut into pipeline stages.

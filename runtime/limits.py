@@ -8,7 +8,7 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.file import strategy_to_constraints
-from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Strategy
+from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Mesh, Strategy
 from autoparallel.profiles.stacks import PLAIN
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.gradients.refusals import sync_problems
@@ -25,7 +25,8 @@ OTHER_SOFTWARE = {
     "hidden_dispatch": "computes one micro-batch at a time",
     "merged_dispatch": "sends a token to each expert",
 }
-ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables: tiers are not run
+ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables
+ONE_RANK = ("pp", "tp", "cp", "ep")  # axes along which tables in tiers are not run
 
 
 def check_software(execution: Execution) -> None:
@@ -36,14 +37,21 @@ def check_software(execution: Execution) -> None:
             raise UserError(f"execution.{key}{stack}: the runtime {instead}; set it to false")
 
 
-def check_tables(rules: Iterable[EmbeddingRule]) -> None:
-    """Refuse tables in tiers. Raises UserError."""
+def check_tables(rules: Iterable[EmbeddingRule], mesh: Mesh) -> None:
+    """Refuse tables in tiers beside axes along which ranks have the same samples, or parts of the model. Raises UserError."""
     for rule in rules:
-        if rule.tier not in ("device", None):
-            raise UserError(
-                f'[[embedding]] module = "{rule.module}", tier = "{rule.tier}": this can be planned, but the runtime keeps '
-                'every table on the devices; set tier = "device" (mesh.tp then shards tables)'
-            )
+        for axis in ONE_RANK if rule.tier not in ("device", None) else ():
+            if getattr(mesh, axis) > 1:
+                raise UserError(
+                    f'[[embedding]] module = "{rule.module}", tier = "{rule.tier}" with mesh.{axis} = {getattr(mesh, axis)}: '
+                    'the runtime asks for rows from data-parallel ranks alone; set it to 1, or tier = "device"'
+                )
+
+
+def on_devices(constraints: Mapping[str, object]) -> dict[str, object]:
+    """The constraint that leaves embedding tables on the devices, unless `constraints` say where they are: other tiers need an
+    optimizer that the model makes."""
+    return {} if constraints.get("embedding") else {"embedding": ON_DEVICES}
 
 
 def graph_limits(graph: ModelGraph) -> dict[str, object]:
@@ -71,7 +79,7 @@ def refused(graph: ModelGraph, strategy: Strategy) -> str | None:
     except UserError as error:
         return str(error)
     for key, value in needed.items():
-        if key != "embedding" and decisions.get(key) != value:
+        if decisions.get(key) != value:
             return f"{key} = {decisions.get(key)}: the runtime runs this strategy with {value} only"
     return None
 
@@ -81,12 +89,11 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
 
     `constraints` are those that there are already: some of them can be run with some meshes only.
     """
-    found: dict[str, object] = {"embedding": ON_DEVICES}
-    rules = constraints.get("embedding") or ON_DEVICES
+    found: dict[str, object] = {}
+    rules = constraints.get("embedding") or ()
     assert isinstance(rules, tuple)
-    check_tables(rules)
-    if all(rule.tier == "device" for rule in rules):
-        found["embedding"] = rules
+    if any(rule.tier not in ("device", None) for rule in rules):
+        found |= {f"mesh.{axis}": 1 for axis in ONE_RANK}
     if constraints.get("grad_sync.algorithm") == "parameter-server":  # see runtime.replicas
         raise UserError(
             'grad_sync.algorithm = "parameter-server": the runtime has no parameter servers; choose auto or hierarchical'

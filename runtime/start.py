@@ -37,6 +37,7 @@ from autoparallel.runtime.memory.recompute import MODES
 from autoparallel.runtime.ranks.accelerator import CPU, backend_of_ranks, generator_state, set_generator_state
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh, check_mesh, start_ranks, world_size
 from autoparallel.runtime.ranks.progress import Progress, silent
+from autoparallel.runtime.servers.tiering import tier_tables, tiered_modules
 from autoparallel.runtime.torch_private import draw_without_broadcast
 
 
@@ -83,6 +84,11 @@ def parallelize(
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
     seed = common_seed(mesh.device) if on_meta(module) else 0
+    tables = tier_tables(
+        module, strategy, mesh, param_dtype=dtypes.param, grad_dtype=dtypes.grad, seed=seed, weights=found
+    )
+    if tables is not None and found is not None:
+        found = found.without(tables.tables.names)
     lowered = lower_module(
         module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
         experts=sharings, entered=entered, alone=alone,
@@ -92,10 +98,11 @@ def parallelize(
         device=mesh.device,
         named=partial(module.named_parameters, remove_duplicate=False),
         owed=(lowered.sync.owed,),
+        tables=tables,
     )
     run = Run(
         strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers,
-        shared=shared_by_samples(example_inputs), progress=progress,
+        shared=shared_by_samples(example_inputs), progress=progress, tables=tables,
     )  # fmt: skip
     return make_parallel(module, run)
 
@@ -133,7 +140,8 @@ def check_strategy(
     if strategy.recompute.mode not in MODES:
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
     check_offload(strategy.offload)
-    check_tables(strategy.embedding)
+    check_tables(strategy.embedding, strategy.mesh)
+    tiered_modules(module, strategy.embedding)
     check_software(strategy.execution)
     check_sync(strategy, level_sizes, backend_of_ranks())
     check_levels(strategy, level_sizes)

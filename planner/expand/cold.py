@@ -8,7 +8,10 @@ nothing hides an exchange, and a step computes what one process computes.
     sharded           numbers of rows, rows and gradients by all-to-all among the data-parallel ranks, which own a
                       row each in turn; a rank updates its own rows
     parameter-server  rows and gradients by all-to-all between nodes, where there are several, and through the memory
-                      of the hosts and their links to the devices; the hosts update
+                      of the hosts and their links to the devices; the hosts update. Gradients go to every copy of a row;
+                      rows that are not in the servers' memory come from disk, and go back there, with their state
+
+Servers that are not synchronous are priced the same, but that nobody waits for an update.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from math import ceil
 
 from autoparallel.costmodel.access import AccessLaw, distinct_rows
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.kernels import HOST_UPDATE, SERVED
+from autoparallel.costmodel.kernels import FROM_DISK, HOST_UPDATE, SERVED
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, StageWork, Step
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.tables import TablePlace
@@ -45,8 +48,13 @@ class ColdState:
 
 
 def nodes_of(strategy: Strategy, cluster: Cluster) -> int:
-    """Nodes whose hosts serve."""
+    """Nodes whose devices compute."""
     return -(-strategy.mesh.devices // cluster.groups[0].devices_per_node)
+
+
+def serving_nodes(strategy: Strategy, cluster: Cluster) -> int:
+    """Nodes whose hosts serve."""
+    return len(strategy.servers.nodes) or nodes_of(strategy, cluster)
 
 
 def touched_only(strategy: Strategy) -> bool:
@@ -83,6 +91,11 @@ def exchange(placed: Sequence[TablePlace], strategy: Strategy, cluster: Cluster)
         inside = sum(rows * dim for rows, dim in own)
         there, back = exchange_steps(tier, sum(rows for rows, _ in own), inside, strategy, cluster)
         forward, backward, numbers = [*forward, *there], [*backward, *back], numbers + inside
+    if read := _from_disk([p for p in placed if p.tier == "parameter-server"], strategy):
+        held = state.dtype_bytes(strategy.execution.param_dtype)
+        moved = held + state.optimizer_bytes_per_parameter(strategy.execution)
+        forward.append(_disk(read * held, strategy, cluster))
+        backward.append(_disk(round(2 * read * moved) * strategy.servers.copies, strategy, cluster))
     return BlockWork(
         name=COLD_ROWS, forward=tuple(forward), backward_input=(), backward_weight=tuple(backward),
         saved_bytes=numbers * state.dtype_bytes(strategy.execution.param_dtype),
@@ -107,8 +120,28 @@ def exchange_steps(
             (asked, gathered, _all_to_all(fetched, strategy)),
             (summed, _all_to_all(returned, strategy), added),
         )
-    there = _by_servers(fetched, rows, strategy, cluster, backward=False)
-    return there, (summed, *_by_servers(returned, rows, strategy, cluster, backward=True))
+    there, copies = _by_servers(fetched, rows, strategy, cluster, backward=False), strategy.servers.copies
+    return there, (summed, *_by_servers(copies * returned, copies * rows, strategy, cluster, backward=True))
+
+
+def _from_disk(served: Sequence[TablePlace], strategy: Strategy) -> int:
+    """Numbers of the rows that one rank's micro-batch asks for and servers do not have in memory, the most wanted of which
+    they have."""
+    share = strategy.servers.memory
+    if share >= 1.0:
+        return 0
+    return sum(
+        _expected_rows(
+            p.law, p.table.rows, p.hot + round(p.cold * share), p.table.lookups.at(strategy.batch.micro)
+        ) * p.table.dim
+        for p in served
+    )  # fmt: skip
+
+
+def _disk(moved: int, strategy: Strategy, cluster: Cluster) -> Kernel:
+    return Kernel(
+        kind=FROM_DISK, dtype="", flops=0, bytes_moved=moved, backward=False, sharers=sharers(strategy, cluster)
+    )  # fmt: skip
 
 
 def _embedding(bytes_moved: int, *, backward: bool) -> Kernel:
@@ -170,7 +203,7 @@ def _zeroed(numbers: int, strategy: Strategy) -> Kernel:
 def _host_update(placed: Sequence[TablePlace], strategy: Strategy, cluster: Cluster) -> tuple[Kernel, ...]:
     """The hosts add up what was sent to them in a step, and update: one device's share of it."""
     served = [p for p in placed if p.tier == "parameter-server"]
-    if not served:
+    if not served or strategy.servers.mode != "synchronous":
         return ()
     execution = strategy.execution
     all_rows = not touched_only(strategy)
@@ -179,8 +212,8 @@ def _host_update(placed: Sequence[TablePlace], strategy: Strategy, cluster: Clus
     sent *= strategy.micro_batches * ranks_of(strategy)
     moved = updated * state.bytes_per_update(execution)
     moved += sent * (SUM_PASSES - 1) * state.dtype_bytes(execution.grad_dtype)
-    devices = nodes_of(strategy, cluster) * sharers(strategy, cluster)
-    share = state.share(moved, devices)
+    devices = serving_nodes(strategy, cluster) * sharers(strategy, cluster)
+    share = state.share(moved * strategy.servers.copies, devices)
     return (
         Kernel(kind=HOST_UPDATE, dtype="", flops=0, bytes_moved=share, sharers=sharers(strategy, cluster)),
     )
@@ -207,10 +240,10 @@ def with_cold_rows(
 
 def host_bytes(placed: Sequence[TablePlace], strategy: Strategy, cluster: Cluster) -> int:
     """Bytes in the memory of each host: its share of the rows, their optimizer state, and the gradients of a step."""
-    execution, total = strategy.execution, 0
+    execution, total, servers = strategy.execution, 0, strategy.servers
     each = state.dtype_bytes(execution.param_dtype) + state.optimizer_bytes_per_parameter(execution)
     for place in placed:
         if place.tier == "parameter-server":
             gradients = rows_per_step(place, strategy) * state.dtype_bytes(execution.grad_dtype)
-            total += (place.cold * each + gradients) * place.table.dim
-    return state.share(total, nodes_of(strategy, cluster))
+            total += (round(place.cold * servers.memory) * each + gradients) * place.table.dim
+    return state.share(total * servers.copies, serving_nodes(strategy, cluster))

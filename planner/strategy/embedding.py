@@ -51,6 +51,32 @@ def _unknown(key: str, patterns: list[str], names: list[str], graph: ModelGraph)
             yield f'{key} = "{pattern}": {graph.name} has no such embedding table; {shown}'
 
 
+def _servers(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
+    """`[servers]` on nodes that are there, as many as there are copies."""
+    servers = strategy.servers
+    group = cluster.groups[0]
+    there = -(-strategy.mesh.devices // group.devices_per_node)
+    absent = [node for node in servers.nodes if node >= there]
+    if absent:
+        yield (
+            f"servers.nodes = {list(servers.nodes)}: node {absent[0]} is not there, the strategy computes on {there} "
+            f"node{'s' * (there > 1)} (0 to {there - 1}); leave it out"
+        )
+    if len(set(servers.nodes)) < len(servers.nodes):
+        yield f"servers.nodes = {list(servers.nodes)} names a node twice; servers.per_node puts several servers on one"
+    count = (len(servers.nodes) or there) * servers.per_node
+    if servers.copies > count:
+        yield (
+            f"servers.copies = {servers.copies}: there are {count} servers (servers.nodes, servers.per_node); copies stand on "
+            f"different ones: write at most {count}, or have more servers"
+        )
+    if servers.memory < 1.0 and not cluster.device.constants["host.disk_bytes_per_s"]:
+        yield (
+            f"servers.memory = {servers.memory}: the profile of {cluster.device.name} does not say how fast its host's disk "
+            "is; set constants.host.disk_bytes_per_s, or keep all rows in memory (1.0)"
+        )
+
+
 def _mesh(cluster: Cluster, strategy: Strategy, tables: tuple[Table, ...]) -> Iterator[str]:
     """Rows elsewhere are asked for by data-parallel ranks, each with whole samples, on devices that are alike."""
     rules = [rule_of(strategy.embedding, table.module) for table in tables]
@@ -66,7 +92,10 @@ def _mesh(cluster: Cluster, strategy: Strategy, tables: tuple[Table, ...]) -> It
             )
     if len(cluster.groups) > 1:
         yield f'[[embedding]] tier = {told} needs devices of one kind; set tier = "device"'
-    elif "parameter-server" in tiers and not cluster.device.constants["host.memory_bytes"]:
+    if "parameter-server" not in tiers:
+        return
+    yield from _servers(cluster, strategy)
+    if len(cluster.groups) == 1 and not cluster.device.constants["host.memory_bytes"]:
         yield (
             f'[[embedding]] tier = "parameter-server": the profile of {cluster.device.name} does not say how much '
             "memory its host has; set constants.host.memory_bytes and constants.host.memory_bytes_per_s"

@@ -210,6 +210,27 @@ class EmbeddingAccessSection(Section):
     )
 
 
+class ServersSection(Section):
+    """`[servers]`: parameter servers of embedding tables."""
+
+    mode: Literal["synchronous", "bounded-stale", "asynchronous"] | None = Field(
+        None,
+        description="when a step's gradients count: all at its end | within `staleness` steps | as they come",
+    )
+    staleness: Count | None = Field(None, description="bounded-stale: steps that workers may be apart")
+    copies: Annotated[int, Field(ge=1, le=8)] | None = Field(
+        None, description="servers that have each row: all but one may die"
+    )
+    memory: Share | None = Field(
+        None, description="share of the served rows in memory; the others are on disk"
+    )
+    nodes: list[Count] | None = Field(None, description="nodes whose hosts serve; all that compute if empty")
+    per_node: Degree | None = Field(None, description="servers on each of them")
+    timeout_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="a server that does not answer for so long is given up"
+    )
+
+
 class ProblemSection(Section):
     """`[problem]`: what the file was planned for."""
 
@@ -240,6 +261,7 @@ class StrategySchema(Section):
     embedding: list[EmbeddingEntry] | None = None
     embedding_access: EmbeddingAccessSection | None = None
     recovery: RecoverySection | None = None
+    servers: ServersSection | None = None
     predicted: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
 
@@ -255,6 +277,7 @@ SECTIONS: dict[str, type[Section]] = {
     "grad_sync": GradSyncSection,
     "embedding_access": EmbeddingAccessSection,
     "recovery": RecoverySection,
+    "servers": ServersSection,
 }
 
 

@@ -179,9 +179,28 @@ class RecoveryRule:
     timeout_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Parameter servers that hold rows of embedding tables: never chosen.
+
+    "synchronous" computes what one process does; "bounded-stale" lets workers be `staleness` steps apart; "asynchronous"
+    any number. `copies` of every row are on as many servers, all but one of which may die; the share `memory` of the rows is in
+    their memory, the least wanted are on disk.
+    """
+
+    mode: str = "synchronous"
+    staleness: int = 1
+    copies: int = 1
+    memory: float = 1.0
+    nodes: tuple[int, ...] = ()  # whose hosts serve; empty: all that compute
+    per_node: int = 1
+    timeout_s: float = 60.0
+
+
 SAYS_NOTHING = (
     EmbeddingAccess(),
     RecoveryRule(),
+    Servers(),
 )  # sections that are left out: most models and clusters need none
 
 
@@ -201,6 +220,7 @@ class Strategy:
     embedding: tuple[EmbeddingRule, ...] = ()  # empty: every table on the devices
     embedding_access: EmbeddingAccess = field(default_factory=EmbeddingAccess)
     recovery: RecoveryRule = field(default_factory=RecoveryRule)
+    servers: Servers = field(default_factory=Servers)
 
     @property
     def micro_batches(self) -> int:

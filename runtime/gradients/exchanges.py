@@ -34,10 +34,12 @@ class Scatter(Protocol):
 
 class Exchange:
     """Scatters and gathers over `group`, encoded by `method` of `grad_sync.compression` (not powersgd); what is not
-    encoded round a `ring`, if asked for."""
+    encoded round a `ring`, if asked for, or (`served`) from every rank straight to the one that adds it, whatever the backend."""
 
-    def __init__(self, group: dist.ProcessGroup, method: str = "none", *, ring: bool = False) -> None:
-        self.group, self.method, self._ring = group, method, ring
+    def __init__(
+        self, group: dist.ProcessGroup, method: str = "none", *, ring: bool = False, served: bool = False
+    ) -> None:
+        self.group, self.method, self._ring, self._served = group, method, ring, served
 
     @property
     def biased(self) -> bool:
@@ -50,7 +52,8 @@ class Exchange:
             return RingScatter(rows, self.group)
         codec = current_codec(self.method, rows, memory)
         if codec is None:
-            return _Sent(rows, self.group) if rows.device.type == "cpu" else _Added(rows, self.group)
+            straight = self._served or rows.device.type == "cpu"
+            return _Sent(rows, self.group) if straight else _Added(rows, self.group)
         messages = encoded(rows, codec, memory, "scatter")
         follow_residual(self.method, rows, self.group, memory)
         return _Decoded(messages, rows, codec, self.group)
@@ -89,7 +92,7 @@ class _Sent:
     """Every row to the rank that adds it: Gloo's own reduce-scatter is an all-reduce, of twice the bytes."""
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
-        self._exchange = Direct(rows.contiguous(), group)
+        self._exchange = _started(rows.contiguous(), group)
 
     def wait(self) -> Tensor:
         return self._exchange.wait().sum(dim=0)

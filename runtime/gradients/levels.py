@@ -53,7 +53,7 @@ def divided(axes: Sequence[str], strategy: Strategy, level_sizes: Sequence[int])
         for levels, ranks in zip(found, groups, strict=True)
         if levels is not None
     )
-    if strategy.grad_sync.algorithm != "hierarchical" and not differs:
+    if strategy.grad_sync.algorithm not in ("hierarchical", "parameter-server") and not differs:
         return []
     if len({levels and (levels[1], len(levels[0])) for levels in found}) > 1:
         raise UserError(

@@ -11,7 +11,7 @@ from autoparallel.costmodel.compression import parse_method
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
 
-ALGORITHMS = ("auto", "hierarchical", "ring", "tree")
+ALGORITHMS = ("auto", "hierarchical", "ring", "tree", "parameter-server")
 POINT_TO_POINT = ("ring", "tree")  # ours: see point_to_point.py
 CHOOSES_NOTHING = "gloo"  # the backend that they run on
 
@@ -36,6 +36,11 @@ def sync_problems(
 
 def _point_to_point(strategy: Strategy, backend: str) -> Iterator[str]:
     sync, mesh = strategy.grad_sync, strategy.mesh
+    if sync.algorithm == "parameter-server" and strategy.shard.zero and mesh.dp_shard * mesh.cp > 1:
+        yield (
+            f'grad_sync.algorithm = "parameter-server": servers give the whole sum to every rank, and shard.zero = '
+            f"{strategy.shard.zero} wants a share of it; write hierarchical or auto"
+        )
     if sync.algorithm not in POINT_TO_POINT:
         return
     where = f'grad_sync.algorithm = "{sync.algorithm}"'
@@ -84,8 +89,7 @@ def _algorithm(
     where = f'grad_sync.algorithm = "{algorithm}"'
     if algorithm not in ALGORITHMS:
         yield (
-            f"{where} is priced and not run: there are no parameter servers, and NVLink's sums are NCCL's choice; write one "
-            f"of {', '.join(ALGORITHMS)}"
+            f"{where} is priced and not run: NVLink's sums are NCCL's choice; write one of {', '.join(ALGORITHMS)}"
         )
     elif algorithm == "hierarchical":
         if level_sizes is not None and not level_sizes:

@@ -2,7 +2,7 @@
 
 `grad_sync.algorithm = "hierarchical"` reduces inside the nodes first, over replicas (all-reduce) as over the ranks that
 shard (reduce-scatter). So does compression that differs between the levels that a group crosses, because that is what it
-is priced as. "ring" and "tree" are ours, of messages between neighbours, where the backend leaves the choice to nobody.
+is priced as. "parameter-server" does, too, with shares of the gradients served by the ranks themselves. "ring" and "tree" are ours, of messages between neighbours, where the backend leaves the choice to nobody.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from autoparallel.costmodel.compression import parse_method
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.gradients.exchanges import Exchange
 from autoparallel.runtime.gradients.levels import divided, method_between, pairs_of, two_levels
@@ -81,12 +82,22 @@ def group_reducer(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) 
     """What takes the mean over the ranks of `group` at once."""
     if strategy.grad_sync.algorithm == "ring":
         return ScatterReducer(Exchange(group, ring=True))
+    if strategy.grad_sync.algorithm == "parameter-server":
+        return _served(group, strategy, mesh)
     if strategy.grad_sync.algorithm == "tree":
         ranks = dist.get_process_group_ranks(group)
         levels = two_levels(ranks, mesh.level_sizes)
         units = levels[0] if levels is not None else [[rank] for rank in ranks]
         return TreeReducer(group, [[ranks.index(rank) for rank in unit] for unit in units])
     return make_reducer(group, _method(group, strategy, mesh))
+
+
+def _served(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) -> Reducer:
+    """Every rank serves an equal share: gradients are pushed to it, and the mean is pulled. (PowerSGD has no shares.)"""
+    method = _method(group, strategy, mesh)
+    if parse_method(method).name == "powersgd":
+        return make_reducer(group, method)
+    return ScatterReducer(Exchange(group, method, served=True))
 
 
 def replica_reducer(strategy: Strategy, mesh: RankMesh) -> Reducer | None:
@@ -97,5 +108,7 @@ def replica_reducer(strategy: Strategy, mesh: RankMesh) -> Reducer | None:
     if mesh.levels is None:
         return group_reducer(mesh.group(*axes), strategy, mesh)
     inside, across = mesh.levels
-    outer = make_reducer(across, _method(across, strategy, mesh))
+    outer: Reducer = make_reducer(across, _method(across, strategy, mesh))
+    if strategy.grad_sync.algorithm == "parameter-server":
+        outer = _served(across, strategy, mesh)
     return ScatterReducer(Exchange(inside, _method(inside, strategy, mesh)), outer, across.size())

@@ -51,18 +51,19 @@ def check_initialisable(module: nn.Module, given: Container[str] = ()) -> None:
 
 
 def materialise(
-    module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module, given: Container[str] = ()
-) -> None:
+    module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module, given: Container[str] = (),
+    only: Container[str] | None = None,
+) -> None:  # fmt: skip
     """Give every tensor of `module` that is on the meta device memory on `device`, and its initial values.
 
     In place; parameters may already be sharded. `origin` is the whole model, whose `_init_weights` is used if
     it has one; `module` is it or a stage of it. Of modules whose tensors are all `given` (by name) only the
-    shares are made, with no values yet: they are loaded.
+    shares are made, with no values yet: they are loaded. `only` these modules, by path; all of them by default.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():
         names = _meta_names(owner)
-        if not names:
+        if not names or (only is not None and path not in only):
             continue
         if all(_joined(path, name) in given for name in names):
             _make_shares(owner, device, made)

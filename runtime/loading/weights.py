@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -35,6 +35,10 @@ class Weights:
 
     def __contains__(self, name: object) -> bool:
         return name in self.places
+
+    def without(self, names: Collection[str]) -> Weights:
+        """The places of all but these."""
+        return Weights(places={name: place for name, place in self.places.items() if name not in names})
 
 
 def find_weights(path: str | os.PathLike[str], module: nn.Module) -> Weights:
@@ -123,10 +127,20 @@ def load_weights(module: nn.Module, weights: Weights) -> None:
             if not isinstance(tensor, Tensor) or id(tensor) in filled:
                 continue
             filled.add(id(tensor))
+            if name not in weights.places:  # see `Weights.without`
+                continue
             path, key = weights.places[name]
             if path not in opened:
                 opened[path] = stack.enter_context(_open(path))
             local(tensor).copy_(_read(opened[path], key, share_ranges(tensor)))
+
+
+def load_rows(weights: Weights, name: str, first: int, stop: int) -> Tensor:
+    """Some rows of a matrix."""
+    path, key = weights.places[name]
+    with _open(path) as file:
+        found: Tensor = file.get_slice(key)[first:stop]
+    return found
 
 
 def _read(file: Any, key: str, ranges: Sequence[Sequence[Range]]) -> Tensor:

@@ -31,12 +31,14 @@ from autoparallel.runtime.memory.recompute import attention_kernel
 from autoparallel.runtime.ranks.mesh import RankMesh
 from autoparallel.runtime.ranks.places import sharding_axes
 from autoparallel.runtime.ranks.progress import Progress, silent
+from autoparallel.runtime.servers.tiering import whole_norm_squared
+from autoparallel.runtime.servers.whole import WholeTables
 from autoparallel.runtime.tensor.questions import to_plain
 
 LossFn = Callable[[Any, Any], Tensor]
 _MEMBERS = (
     "step", "optimizer", "synchronise_by", "data_parallel_rank", "data_parallel_size", "clip_grad_norm_", "full_state_dict",
-    "full_gradients", "strategy", "program",
+    "full_gradients", "strategy", "program", "tables",
 )  # fmt: skip
 
 
@@ -52,6 +54,7 @@ class Run:
     optimizers: Optimizers
     shared: Shared = frozenset()  # inputs that are not samples
     progress: Progress = silent
+    tables: WholeTables | None = None  # embedding tables of which some rows are elsewhere
 
     def numerics(self) -> AbstractContextManager[None]:
         """What forward passes run under."""
@@ -93,6 +96,8 @@ class ParallelModule(nn.Module):
             losses.append(loss.detach())
         run.progress("REDUCE_GRAD", 0)
         run.lowered.finish()
+        if run.tables is not None:
+            run.tables.tables.finish()
         run.progress("LOSS", 0)
         return mean_over_replicas(torch.stack(losses).mean(), run.mesh)
 
@@ -122,6 +127,11 @@ class ParallelModule(nn.Module):
         object.__setattr__(self, "_run", replace(self._run, strategy=strategy))
 
     @property
+    def tables(self) -> WholeTables | None:
+        """Embedding tables of which some rows are on other ranks or with servers; None where there are none."""
+        return self._run.tables
+
+    @property
     def data_parallel_rank(self) -> int:
         """Which share of the global batch this rank's data loader reads."""
         return self._run.mesh.data_parallel_rank
@@ -144,7 +154,11 @@ class ParallelModule(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; that norm."""
-        return clip_gradients(list(self.parameters()), gradient_norm_squared(self.parameters()), max_norm)
+        norm_squared = whole_norm_squared(gradient_norm_squared(self.parameters()), self._run.tables)
+        norm = clip_gradients(list(self.parameters()), norm_squared, max_norm)
+        if self._run.tables is not None:
+            self._run.tables.tables.scale(clip_factor(norm, max_norm))
+        return norm
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
@@ -155,17 +169,25 @@ class ParallelModule(nn.Module):
     def full_gradients(self) -> dict[str, Tensor]:
         """The whole model's gradients by parameter name on rank 0 (tied ones once), `{}` elsewhere; collective."""
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        if self._run.tables is not None:
+            gradients |= self._run.tables.gradients()
         return gather_full(gradients, self._run.mesh.rank)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state under the original names."""
-        return with_chunks(super().state_dict(*args, **kwargs))
+        state = with_chunks(super().state_dict(*args, **kwargs))
+        return state if self._run.tables is None else state | self._run.tables.state()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load this rank's state (what `state_dict` gave), or the whole model's, of which it takes its share."""
-        held = self.state_dict()
+        held = with_chunks(super().state_dict())
+        if self._run.tables is not None:
+            state_dict = {
+                **self._run.tables.load(state_dict),
+                **{name: held[name] for name in self._run.tables.tables.names if name in held},
+            }
         return super().load_state_dict(
             {name: fitting(value, held.get(name)) for name, value in state_dict.items()}, strict, assign
         )
@@ -200,10 +222,13 @@ def check_members(module: nn.Module) -> None:
 def clip_gradients(parameters: list[nn.Parameter], norm_squared: Tensor, max_norm: float) -> Tensor:
     """Scale gradients whose whole norm is `sqrt(norm_squared)` down to `max_norm`; the norm before."""
     norm = norm_squared.sqrt()
-    scale_gradients(
-        parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    )  # as torch.nn.utils.clip_grad_norm_
+    scale_gradients(parameters, clip_factor(norm, max_norm))
     return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """By what gradients of this norm are multiplied, as `torch.nn.utils.clip_grad_norm_` does."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def gather_full(values: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from autoparallel.runtime.memory.optimizer_state import (
     named_residuals,
     named_state,
 )
+from autoparallel.runtime.servers.whole import WholeTables
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import laid_out, layout_of, step_without_hooks
 
@@ -65,6 +66,7 @@ class Optimizers:
     named: Named
     owed: Sequence[OwedGradients] = ()
     count: OffloadCount = field(default_factory=OffloadCount)
+    tables: WholeTables | None = None  # embedding tables in tiers: their rows move with a step
     made: bool = False
 
     def make(self, kind: type[Optimizer], parameters: Any, options: Mapping[str, Any]) -> ParallelOptimizer:
@@ -76,13 +78,18 @@ class Optimizers:
         given = list(dict.fromkeys(p for _, p in self.named())) if parameters is None else parameters
         made: Any = type(f"Parallel{kind.__name__}", (ParallelOptimizer, kind), {})
         optimizer: ParallelOptimizer = made(given, **options)
-        optimizer._home, optimizer._own_step = self, step_without_hooks(kind)
+        optimizer._home, optimizer._own_step, optimizer._kind = self, step_without_hooks(kind), kind
         self.made = True
         return optimizer
 
     def check(self) -> None:
         """Refuse a step whose optimizer could not keep its state where the strategy wants it."""
         share = self.strategy.offload.optimizer
+        if self.tables is not None and not self.made:
+            raise UserError(
+                "[[embedding]] with tiers: rows that are not on this device are updated where they are; make the optimizer with "
+                'model.optimizer(torch.optim.Adagrad, lr=...), or set tier = "device"'
+            )
         if share and not self.made:
             raise UserError(
                 f"offload.optimizer = {share}: torch's optimizers keep their state where the parameters are; make "
@@ -95,6 +102,7 @@ class ParallelOptimizer(Optimizer):
 
     _home: Optimizers
     _own_step: Callable[..., Any]
+    _kind: type[Optimizer]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update, piece by piece; the closure's result, if there is one."""
@@ -104,7 +112,15 @@ class ParallelOptimizer(Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._update_all()
+            if self._home.tables is not None:
+                self._home.tables.tables.commit(self, self._kind)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, of rows elsewhere too."""
+        super().zero_grad(set_to_none)
+        if self._home.tables is not None:
+            self._home.tables.tables.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of parameters, this rank's shares: what `load_state_dict` and
@@ -112,12 +128,21 @@ class ParallelOptimizer(Optimizer):
         self._begin()
         kept = {p: part for owed in self._home.owed for p, part in owed.gather().items()}
         residuals = {p: laid_out_like(part, p.detach()) for p, part in kept.items()}
-        return named_state(self, self._home.named(), residuals)
+        found = named_state(self, self._home.named(), residuals)
+        if self._home.tables is None:
+            return found
+        names = tuple(f"state.{name}." for name in self._home.tables.tables.names)
+        kept_here = {key: value for key, value in found.items() if not key.startswith(names)}
+        return kept_here | self._home.tables.optimizer_state(self, self._kind)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's shares of what `state_dict` gave, under this strategy or another."""
         self._begin()
-        load_named_state(self, self._home.named(), state_dict)
+        tables = self._home.tables
+        tiered = tables.tables.names if tables is not None else {}
+        load_named_state(self, [one for one in self._home.named() if one[0] not in tiered], state_dict)
+        if tables is not None:
+            tables.load_optimizer_state(self, state_dict)
         residuals = named_residuals(self._home.named(), state_dict)
         for owed in self._home.owed if residuals else ():
             owed.give(residuals)

@@ -58,21 +58,33 @@ def test_servers_say_what_their_hosts_hold_and_when_it_is_too_much(graph: Path, 
     refused("plan", huge, *cluster, words=["no strategy fits", "each host"], status=3)
 
 
-def test_what_is_not_run_is_refused_or_left_out(graph: Path, tmp_path: Path) -> None:
+def test_tables_on_servers_are_run_and_servers_that_are_not_there_are_refused(
+    graph: Path, tmp_path: Path
+) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(SERVED)
     cluster = ("--cluster", "a100-sxm-80gb:1x2", "--global-batch", "512", "--runnable")
-    refused(
-        "plan",
-        graph,
-        *cluster,
-        "--strategy",
-        rules,
-        words=["tables.*", "the runtime keeps every table on the devices"],
-    )
-    runnable = run("plan", graph, *cluster, "--json")
+    runnable = run("plan", graph, *cluster, "--strategy", rules, "--json")
     assert runnable.status == 0, runnable.err
-    assert "embedding" not in runnable.json["strategy"]
+    assert runnable.json["strategy"]["embedding"][0]["tier"] == "parameter-server"
+    for setting, words in {
+        "servers.nodes=[3]": ["servers.nodes", "node 3 is not there"],
+        "servers.copies=2": ["servers.copies = 2", "there are 1 servers"],
+        "servers.memory=0.5": ["servers.memory", "host.disk_bytes_per_s"],
+        "servers.mode=eventual": ["servers", "mode", "bounded-stale"],
+    }.items():
+        refused(
+            "score",
+            graph,
+            *cluster[:-1],
+            "--strategy",
+            rules,
+            "--set",
+            "mesh.dp_replicate=2",
+            "--set",
+            setting,
+            words=words,
+        )
 
 
 @pytest.mark.parametrize(

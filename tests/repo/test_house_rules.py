@@ -124,6 +124,7 @@ ROOMS = (
     "experts",
     "gradients",
     "loading",
+    "servers",
     "memory",
     "lowering",
     "stages",

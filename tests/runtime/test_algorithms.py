@@ -47,8 +47,9 @@ def test_a_tree_joins_all_ranks_and_two_trees_share_the_work(sizes: list[int]) -
 def _sums(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     """By algorithm and size: the largest error of the mean, and what this rank sent beside a ring, relative."""
     found = {}
-    for algorithm in ("ring", "tree", "hierarchical"):
-        for axis in ("dp_replicate", "dp_shard") if algorithm != "tree" else ("dp_replicate",):
+    for algorithm in ("ring", "tree", "hierarchical", "parameter-server"):
+        whole = algorithm in ("tree", "parameter-server")
+        for axis in ("dp_replicate",) if whole else ("dp_replicate", "dp_shard"):
             strategy = synchronised(GradSync(algorithm=algorithm), **{axis: world_size})
             mesh = with_levels(build_mesh(strategy.mesh, BY_TWO), strategy)
             names = {mesh.group(axis).group_name: axis}
@@ -80,7 +81,7 @@ def test_every_algorithm_finds_the_mean(gloo: Processes) -> None:
     results = gloo.run(4, _sums)
     for name in results[0]:
         assert max(result[name][0] for result in results) < 1e-6, name
-        if str(SIZES[1]) in name and "hierarchical" not in name:
+        if str(SIZES[1]) in name and not name.startswith(("hierarchical", "parameter-server")):
             sent = [result[name][1] for result in results]
             assert sum(sent) / 4 == pytest.approx(1.0), f"{name}: together the ranks send what a ring sends"
             assert max(sent) < 1.5, name

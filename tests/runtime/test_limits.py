@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Batch, EmbeddingRule, Mesh, Offload, Pipeline, Shard, Strategy
-from autoparallel.runtime.limits import ON_DEVICES, limits, refused
+from autoparallel.runtime.limits import limits, on_devices, refused
 from tests.toy_graphs import toy_transformer
 
 
@@ -26,22 +25,14 @@ from tests.toy_graphs import toy_transformer
 def test_what_is_asked_for_limits_the_meshes_that_run_it(
     asked: dict[str, Any], fixed: dict[str, Any]
 ) -> None:
-    assert limits(asked) == {"embedding": ON_DEVICES, **fixed}
+    assert limits(asked) == fixed
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (
-            {"embedding": (EmbeddingRule(module="tables.*", tier="sharded", hot_rows=0),)},
-            r"tables\.\*.*on the devices",
-        ),
-        ({"grad_sync.algorithm": "parameter-server"}, "no parameter servers"),
-    ],
-)
-def test_what_no_mesh_runs_is_refused(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        limits(asked)
+def test_tables_in_tiers_stand_beside_data_parallelism_alone() -> None:
+    rules = (EmbeddingRule(module="tables.*", tier="sharded", hot_rows=0),)
+    assert limits({"embedding": rules}) == {f"mesh.{axis}": 1 for axis in ("pp", "tp", "cp", "ep")}
+    assert on_devices({"embedding": rules}) == {}
+    assert on_devices({})["embedding"] == (EmbeddingRule(module="*", tier="device"),)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.runtime.test_replicas import BY_TWO, strategy_of
         (GradSync(algorithm="nvls"), BY_TWO, {"dp_replicate": 2}, ("nvls", "not run", "one of auto")),
         (GradSync(algorithm="tree"), BY_TWO, {"dp_shard": 2}, ("tree", "write ring")),
         (GradSync(algorithm="ring", compression=("none", "int8")), BY_TWO, {"dp_replicate": 4}, ("int8", "write auto")),
-        (GradSync(algorithm="parameter-server"), BY_TWO, {"dp_replicate": 2}, ("parameter-server", "no parameter servers")),
+        (GradSync(algorithm="parameter-server"), BY_TWO, {"dp_shard": 2}, ("parameter-server", "write hierarchical")),
         (GradSync(algorithm="hierarchical"), (), {"dp_replicate": 4}, ("hierarchical", "pass cluster=")),
         (GradSync(compression=("int3",)), BY_TWO, {"dp_replicate": 2}, ("int3", "one of")),
         (GradSync(compression=("topk:0",)), BY_TWO, {"dp_replicate": 2}, ("topk:0", "above 0")),

@@ -18,6 +18,7 @@ from autoparallel.planner.strategy.types import (
     Offload,
     Pipeline,
     Recompute,
+    Servers,
     Shard,
     Strategy,
     TensorRule,
@@ -98,6 +99,7 @@ def strategy_of(
         grad_sync=sync_of(problem, chosen.compression),
         tensor=rules_of(problem),
         embedding_access=access_of(problem),
+        servers=servers_of(problem),
     )
     if "grad_sync.bucket_mib" in fixed or not bucketed:
         return strategy
@@ -123,6 +125,16 @@ def access_of(problem: Problem) -> EmbeddingAccess:
         if f"embedding_access.{f.name}" in problem.constraints
     }
     return EmbeddingAccess(**given)
+
+
+def servers_of(problem: Problem) -> Servers:
+    """What the user says of parameter servers."""
+    given: dict[str, Any] = {
+        f.name: problem.constraints[f"servers.{f.name}"]
+        for f in fields(Servers)
+        if f"servers.{f.name}" in problem.constraints
+    }
+    return Servers(**given)
 
 
 def _with_groups(mesh: Mesh, groups: tuple[int, ...]) -> Mesh:

@@ -35,7 +35,7 @@ def space_of(problem: Problem, *, tables: bool = False) -> tuple[SpaceKey, ...]:
     for key in every_key():
         if key in problem.constraints and key != "batch.global" and not key.startswith("execution."):
             found.append(SpaceKey(key=key, how="fixed"))
-        elif key == "batch.global" or key.startswith(("execution.", "embedding_access.")):
+        elif key == "batch.global" or key.startswith(("execution.", "embedding_access.", "servers.")):
             found.append(SpaceKey(key=key, how="stated"))
         elif key in left_out:
             found.append(SpaceKey(key=key, how=f"left-out: {left_out[key]}"))
