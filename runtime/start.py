@@ -84,21 +84,16 @@ def parallelize(
     broadcast_state(module, mesh.device)
     full = strategy.recompute.per_stage[0] if strategy.recompute.per_stage else 0
     seed = common_seed(mesh.device) if on_meta(module) else 0
-    tables = tier_tables(
+    tables, found = tier_tables(
         module, strategy, mesh, param_dtype=dtypes.param, grad_dtype=dtypes.grad, seed=seed, weights=found
     )
-    if tables is not None and found is not None:
-        found = found.without(tables.tables.names)
     lowered = lower_module(
         module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
         experts=sharings, entered=entered, alone=alone,
     )  # fmt: skip
+    named = partial(module.named_parameters, remove_duplicate=False)
     optimizers = Optimizers(
-        strategy=strategy,
-        device=mesh.device,
-        named=partial(module.named_parameters, remove_duplicate=False),
-        owed=(lowered.sync.owed,),
-        tables=tables,
+        strategy=strategy, device=mesh.device, named=named, owed=(lowered.sync.owed,), tables=tables
     )
     run = Run(
         strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers,

@@ -62,12 +62,12 @@ def tiered_modules(module: nn.Module, rules: Sequence[EmbeddingRule]) -> dict[st
 def tier_tables(
     module: nn.Module, strategy: Strategy, mesh: RankMesh, *, param_dtype: torch.dtype, grad_dtype: torch.dtype,
     seed: int, weights: Weights | None,
-) -> WholeTables | None:  # fmt: skip
-    """Put the tables where the strategy has them, in place; None where all are on the devices. Collective. Every rank holds the
-    same values before, or meta tensors."""
+) -> tuple[WholeTables | None, Weights | None]:  # fmt: skip
+    """Put the tables where the strategy has them, in place (none where all are on the devices); and the weights that are still to
+    be loaded. Collective. Every rank holds the same values before, or meta tensors."""
     chosen = tiered_modules(module, strategy.embedding)
     if not chosen:
-        return None
+        return None, weights
     axes = [axis for axis in _AXES if getattr(mesh.sizes, axis) > 1]
     along = mesh.axis(*axes) if axes else None
     group = subgroup(groups_along(mesh.sizes, *axes), "embedding_rows") if axes else None
@@ -109,7 +109,7 @@ def tier_tables(
     for number, (path, table) in enumerate(zip(chosen, tables, strict=True)):
         _fill_table(module, path, table, whole, seed, weights)
         make_tiered(table.module, table.module.weight, found.look_up_of(number))  # type: ignore[arg-type]
-    return whole
+    return whole, None if weights is None else weights.without(found.names)
 
 
 def _fill_table(
