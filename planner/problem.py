@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from math import inf
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from autoparallel.costmodel.compression import parse_method
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
 from autoparallel.planner.money import rate_per_s
+from autoparallel.planner.strategy.fixed import Fixed, fixed_of
 from autoparallel.planner.strategy.stacks import Runs, runs_of
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -46,6 +48,11 @@ class Problem:
     # Why whoever runs the plan refuses a strategy, None where it does not: such strategies are left out of the search.
     refuses: Callable[[Strategy], str | None] | None = None
 
+    @cached_property
+    def fixed(self) -> Fixed:
+        """The constraints, typed."""
+        return fixed_of(self.constraints)
+
     @property
     def runs(self) -> Runs:
         """What the user's software has of what is searched for."""
@@ -62,13 +69,13 @@ class Problem:
                 f"batch.global = {fixed} contradicts the global batch of {self.global_batch}; give one of them"
             )
 
-        groups, have = self.fixed_ints("mesh.groups") or (), len(self.cluster.groups)
+        groups, have = self.fixed.groups, len(self.cluster.groups)
         if any(not 0 <= g < have for g in groups):
             raise UserError(
                 f"mesh.groups = {list(groups)}: {self.cluster.name} has the device groups 0 to {have - 1}"
             )
-        pp = self.constraints.get("mesh.pp", len(groups))
-        if groups and pp != len(groups):
+        pp = self.fixed.mesh.pp
+        if groups and pp not in (None, len(groups)):
             raise UserError(
                 f"mesh.groups = {list(groups)} names a device group for each of {len(groups)} pipeline ranks, but "
                 f"mesh.pp = {pp}; change one of them"
@@ -83,7 +90,7 @@ class Problem:
     def rate_per_s(self, devices: int) -> float:
         """Price of one second of that many devices, of the groups that `mesh.groups` names if it does; their
         number where not every group has a price, so that the cost of a step is then its device-seconds."""
-        return rate_per_s(self.cluster, devices, self.fixed_ints("mesh.groups") or ())
+        return rate_per_s(self.cluster, devices, self.fixed.groups)
 
     def value_of(self, time_s: float, memory_bytes: float, devices: int) -> Value:
         """What `plan` minimises, lexicographically: (seconds, 0), (price of a step, 0) or (bytes, seconds)."""
@@ -94,50 +101,6 @@ class Problem:
                 return (time_s * self.rate_per_s(devices), 0.0)
             case Objective.MEMORY:
                 return (float(memory_bytes), time_s)
-
-    def fixed_int(self, key: str) -> int | None:
-        """The integer that the constraint `key` fixes (mesh.groups fixes mesh.pp), None where it is free."""
-        groups = self.constraints.get("mesh.groups") if key == "mesh.pp" else None
-        value = len(groups) if isinstance(groups, (list, tuple)) and groups else self.constraints.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UserError(f"{key} = {value!r}: a whole number is needed")
-        return value
-
-    def fixed_share(self, key: str) -> float:
-        """The number that the constraint `key` fixes, 0 where it is free."""
-        value = self.constraints.get(key, 0.0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"{key} = {value!r}: a number from 0 to 1 is needed")
-        return float(value)
-
-    def fixed_ints(self, key: str) -> tuple[int, ...] | None:
-        """The integers that the constraint `key` fixes, None where it is free."""
-        value = self.constraints.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, (list, tuple)) or not all(
-            isinstance(v, int) and not isinstance(v, bool) for v in value
-        ):
-            raise UserError(f"{key} = {value!r}: a list of whole numbers is needed")
-        return tuple(value)
-
-    def fixed_words(self, key: str) -> tuple[str, ...] | None:
-        """The words that the constraint `key` fixes, None where it is free."""
-        value = self.constraints.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise UserError(f"{key} = {value!r}: a list of words is needed")
-        return tuple(str(v) for v in value)
-
-    def fixed_word(self, key: str) -> str | None:
-        """The word that the constraint `key` fixes, None where it is free."""
-        value = self.constraints.get(key)
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"{key} = {value!r}: a word is needed")
-        return value
 
 
 class Simulated(Protocol):

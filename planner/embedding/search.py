@@ -217,5 +217,5 @@ def strategies(problem: Problem) -> Iterator[Strategy]:
 
 def _partition(problem: Problem) -> Partition:
     partition = even_partition(len(problem.graph.repeated_positions), 1)
-    full = problem.fixed_ints("recompute.per_stage")
+    full = problem.fixed.recomputed
     return replace(partition, recomputed=full) if full else partition

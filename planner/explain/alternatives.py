@@ -210,9 +210,9 @@ def smallest(
 
 def _all_recomputed(outer: Outer, chosen: Candidate) -> Partition:
     partition = even_partition(len(outer.chain.kinds), chosen.chunks)
-    if chosen.mode == "full" or "recompute.per_stage" in outer.problem.constraints:
+    if chosen.mode == "full" or outer.problem.fixed.recomputed is not None:
         return Partition(
-            blocks=outer.problem.fixed_ints("pipeline.stage_blocks") or partition.blocks,
-            recomputed=outer.problem.fixed_ints("recompute.per_stage") or partition.recomputed,
+            blocks=outer.problem.fixed.stage_blocks or partition.blocks,
+            recomputed=outer.problem.fixed.recomputed or partition.recomputed,
         )
     return Partition(blocks=partition.blocks, recomputed=partition.blocks)

@@ -93,7 +93,7 @@ def state_of_model_bytes(problem: Problem) -> float:
 def optimizer_offloaded(problem: Problem) -> float:
     """The share of the optimizer state that may be on the hosts."""
     if "offload.optimizer" in problem.constraints:
-        return problem.fixed_share("offload.optimizer")
+        return float(problem.fixed.offload.optimizer or 0.0)
     return 1.0 if host_capacity_bytes(problem.cluster) > 0 else 0.0
 
 

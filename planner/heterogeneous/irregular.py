@@ -36,8 +36,8 @@ def has_parts(problem: Problem) -> bool:
 def every_part(problem: Problem) -> tuple[Part, ...]:
     """Every part to search, those that are searched fastest first."""
     free = {k: v for k, v in problem.constraints.items() if k not in PLACED}
-    nodes = problem.fixed_ints("mesh.placement") or ()
-    per_node = problem.fixed_int("mesh.per_node") or 0
+    nodes = tuple(problem.fixed.mesh.placement or ())
+    per_node = problem.fixed.mesh.per_node or 0
     whole = replace(problem, constraints=free)
     if nodes or per_node:
         cluster = of_nodes(problem.cluster, nodes or range(problem.cluster.nodes), per_node)
@@ -73,7 +73,7 @@ def _on_network(part: Part) -> Iterator[Part]:
     if part.problem.cluster.network is None:
         yield part
         return
-    groups = part.problem.fixed_ints("mesh.groups")
+    groups = part.problem.fixed.groups
     if groups and len(part.problem.cluster.groups) > 1:
         nodes = nodes_by_group(part.problem.cluster, groups)
         cluster = of_nodes(part.problem.cluster, nodes)

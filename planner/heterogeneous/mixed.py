@@ -51,7 +51,7 @@ class Part:
 def is_mixed(problem: Problem) -> bool:
     """Whether the search has to choose device groups: several kinds of device, and the user names none."""
     devices = {group.device.name for group in problem.cluster.groups}
-    return len(devices) > 1 and not problem.fixed_ints("mesh.groups")
+    return len(devices) > 1 and not problem.fixed.groups
 
 
 def parts(problem: Problem) -> tuple[Part, ...]:
@@ -81,7 +81,7 @@ def _assignments(problem: Problem) -> Iterator[tuple[int, ...]]:
     `size` devices per rank: the divisors of the smallest group of the set. The fewest ranks come first.
     """
     groups = problem.cluster.groups
-    fixed, most = problem.fixed_int("mesh.pp"), most_chunks(problem.graph)
+    fixed, most = problem.fixed.pp, most_chunks(problem.graph)
     found: dict[tuple[int, ...], None] = {}
     sets = [s for n in range(2, len(groups) + 1) for s in combinations(range(len(groups)), n)]
     for chosen in sets:

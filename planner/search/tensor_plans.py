@@ -207,7 +207,7 @@ def _prices(search: Search, strategy: Strategy) -> tuple[float, ...]:
         none, full = (outer.book.block_price(strategy, group[0], mode) for mode in ("none", "full"))
         if none.saved > full.saved:
             rates.append((full.backward_s - none.backward_s) / (none.saved - full.saved))
-    if not rates or "recompute.per_stage" in outer.problem.constraints:
+    if not rates or outer.problem.fixed.recomputed is not None:
         return (LEANEST,)
     assert best is not None
     recompute = best.strategy.recompute

@@ -189,7 +189,7 @@ class CommunicationPrices:
     def _inner_placement(self, mesh: int, order: int) -> int:
         sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
         placed = Mesh(**sizes, order=self.space.meshes.orders[order])
-        nearest = nearest_axes(placed, ordered="mesh.order" in self.problem.constraints)
+        nearest = nearest_axes(placed, ordered=self.problem.fixed.order is not None)
 
         def crossed(axes: tuple[Axis, ...]) -> object:
             return tuple(crossings((name,), axes, self.problem.cluster) for name in INNER)

@@ -242,7 +242,7 @@ def _kind_gathers_s(communication: Communication, table: PriceTable) -> Floats:
 
 def _blocks_per_chunk(outer: Outer, pp: Ints) -> tuple[Ints, Ints, Ints]:
     """The fewest blocks of a chunk that is not at an end of the model, of one that is, and the most of any."""
-    blocks = outer.problem.fixed_ints("pipeline.stage_blocks")
+    blocks = outer.problem.fixed.stage_blocks
     if blocks is not None:
         ends = min(blocks[0], blocks[-1])
         return tuple(np.full_like(pp, n) for n in (min(blocks[1:-1], default=0), ends, max(blocks)))  # type: ignore[return-value]

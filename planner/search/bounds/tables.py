@@ -162,7 +162,7 @@ def _priced(
     priced: list[tuple[float, ...]] = []
     full: tuple[float, ...] = ()  # the setting whose smaller micro-batches are too large already
     illegal: NotShardable | None = None
-    legal, ordered = False, "mesh.order" in problem.constraints
+    legal, ordered = False, problem.fixed.order is not None
     for key in keys:
         setting = tuple(key[:-1])
         try:
@@ -201,7 +201,7 @@ def added_up(problem: Problem, shapes: Shapes) -> Ints:
     ZeRO-2 or 3 may add them to shards, for which nothing is counted."""
     if problem.execution.kernels == "fused" and not problem.execution.added_gradients:
         return np.ones_like(shapes.micro_batches)
-    level = problem.fixed_int("shard.zero")
+    level = problem.fixed.shard.zero
     sharded = (shapes.dp_shard * shapes.cp > 1) & (level is None or level >= 2)
     return np.asarray(np.where(sharded, 0, np.minimum(shapes.micro_batches, 2)))
 
@@ -277,7 +277,7 @@ def _block_prices(
         [block_price(b, mode if i == 0 else "none") for i, b in enumerate(group)] for group in chain.groups
     ]
     full = groups
-    if mode != "full" or "recompute.per_stage" in problem.constraints:
+    if mode != "full" or problem.fixed.recomputed is not None:
         full = [
             [block_price(b, "full" if i == 0 else "none") for i, b in enumerate(group)]
             for group in chain.groups

@@ -88,7 +88,7 @@ def stage_problem(
 ) -> StageProblem:
     """The stage problem with the paths that are known of its schedule; more are added as they are found."""
     chosen, strategy = priced.chosen, priced.strategy
-    blocks = problem.fixed_ints("pipeline.stage_blocks")
+    blocks = problem.fixed.stage_blocks
     shares = _shares(problem, chain, book, priced)
     least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen.chunks)
 
@@ -118,7 +118,7 @@ def stage_problem(
 
 def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
     """Blocks recomputed in full that the user fixes per chunk; an empty list says none at all."""
-    fixed = problem.fixed_ints("recompute.per_stage")
+    fixed = problem.fixed.recomputed
     return (0,) * chunks if fixed == () else fixed
 
 

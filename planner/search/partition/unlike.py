@@ -21,7 +21,7 @@ from autoparallel.profiles.hardware import Device
 
 def rank_devices(problem: Problem) -> tuple[Device, ...]:
     """The device of each pipeline rank where `mesh.groups` names them; else the one that all are priced by."""
-    groups = problem.fixed_ints("mesh.groups")
+    groups = problem.fixed.groups
     if groups:
         return tuple(problem.cluster.groups[g].device for g in groups)
     return (problem.cluster.device,)
@@ -29,7 +29,7 @@ def rank_devices(problem: Problem) -> tuple[Device, ...]:
 
 def capacities(problem: Problem) -> tuple[float, ...]:
     """What those devices hold; without named groups, what each device of the cluster can."""
-    groups = problem.fixed_ints("mesh.groups")
+    groups = problem.fixed.groups
     devices = rank_devices(problem) if groups else [g.device for g in problem.cluster.groups]
     found = [device.memory_bytes - device.reserve_bytes for device in devices]
     return tuple(found) if groups else (min(found),)

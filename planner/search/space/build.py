@@ -176,11 +176,11 @@ def build_space(problem: Problem) -> Space:
         compressions=open_compressions(problem),
         offloads=_offloads(problem),
         zeros=_zeros(problem),
-        zero_fixed=problem.fixed_int("shard.zero"),
-        alone=problem.fixed_int("mesh.dp_shard") == 1,
+        zero_fixed=problem.fixed.shard.zero,
+        alone=problem.fixed.mesh.dp_shard == 1,
         schedules=_schedules(problem),
         chunks=_fixed_chunks(problem),
-        schedule_fixed=problem.fixed_word("pipeline.schedule") is not None,
+        schedule_fixed=problem.fixed.pipeline.schedule is not None,
         repeated=len(problem.graph.repeated_positions),
         most_chunks=most_chunks(problem.graph),
     )
@@ -232,7 +232,7 @@ def schedule_fits(schedule: Ints, chunks: Ints, pp: Ints, micro_batches: Ints, m
 def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
     """(schedule, chunks per rank) that may be tried: "none" without a pipeline, and the open ones with one."""
     repeated = len(problem.graph.repeated_positions)
-    word, chunks = problem.fixed_word("pipeline.schedule"), problem.fixed_int("pipeline.virtual_stages")
+    word, chunks = problem.fixed.pipeline.schedule, problem.fixed.pipeline.virtual_stages
     if word not in (None, *SCHEDULES):
         raise UserError(
             f"pipeline.schedule = {word}: cannot be searched for; use one of {', '.join(SCHEDULES)}"
@@ -252,14 +252,14 @@ def _schedules(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 def _zeros(problem: Problem) -> tuple[int, ...]:
     """Levels of ZeRO that may be tried: the user's or what the software has, and 0 where there is nothing to share."""
-    zero = problem.fixed_int("shard.zero")
+    zero = problem.fixed.shard.zero
     tried = problem.runs.zeros or (0, 1, 2, 3) if zero is None else (zero,)
     return tuple(sorted({0, *tried}))
 
 
 def _fixed_chunks(problem: Problem) -> int | None:
     """Number of chunks that `stage_blocks` or `per_stage` names."""
-    blocks, full = problem.fixed_ints("pipeline.stage_blocks"), problem.fixed_ints("recompute.per_stage")
+    blocks, full = problem.fixed.stage_blocks, problem.fixed.recomputed
     if blocks and full and len(blocks) != len(full):
         raise UserError(
             f"pipeline.stage_blocks has {len(blocks)} entries and recompute.per_stage {len(full)}: one per chunk"
@@ -276,11 +276,11 @@ def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
     graph, sizes = problem.graph, meshes.sizes
     rows: dict[str, list[Ints | Floats]] = {f.name: [] for f in fields(Shapes)}
     modes = _modes(problem)
-    fixed_sp = problem.constraints.get("shard.sequence_parallel")
+    fixed_sp = problem.fixed.shard.sequence_parallel
     always = problem.runs.sequence_parallel if fixed_sp is None else None  # the software's, under tp
     replicas = sizes[:, 1] * sizes[:, 2]
     per_rank = problem.global_batch // np.maximum(replicas, 1)
-    micros = only(problem.fixed_int("batch.micro"), divisors(problem.global_batch))
+    micros = only(problem.fixed.batch.micro, divisors(problem.global_batch))
     for offload, micro, mode, sequence in product(_offloads(problem), micros, modes, (0, 1)):
         if offload.activations and MODES[mode] == "operators":  # keeps no whole blocks' (`strategy.legal`)
             continue
@@ -320,14 +320,12 @@ def _offloads(problem: Problem) -> tuple[Offload, ...]:
     memory is known."""
     known = host_capacity_bytes(problem.cluster) > 0
 
-    def shares(key: str, tried: tuple[float, ...]) -> tuple[float, ...]:
-        if key in problem.constraints:
-            return (problem.fixed_share(key),)
-        return (0.0, *tried)
+    def shares(fixed: float | None, tried: tuple[float, ...]) -> tuple[float, ...]:
+        return (0.0, *tried) if fixed is None else (fixed,)
 
     repeated = bool(problem.graph.repeated_positions)
-    of_optimizer = shares("offload.optimizer", (0.5, 1.0) if known else ())
-    of_activations = shares("offload.activations", (1.0,) if known and repeated else ())
+    of_optimizer = shares(problem.fixed.offload.optimizer, (0.5, 1.0) if known else ())
+    of_activations = shares(problem.fixed.offload.activations, (1.0,) if known and repeated else ())
     return tuple(Offload(optimizer=o, activations=a) for o, a in product(of_optimizer, of_activations))
 
 
@@ -340,12 +338,12 @@ def _moves_to_shards(problem: Problem) -> bool:
 def _modes(problem: Problem) -> tuple[int, ...]:
     """Recompute modes that differ: "selective" needs attention in a repeated block, "full" a repeated block, and
     "operators" one whose attention is one kernel."""
-    word = problem.fixed_word("recompute.mode")
+    word = problem.fixed.recompute.mode
     if word is not None:
         return (MODES.index(word),)
     repeated = {problem.graph.chain[i].block for i in problem.graph.repeated_positions}
     attention = any(op.kind == OpKind.ATTENTION for b in repeated for op in problem.graph.blocks[b].operators)
     whole = bool(repeated) and (not attention or problem.execution.attention != "unfused")
-    whole &= not problem.constraints.get("offload.activations")
+    whole &= not problem.fixed.offload.activations
     legal = {"none": True, "selective": attention, "full": bool(repeated), "operators": whole}
     return tuple(n for n, mode in enumerate(MODES) if legal[mode])

@@ -84,7 +84,7 @@ def strategy_of(
     is left as it is."""
     fixed = problem.constraints
     keeps = any(partition.recomputed) or bool(fixed.get("recompute.per_stage"))
-    groups, zero = problem.fixed_ints("mesh.groups"), problem.fixed_int("shard.zero")
+    groups, zero = problem.fixed.groups, problem.fixed.shard.zero
     mesh = chosen.mesh if groups is None else _with_groups(chosen.mesh, groups)
     strategy = Strategy(
         batch=Batch(global_=problem.global_batch, micro=chosen.micro),

@@ -114,7 +114,7 @@ def _thinned(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Sizes of pp, dp_replicate, dp_shard, cp, tp, ep whose product (ep aside) is a device count in use."""
     graph = problem.graph
-    fixed = {key: problem.fixed_int(f"mesh.{key}") for key in MESH_KEYS}
+    fixed = problem.fixed.sizes
     parts = tuple(sorted({d for count in device_counts(problem) for d in divisors(count)}))
     choices = {key: only(fixed[key], parts) for key in MESH_KEYS}
     lengths, experts = sequence_lengths(graph), expert_counts(graph)
@@ -149,7 +149,7 @@ def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
 def device_counts(problem: Problem) -> tuple[int, ...]:
     """How many devices a strategy may use: see the module's docstring."""
     total = _usable(problem)
-    sizes = [problem.fixed_int(f"mesh.{key}") for key in AXES]
+    sizes = [problem.fixed.sizes[key] for key in AXES]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
         used = int(np.prod(known))
@@ -179,7 +179,7 @@ def _work_s(problem: Problem, devices: float) -> float:
 
 def _usable(problem: Problem) -> int:
     """Devices of the cluster; of the groups that the user names for the pipeline ranks, as many for each rank."""
-    groups = problem.fixed_ints("mesh.groups")
+    groups = problem.fixed.groups
     if not groups:
         return problem.cluster.devices
     have = problem.cluster.groups
@@ -189,14 +189,14 @@ def _usable(problem: Problem) -> int:
 def build_meshes(problem: Problem) -> Meshes:
     """Every mesh that is legal and respects the constraints, and its placements."""
     sizes = np.array(sorted(set(_mesh_sizes(problem))), dtype=np.int64).reshape(-1, len(MESH_KEYS))
-    fixed = problem.fixed_words("mesh.order")
+    fixed = problem.fixed.order
     irregular = problem.cluster.network is not None
     orders = (fixed,) if fixed is not None else _orders(sizes)
     if (
         irregular and fixed is None
     ):  # whichever nodes take part, tensor parallelism stays inside them if it can
         orders = tuple(order for order in orders if order[-1] == "tp")
-    if problem.fixed_ints("mesh.groups") and fixed is None:  # each pipeline rank has devices of one group
+    if problem.fixed.groups and fixed is None:  # each pipeline rank has devices of one group
         orders = tuple(order for order in orders if order[0] == "pp")
     near = neighbours(sizes, orders, problem.cluster)
     if irregular:

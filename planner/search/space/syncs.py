@@ -24,7 +24,7 @@ METHODS = ("bf16", "int8")
 def open_compressions(problem: Problem) -> tuple[tuple[str, ...], ...]:
     """What the constraints leave, none first; where lossy methods are allowed, each on each outer part of the
     network levels."""
-    fixed = problem.fixed_words("grad_sync.compression")
+    fixed = problem.fixed.compression
     if fixed is not None:
         return (fixed,)
     if not problem.allow_lossy:
@@ -37,7 +37,7 @@ def open_compressions(problem: Problem) -> tuple[tuple[str, ...], ...]:
 
 def open_algorithms(problem: Problem) -> tuple[str, ...]:
     """Algorithms that are tried: the library's own choice, and the one that no library has where there are levels to it."""
-    fixed = problem.fixed_word("grad_sync.algorithm")
+    fixed = problem.fixed.grad_sync.algorithm
     if fixed is not None:
         return (fixed,)
     return ("auto", "hierarchical") if len(problem.cluster.levels) > 1 else ("auto",)
@@ -45,7 +45,7 @@ def open_algorithms(problem: Problem) -> tuple[str, ...]:
 
 def widest_bucket_mib(problem: Problem) -> float:
     """A size that no strategy's buckets exceed, all gradients at once: a larger one takes its network less per byte."""
-    fixed = problem.constraints.get("grad_sync.bucket_mib")
+    fixed = problem.fixed.grad_sync.bucket_mib
     if isinstance(fixed, int | float):
         return float(fixed)
     item = state.dtype_bytes(problem.execution.grad_dtype)
