@@ -14,6 +14,7 @@ from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.timeline import Cut, timeline
 from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.labels import sample_word, strategy_label
+from autoparallel.planner.default_batch import BetterBatch
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
 from autoparallel.planner.outcome import (
@@ -232,7 +233,7 @@ def _timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
     return timeline_table(spans, simulated.step_time_s, cut)
 
 
-def search_table(result: PlanResult, problem: Problem) -> dict[str, Any]:
+def search_table(result: PlanResult, problem: Problem, better: BetterBatch | None = None) -> dict[str, Any]:
     """`[search]`: proof and rejected strategies. No seconds: the same inputs give the same file."""
     return {
         "status": result.status,
@@ -254,6 +255,7 @@ def search_table(result: PlanResult, problem: Problem) -> dict[str, Any]:
         **({"tradeoffs": [tradeoff_table(t) for t in result.tradeoffs]} if result.tradeoffs else {}),
         **({"break_even": [break_even_table(b) for b in result.break_evens]} if result.break_evens else {}),
         **({"constraints": [constraint_table(c) for c in result.constraints]} if result.constraints else {}),
+        **({"better_batch": asdict(better)} if better else {}),
         "explored": [
             [point.step_time_s, point.peak_memory_gib, point.feasible, point.label]
             for point in thin(result.explored)

@@ -285,6 +285,7 @@ def run_plan(
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
+    from autoparallel.planner.default_batch import better_batch
     from autoparallel.planner.expand.expander import Expander
 
     capture_s = time.monotonic() - started
@@ -298,7 +299,8 @@ def run_plan(
         embed_cluster=embed_cluster,
     )
     predicted = predicted_table(expander, result.strategy, result.prediction)
-    found = search_table(result, stated)
+    given = "batch.global" in stated.constraints or time_limit_s is not None
+    found = search_table(result, stated, None if given else better_batch(stated, result))
     if output:
         write_strategy(output, result.strategy, problem, stamped(predicted, result.strategy, problem), found)
     print_plan(console, checked.cluster, result.strategy, predicted, found)

@@ -39,6 +39,7 @@ def print_plan(
 ) -> None:
     """The plan in a few lines: what, how long, how full, how sure."""
     _print_numbers(console, cluster, strategy, predicted)
+    sample = predicted["sample"]
     sure = (
         "proved the best under the cost model"
         if search["status"] == "optimal"
@@ -51,6 +52,10 @@ def print_plan(
             f"  chosen        {percent(slower)} slower than the optimum, {search['optimum']}: it {search['instead']} "
             "(--within 0 gives the optimum)",
             markup=False,
+        )
+    if better := search.get("better_batch"):
+        console.print(
+            f"  batch         {better_batch_words(better, strategy.batch.global_, sample)}", markup=False
         )
     if simpler := simpler_words(search, predicted["step_time_s"]):
         console.print(f"  simpler       {simpler}", markup=False)
@@ -112,6 +117,14 @@ def _print_numbers(
         ),
     ):
         console.print(f"  {name:<13} {text}", markup=False)
+
+
+def better_batch_words(better: Mapping[str, Any], batch: int, sample: str) -> str:
+    """What another global batch than the default one would give."""
+    return (
+        f"none was given: one {sample} for each device, {batch} in all, which divides badly; with --global-batch "
+        f"{better['global_batch']} a {sample} takes {percent(better['less'])} less time"
+    )
 
 
 def host_words(predicted: Mapping[str, Any], strategy: Strategy) -> str:

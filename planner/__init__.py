@@ -5,7 +5,7 @@
 - `strategy/`: what is decided, as data and as a file.
 - `sharding/`: tensor-parallel placements inside each distinct block.
 - `expand/`: a strategy becomes the program of one step; `score.py` prices it.
-- `plan.py`: where every search begins; `search/`: the best strategy, with its proof; `side_by_side.py` does parts of it in a
+- `plan.py`: where every search begins (`default_batch.py` asks whether another batch would serve better); `search/`: the best strategy, with its proof; `side_by_side.py` does parts of it in a
   second process.
 - `explain/`: why it won, what was rejected, and which of nearly equal plans to take; `outcome.py`: what is handed back.
 - `heterogeneous/`, `embedding/`: searches made of that one, over unlike machines and over where embedding tables stand.

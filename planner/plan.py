@@ -72,6 +72,7 @@ def plan(
     expander: Expander | None = None,
     processes: int = 1,
     within: float = 0.0,
+    most_work: float = MOST_WORK,
 ) -> PlanResult:
     """The best strategy of the problem's space, and how far that is proved; of what is `within` that share of it, the simplest.
 
@@ -80,12 +81,12 @@ def plan(
     for what would. A caller who has more to ask
     about the answer passes the `expander` of graph and cluster, which then knows it. With two `processes` the prices of a
     large space are made, and rejected kinds searched, in both: the answer is the same. A caller whose process must not be
-    forked leaves it at one.
+    forked leaves it at one. A search without a time limit stops after `most_work` at the latest.
     Raises `InfeasiblePlan` where nothing fits, `SearchTimeout` where time ended before anything was found, `UserError`
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
-    watch, stated = _Watch(started_s, time_limit_s, progress), problem
+    watch, stated = _Watch(started_s, time_limit_s, progress, most_work), problem
     problem = without_recovery(problem)
     tables = tiers_matter(problem, alike=not has_parts(problem))
     if tables:
@@ -168,11 +169,15 @@ class _Watch:
     """Stops a search at its limits, and reports how it goes."""
 
     def __init__(
-        self, started_s: float, limit_s: float | None, progress: Callable[[Progress], None] | None
+        self,
+        started_s: float,
+        limit_s: float | None,
+        progress: Callable[[Progress], None] | None,
+        most_work: float,
     ) -> None:
         self.started_s, self.limit_s, self.progress = started_s, limit_s, progress
         self.reported_s = started_s
-        self.most_work = MOST_WORK
+        self.whole_work = self.most_work = most_work
         self.interrupted = False
 
     def ended_early(self, search: Callable[[], None]) -> bool:
@@ -188,7 +193,7 @@ class _Watch:
 
     def share(self, parts: float, done: float = 0.0) -> None:
         """Divide the work that is left evenly among so many searches."""
-        self.most_work = max(MOST_WORK - done, 0.0) / parts
+        self.most_work = max(self.whole_work - done, 0.0) / parts
 
     def check(self, search: Search) -> None:
         """Called before every step of the search."""
