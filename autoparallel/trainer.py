@@ -23,7 +23,7 @@ from autoparallel.api import auto_parallelize
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import read_source
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import RecoveryRule, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster
 from autoparallel.replan import for_those_here
@@ -68,7 +68,9 @@ class Trainer:
     processes are not those that a strategy was made for, one is planned for those that are here (`pinned`: refused
     instead). The global batch and the order of samples stay what they are. `every` steps or `every_s` seconds, on
     SIGUSR1, and at the end a checkpoint is saved, the last `keep` are kept; SIGTERM and SIGINT save and end the process
-    with status 143. `on_step` is called on every rank after every step. `accept` names what may have changed since the
+    with status 143. With `peers=1` the state is also copied to `memory` (a tmpfs, /dev/shm) of this node and of a neighbour
+    after every `peers_every` steps (1): a node that is lost loses no more. Where they are not given, the strategy's
+    `[recovery]` says these, and the time-out. `on_step` is called on every rank after every step. `accept` names what may have changed since the
     checkpoint: "model", "dataset".
 
     `guards` says what is found out (see `GuardOptions`): losses and gradients that are no numbers; replicas that differ, of
@@ -96,6 +98,9 @@ class Trainer:
         every: int | None = None,
         every_s: float | None = None,
         keep: int = 3,
+        peers: int | None = None,
+        peers_every: int | None = None,
+        memory: str | os.PathLike[str] | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -135,10 +140,33 @@ class Trainer:
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self.step, self._signals = 0, Signals()
         self._guards = Guards(
-            self.model, self._all, self._status, Path(folder) / "ranks", guards or GuardOptions(), self._say
+            self.model,
+            self._all,
+            self._status,
+            Path(folder) / "ranks",
+            guards or GuardOptions(),
+            self._say,
+            self.model.strategy.recovery.timeout_s,
         )
         self._stage, self._rolled_back = stage_of(self.rank, self.model.strategy), 0
+        rule = self.model.strategy.recovery
+        if every is None and every_s is None and rule.policy != "peers":
+            self.checkpoints.every_s = rule.checkpoint_every_s or None
+        self._peers_every = 0
+        if rule.peers if peers is None else peers:
+            self._peers_every = peers_every or steps_of(rule, self._predicted_step_s(here))
+            self._hold_copies(memory)
         self._begin(graph, here, monitor or MonitorOptions())
+
+    def _hold_copies(self, memory: str | os.PathLike[str] | None) -> None:
+        if self.checkpoints.hold_copies(memory) == 1:
+            self._say("peers: all processes are on one node: copies in its memory outlive them, not it")
+
+    def _predicted_step_s(self, cluster: Cluster | None) -> float:
+        """Seconds a step by the plan; 0 where no cluster is known."""
+        if cluster is None or self.model.strategy.recovery.policy != "peers":
+            return 0.0
+        return simulate(self.model.program, cluster).step_time_s
 
     def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
         self._resume()
@@ -182,13 +210,14 @@ class Trainer:
             say=self._say,
         )  # fmt: skip
 
-    def _resume(self) -> bool:
+    def _resume(self, *, from_memory: bool = True) -> bool:
         """Go on from the last whole checkpoint, if there is one: whether there is."""
-        restored = self.checkpoints.load(self._state())
+        restored = self.checkpoints.load(self._state(), from_memory=from_memory)
         if restored is not None:
             self.step = restored.step
             self._samples.go_on(restored.extra["ledger"], str(self.checkpoints.folder.path))
-            self._say(f"going on after step {self.step} on {world_size()} processes")
+            where = ", from copies in memory" if restored.in_memory else ""
+            self._say(f"going on after step {self.step} on {world_size()} processes{where}")
         return restored is not None
 
     @property
@@ -207,6 +236,7 @@ class Trainer:
             while self.step < steps:
                 self._until_rolled_back(steps)
             self.checkpoints.finish()
+            self.checkpoints.forget_copies()
 
     def _until_rolled_back(self, steps: int) -> None:
         """Steps to the end, or until one has gone back to a checkpoint: samples are then read from there."""
@@ -287,6 +317,8 @@ class Trainer:
                 self._roll_back(leave_out=False)
                 return False
             self.checkpoints.save(self.step, self._state(), extra={"ledger": self.ledger.state()})
+        if self._peers_every and self.step % self._peers_every == 0:
+            self.checkpoints.copy(self.step, self._state(), extra={"ledger": self.ledger.state()})
         self.checkpoints.poll()
         if wish is Wish.STOP:
             self.checkpoints.close()
@@ -300,7 +332,7 @@ class Trainer:
         if leave_out:
             self._samples.leave_out()
         self.optimizer.zero_grad()
-        if self._rolled_back > MOST_ROLL_BACKS or not self._resume():
+        if self._rolled_back > MOST_ROLL_BACKS or not self._resume(from_memory=False):
             raise UserError(
                 f"step {self.step + 1}: cannot go back: {self._rolled_back - 1} times done already (at most "
                 f"{MOST_ROLL_BACKS}), or there is no checkpoint; see what was said above"
@@ -318,6 +350,11 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(f"autoparallel: {text}", file=sys.stderr, flush=True)
+
+
+def steps_of(rule: RecoveryRule, step_s: float) -> int:
+    """How many steps the rule's interval is; every step where it does not say."""
+    return max(round(rule.checkpoint_every_s / step_s), 1) if step_s > 0 and rule.policy == "peers" else 1
 
 
 def _parallel(module: nn.Module, inputs: Any, **options: Any) -> Any:

@@ -6,6 +6,8 @@
 - `manifest.py`: what a checkpoint holds, as JSON: no pickle.
 - `nests.py`: nested state as leaves by name.
 - `shares.py`: a rank's tensors written to and read from one file, for `torch.distributed.checkpoint`.
+- `results.py`: what saving and loading hand back.
+- `neighbours.py`: copies in the memory of neighbouring nodes.
 - `keeper.py`: `Checkpoints`: saves beside training, commits once all ranks have written, loads the last good one.
 - `signals.py`: SIGTERM and its like, acted on by all ranks at the end of the same step.
 

@@ -45,7 +45,9 @@ from autoparallel.runtime.checkpoints.manifest import (
     read_text,
     text_of,
 )
+from autoparallel.runtime.checkpoints.neighbours import Neighbours, memory_root
 from autoparallel.runtime.checkpoints.nests import leaves_of, put_back, states_of
+from autoparallel.runtime.checkpoints.results import Restored, Timing
 from autoparallel.runtime.checkpoints.shares import (
     ShareFile,
     ShareReader,
@@ -57,25 +59,6 @@ from autoparallel.runtime.ranks.agreement import Agreement
 
 # How long the threads of a save wait for each other, seconds. Kind: choice; the slowest disk of the run decides.
 TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """The checkpoint that was loaded; `refused` are those that were damaged, in words."""
-
-    step: int
-    extra: Mapping[str, Any]
-    refused: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class Timing:
-    """Seconds that training waited for saves, and of the last one: its copy, and copy and write together."""
-
-    waited_s: float = 0.0
-    last_copy_s: float = 0.0
-    last_save_s: float = 0.0
-    bytes_: int = 0  # of this rank's last file
 
 
 class Checkpoints:
@@ -117,6 +100,7 @@ class Checkpoints:
         self._saving: threading.Thread | None = None
         self._outcome: list[str] = []
         self._planned: _Planned | None = None
+        self._near: Neighbours | None = None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after `step` steps. Of `every_s`, rank 0's clock decides, for all."""
@@ -151,6 +135,33 @@ class Checkpoints:
             self.finish()
         self.timing.waited_s += time.monotonic() - begun
 
+    def hold_copies(self, memory: str | os.PathLike[str] | None = None) -> int:
+        """From now on `copy` keeps copies in memory, in a folder under `memory` (a tmpfs on every node; default: /dev/shm), and
+        `load` looks there first. Collective. The number of nodes that hold them; on one they outlive its processes alone."""
+        root = self._all.decided(lambda: memory_root(self.folder.path, None).name)
+        self._near = Neighbours(Path(memory or "/dev/shm") / root, self._all)
+        return self._near.nodes
+
+    def copy(self, step: int, state: Mapping[str, Any], *, extra: Mapping[str, Any] | None = None) -> None:
+        """Keep `state` after `step` steps in this node's memory and in a neighbour's; done when it returns.
+
+        Raises UserError, on every rank, where memory does not take it.
+        """
+        assert self._near is not None, "hold_copies comes first"
+        begun = time.monotonic()
+        tensors, values = leaves_of(states_of(state))
+        found: dict[str, Any] = {}
+        self._all.alike(lambda: found.update(self._encoded(values, extra or {})))
+        planned = self._plan(tensors)
+        manifest = self._manifest(step, planned, self._all.from_first(found["extra"]))
+        self._near.save(manifest, planned.file, planned.planner, found["values"])
+        self.timing.last_neighbour_s = time.monotonic() - begun
+
+    def forget_copies(self) -> None:
+        """Remove the copies in memory where the disk has as late a state."""
+        if self._near is not None and self.last_good is not None and self.last_good >= self._near.step:
+            self._near.forget()
+
     def finish(self) -> None:
         """Wait for the save that is being written, if there is one, and tell what became of it."""
         if self._saving is not None:
@@ -164,12 +175,16 @@ class Checkpoints:
             self.finish()
 
     def close(self) -> None:
-        """`finish`, and let the folder's lock go."""
+        """`finish`, and let the folder's lock go, and copies in memory where the disk has as late a state."""
         self.finish()
+        self.forget_copies()
         self.folder.close()
 
-    def load(self, state: Mapping[str, Any], *, step: int | None = None) -> Restored | None:
-        """Load the last checkpoint that is whole (or that of `step`) into `state`; None where there is none.
+    def load(
+        self, state: Mapping[str, Any], *, step: int | None = None, from_memory: bool = True
+    ) -> Restored | None:
+        """Load the last checkpoint that is whole (or that of `step`) into `state`; None where there is none. Copies in memory
+        are taken where they are later (unless not `from_memory`: then they are forgotten).
 
         Raises UserError, on every rank, where there are checkpoints and none can be read, for a newer version's, and
         for another model's or dataset's.
@@ -177,6 +192,14 @@ class Checkpoints:
         self.finish()
         steps = self._all.from_first(self.folder.steps())
         wanted = [step] if step is not None else steps
+        if self._near is not None and not from_memory:
+            self._near.forget()
+        elif self._near is not None and step is None:
+            near = self._near.find(steps[0] if steps else -1, self._identity)
+            if near is not None:
+                path, manifest, reader = near
+                self._fill(state, path, manifest, reader)
+                return Restored(step=manifest["step"], extra=manifest["extra"], in_memory=True)
         refused: list[str] = []
         for candidate in wanted:
             path = self.folder.at(candidate)
@@ -217,7 +240,13 @@ class Checkpoints:
         problems = [p for found in self._all.gathered(own) for p in found]
         return manifest, f"{path}: {'; '.join(problems)}" if problems else None
 
-    def _fill(self, state: Mapping[str, Any], path: Path, manifest: Mapping[str, Any]) -> None:
+    def _fill(
+        self,
+        state: Mapping[str, Any],
+        path: Path,
+        manifest: Mapping[str, Any],
+        reader: ShareReader | None = None,
+    ) -> None:
         states = states_of(state)
         tensors, values = leaves_of(states)
 
@@ -241,7 +270,7 @@ class Checkpoints:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(
                 tensors,
-                storage_reader=ShareReader(path, manifest["tensors"]),
+                storage_reader=reader or ShareReader(path, manifest["tensors"]),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=self._all.group,
                 no_dist=self._ranks == 1,
@@ -272,7 +301,8 @@ class Checkpoints:
         plan = planner.finish_plan(plans[self._rank])
         file = ShareFile(f"rank-{self._rank:05d}.safetensors", plan)
         held = self._all.gathered((file.name, file.chunks()))
-        described = described_tensors(metadata, held) if self._rank == 0 else {}
+        wanted = self._rank == 0 or self._near is not None
+        described = described_tensors(metadata, held) if wanted else {}
         self._planned = _Planned(shapes=shapes, plan=plan, planner=planner, file=file, tensors=described)
         return self._planned
 
@@ -317,19 +347,10 @@ class Checkpoints:
         every: list[tuple[Written, dict[str, Any]]],
         extra: dict[str, Any],
     ) -> None:
-        from autoparallel import __version__
-
         folder = self.folder.writing(step)
         manifest = {
-            "schema": SCHEMA,
-            "written_by": f"autoparallel {__version__}, torch {torch.__version__}",
-            "written_at": time.time(),
-            "step": step,
-            "world_size": self._ranks,
-            "identity": self._identity,
-            "extra": extra,
+            **self._manifest(step, planned, extra),
             "files": {w.file: {"bytes": w.bytes_, "crc32": w.crc32} for w, _ in every},
-            "tensors": planned.tensors,
             "values": {name: value for _, values in every for name, value in values.items()},
         }
         (folder / NAME).write_text(text_of(manifest), encoding="utf-8")
@@ -337,6 +358,21 @@ class Checkpoints:
         sync(folder)
         self.folder.commit(step)
         self.folder.retain(self._keep)
+
+    def _manifest(self, step: int, planned: _Planned, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint says of itself, but for its files and values."""
+        from autoparallel import __version__
+
+        return {
+            "schema": SCHEMA,
+            "written_by": f"autoparallel {__version__}, torch {torch.__version__}",
+            "written_at": time.time(),
+            "step": step,
+            "world_size": self._ranks,
+            "identity": self._identity,
+            "extra": dict(extra),
+            "tensors": planned.tensors,
+        }
 
     def _tell(self) -> None:
         while self._outcome:

@@ -102,10 +102,25 @@ class ShareFile:
     @torch.no_grad()
     def take(self, planner: SavePlanner) -> None:
         """Copy the numbers as they are now to the host."""
+        self._fill(planner, self._copy)
+
+    def take_into(self, planner: SavePlanner, room: Tensor) -> None:
+        """Make `room`, of `bytes_` bytes, what `write` writes of the numbers as they are now."""
+        first = len(self._header)
+        room[:first].copy_(torch.frombuffer(bytearray(self._header), dtype=torch.uint8))
+        self._fill(planner, room[first:])
+
+    @property
+    def bytes_(self) -> int:
+        """Of the whole file."""
+        return len(self._header) + self._copy.numel()
+
+    @torch.no_grad()
+    def _fill(self, planner: SavePlanner, copy: Tensor) -> None:
         for item, start in zip(self._items, self._starts, strict=True):
             source = planner.resolve_data(item)
             assert isinstance(source, Tensor)
-            room = self._copy[start : start + _bytes(item)].view(source.dtype).view(source.shape)
+            room = copy[start : start + _bytes(item)].view(source.dtype).view(source.shape)
             room.copy_(source.detach(), non_blocking=True)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -123,7 +138,7 @@ class ShareFile:
             sync(path)
         except OSError as error:
             return Written(file=self.name, problem=f"{folder / self.name}: {error.strerror or error}")
-        return Written(file=self.name, bytes_=len(self._header) + self._copy.numel(), crc32=crc)
+        return Written(file=self.name, bytes_=self.bytes_, crc32=crc)
 
 
 def _pieces(copy: Tensor) -> list[memoryview]:
@@ -224,6 +239,12 @@ class ShareReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def file_of(self, index: MetadataIndex) -> str:
+        """The file that a piece is in."""
+        assert index.offset is not None
+        found: str = self._places[index.fqn, tuple(index.offset)]["file"]
+        return found
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None

@@ -74,13 +74,16 @@ class Deadline:
     ) -> None:
         self._folder, self._rank, self._status, self._end = folder, rank, status, end
         self._limit: float | None = None
-        self._timeout_s = 0.0
+        self._timeout_s, self._by_action = 0.0, False
+        self._seen: dict[int, tuple[int, int]] | None = None  # how far every rank was
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="deadline")
         self._thread.start()
 
-    def begin(self, timeout_s: float) -> None:
-        """A step begins that must be over in `timeout_s`."""
+    def begin(self, timeout_s: float, *, by_action: bool = False) -> None:
+        """A step begins that must be over in `timeout_s`; `by_action`: or some rank must have begun an action in the last half
+        of them."""
+        self._by_action, self._seen = by_action, None
         self._timeout_s, self._limit = timeout_s, time.monotonic() + timeout_s
 
     def over(self) -> None:
@@ -103,15 +106,33 @@ class Deadline:
         said = verdict(others) or f"no rank says why ({str(error).splitlines()[0]})"
         return RunBroken(f"{said}; the run goes on from its last checkpoint when it is started again")
 
+    def _goes_on(self, limit: float) -> bool:
+        """Whether it is too early, or some rank has come further than it had when half of the time was over."""
+        now = time.monotonic()
+        if now < limit - self._timeout_s / 2:
+            return True
+        if self._seen is None or now >= limit:
+            before, self._seen = (
+                self._seen,
+                {s.rank: (s.step, s.order) for s in read_statuses(self._folder)},
+            )
+            if before is not None and self._seen != before and self._limit == limit:
+                self._limit, self._seen = now + self._timeout_s, None
+                return True
+        return now < limit
+
     def _watch(self) -> None:
         while not self._closed.wait(0.1):
-            if self._limit is not None and time.monotonic() > self._limit:
+            limit = self._limit
+            if limit is not None and self._by_action and self._goes_on(limit):
+                continue
+            if limit is not None and self._limit == limit and time.monotonic() > limit:
                 said = (
                     verdict(read_statuses(self._folder))
                     or "no rank is behind the others: a collective hangs in all"
                 )
                 text = (
-                    f"error: no step in {self._timeout_s:.0f} s: {said}; the run goes on from its last checkpoint when it "
+                    f"error: no {'action' if self._by_action else 'step'} in {self._timeout_s:.0f} s: {said}; the run goes on from its last checkpoint when it "
                     "is started again"
                 )
                 print(text, file=sys.stderr, flush=True)

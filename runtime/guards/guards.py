@@ -41,8 +41,8 @@ class GuardOptions:
     """What is guarded. `not_a_number`: what becomes of a step whose loss or gradient is NaN or infinite: "stop" (an error
     that names the rank and its samples), "skip" (the batch is left out), "roll-back" (to the last checkpoint, and the
     batch is left out). Replicas are compared bit by bit every `checksums_every` steps (0: never) and before a checkpoint is
-    saved; `exact=False`: by their norms. A step may take `timeout_s` (None: twenty times the median step, at least a
-    minute). `ragged`: ranks may be fed other shapes than each other."""
+    saved; `exact=False`: by their norms. A step may take `timeout_s` (None: as long as some rank begins an action within the
+    strategy's `recovery.timeout_s`; where it has none, twenty times the median step, at least a minute). `ragged`: ranks may be fed other shapes than each other."""
 
     not_a_number: str = "stop"
     checksums_every: int = 100
@@ -59,12 +59,13 @@ class Guards:
 
     def __init__(
         self, model: Any, everyone: Agreement, status: StatusFile, folder: Path, options: GuardOptions,
-        say: Callable[[str], None],
+        say: Callable[[str], None], action_timeout_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._model, self._all, self._status, self._options, self._say = model, everyone, status, options, say
         self._checksums = Checksums(model.named_parameters(), everyone, exact=options.exact)
         self._deadline = Deadline(folder, everyone.rank, status)
         self._seconds: list[float] = []
+        self._action_timeout_s = action_timeout_s
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -83,7 +84,7 @@ class Guards:
 
     def begin(self, step: int, batch: Any) -> None:
         """A step begins; raises on every rank where ranks are fed different shapes."""
-        self._deadline.begin(self.timeout_s)
+        self._deadline.begin(self.timeout_s, by_action=self._by_action)
         if self._options.ragged:
             return
         leaves = tree_flatten_with_path(batch)[0]
@@ -96,12 +97,20 @@ class Guards:
                 check_alike(self._all, {f"the shapes of the samples in step {step}": shapes}, hint=hint)
 
     @property
+    def _by_action(self) -> bool:
+        """Whether a step may take as long as it likes while actions begin."""
+        known = self._action_timeout_s > 0 and len(self._seconds) >= _STEPS_SEEN
+        return known and self._options.timeout_s is None
+
+    @property
     def timeout_s(self) -> float:
         """Seconds that a step may take."""
         if self._options.timeout_s is not None:
             return self._options.timeout_s
         if len(self._seconds) < _STEPS_SEEN:
             return FIRST_S
+        if self._by_action:
+            return self._action_timeout_s
         return max(TIMES * median(self._seconds[-100:]), LEAST_S)
 
     def judge(self, step: int, loss: float, own_losses: list[Tensor], ids: list[int]) -> Verdict:
