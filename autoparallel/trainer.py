@@ -48,6 +48,16 @@ STOPPED = 143  # exit status of a run that SIGTERM ended after it was saved: 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """Copies of the state in the memory of neighbouring nodes (1 or 0), after `every` steps (None: as the strategy's
+    `[recovery]` says, else after each), in a folder under `memory`, a tmpfs of every node (None: /dev/shm)."""
+
+    copies: int = 1
+    every: int | None = None
+    memory: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What a step did: `number` counts from 1, `loss` is the mean over the global batch, `ids` the samples of this
     data-parallel rank."""
@@ -68,9 +78,8 @@ class Trainer:
     processes are not those that a strategy was made for, one is planned for those that are here (`pinned`: refused
     instead). The global batch and the order of samples stay what they are. `every` steps or `every_s` seconds, on
     SIGUSR1, and at the end a checkpoint is saved, the last `keep` are kept; SIGTERM and SIGINT save and end the process
-    with status 143. With `peers=1` the state is also copied to `memory` (a tmpfs, /dev/shm) of this node and of a neighbour
-    after every `peers_every` steps (1): a node that is lost loses no more. Where they are not given, the strategy's
-    `[recovery]` says these, and the time-out. `on_step` is called on every rank after every step. `accept` names what may have changed since the
+    with status 143. With `peers` the state is also copied to the memory of this node and of a neighbour: a node that is lost
+    loses no more. Where they are not given, the strategy's `[recovery]` says these, and the time-out. `on_step` is called on every rank after every step. `accept` names what may have changed since the
     checkpoint: "model", "dataset".
 
     `guards` says what is found out (see `GuardOptions`): losses and gradients that are no numbers; replicas that differ, of
@@ -98,9 +107,7 @@ class Trainer:
         every: int | None = None,
         every_s: float | None = None,
         keep: int = 3,
-        peers: int | None = None,
-        peers_every: int | None = None,
-        memory: str | os.PathLike[str] | None = None,
+        peers: PeerOptions | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -139,28 +146,27 @@ class Trainer:
         self.optimizer = _optimizer(self.model, optimizer)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self.step, self._signals = 0, Signals()
-        self._guards = Guards(
-            self.model,
-            self._all,
-            self._status,
-            Path(folder) / "ranks",
-            guards or GuardOptions(),
-            self._say,
-            self.model.strategy.recovery.timeout_s,
-        )
+        self._guards = self._guarded(guards or GuardOptions())
         self._stage, self._rolled_back = stage_of(self.rank, self.model.strategy), 0
-        rule = self.model.strategy.recovery
-        if every is None and every_s is None and rule.policy != "peers":
-            self.checkpoints.every_s = rule.checkpoint_every_s or None
-        self._peers_every = 0
-        if rule.peers if peers is None else peers:
-            self._peers_every = peers_every or steps_of(rule, self._predicted_step_s(here))
-            self._hold_copies(memory)
+        if every is None and every_s is None:
+            self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
+        self._peers_every = self._copies(peers, here)
         self._begin(graph, here, monitor or MonitorOptions())
 
-    def _hold_copies(self, memory: str | os.PathLike[str] | None) -> None:
-        if self.checkpoints.hold_copies(memory) == 1:
+    def _guarded(self, options: GuardOptions) -> Guards:
+        return Guards(
+            self.model, self._all, self._status, self.checkpoints.folder.path / "ranks", options, self._say,
+            self.model.strategy.recovery.timeout_s,
+        )  # fmt: skip
+
+    def _copies(self, given: PeerOptions | None, cluster: Cluster | None) -> int:
+        """After how many steps the state is copied to memory; 0: never."""
+        rule, options = self.model.strategy.recovery, given or PeerOptions()
+        if not (rule.peers if given is None else given.copies):
+            return 0
+        if self.checkpoints.hold_copies(options.memory) == 1:
             self._say("peers: all processes are on one node: copies in its memory outlive them, not it")
+        return options.every or steps_of(rule, self._predicted_step_s(cluster))
 
     def _predicted_step_s(self, cluster: Cluster | None) -> float:
         """Seconds a step by the plan; 0 where no cluster is known."""
@@ -350,6 +356,11 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(f"autoparallel: {text}", file=sys.stderr, flush=True)
+
+
+def default_interval_s(rule: RecoveryRule) -> float | None:
+    """Seconds between checkpoints on the disk, where the rule says so; those of `peers` are between copies in memory."""
+    return rule.checkpoint_every_s or None if rule.policy != "peers" else None
 
 
 def steps_of(rule: RecoveryRule, step_s: float) -> int:
