@@ -148,8 +148,6 @@ class Trainer:
         self.step, self._signals = 0, Signals()
         self._guards = self._guarded(guards or GuardOptions())
         self._stage, self._rolled_back = stage_of(self.rank, self.model.strategy), 0
-        if every is None and every_s is None:
-            self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
         self._peers_every = self._copies(peers, here)
         self._begin(graph, here, monitor or MonitorOptions())
 
@@ -175,6 +173,8 @@ class Trainer:
         return simulate(self.model.program, cluster).step_time_s
 
     def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
+        if self.checkpoints.every is None and self.checkpoints.every_s is None:
+            self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
         self._resume()
         self._monitor = self._watch(graph, cluster, options)
 
