@@ -222,12 +222,14 @@ def test_who_is_behind_is_named_and_the_process_ends(
         "error: no step in 0 s: rank 1 has not come further than step 7, stage 2, F0; the run goes on" in said
     )
     behind.failed("ValueError: no such token")
-    deadline.begin(0.6, by_action=True)
-    for action in range(8):  # a long step whose actions go on is none that hangs, whichever rank they are of
-        time.sleep(0.2)
+    deadline.begin(1.4, by_action=True)
+    for action in range(20):  # a long step whose actions go on is none that hangs, whichever rank they are of
+        time.sleep(0.1)
         behind.at(f"F{action}", 2)
     assert ended == [1]
-    time.sleep(1.8)
+    until = time.monotonic() + 20
+    while len(ended) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
     assert ended == [1, 1]
     assert "error: no action in 1 s: rank 1 failed in step 7" in capsys.readouterr().err
     broken = str(deadline.broken(RuntimeError("Connection closed by peer")))
