@@ -219,12 +219,12 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
         table["not_run"] = why
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
-    table["timeline"] = _timeline(expander, strategy)
+    table["timeline"] = program_timeline(expander, strategy)
     return table | recovery
 
 
-def _timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
-    """The beginning and the end of the simulated step."""
+def program_timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:
+    """The beginning and the end of the simulated step, as `timeline_table`, of a strategy that is at home with the expander."""
     program, order = expander.program(strategy), expander.prepared(strategy).timetable
     costs = price_program(program, expander.cluster, expander.pricer)
     most = TIMELINE_SPANS_PER_RANK * len(program.ranks)

@@ -13,6 +13,7 @@ from autoparallel.cli_errors import exits
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from autoparallel.costmodel.prediction import Span
     from autoparallel.profiles import Cluster, Device
     from autoparallel.profiles.stacks import Stack
 
@@ -20,21 +21,60 @@ if TYPE_CHECKING:
 @exits
 def report(
     strategy: Annotated[
-        Path, typer.Argument(metavar="STRATEGY.toml", help="A file that plan wrote.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="STRATEGY.toml|RUN/",
+            help="A file that plan wrote, or the folder of a run that Trainer records.",
+            show_default=False,
+        ),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="REPORT.html", help="Where the page goes.")
     ],
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="TRACE.json", help="The timelines for Perfetto (ui.perfetto.dev), too."
+        ),
+    ] = None,
 ) -> None:
-    """Write one self-contained HTML page about a plan: in words, numbers and pictures."""
+    """Write one self-contained HTML page about a plan, or about how a run does against its plan."""
+    from autoparallel.answer import read_timeline
     from autoparallel.cli_progress import stderr_console
     from autoparallel.planner.strategy.file import read_strategy_file
     from autoparallel.planner.strategy.write import check_writable, write_text
     from autoparallel.report.page import render_report
+    from autoparallel.report.perfetto import trace as trace_of
 
-    check_writable(output, read=[strategy])
-    write_text(output, render_report(read_strategy_file(strategy)))
-    stderr_console().print(f"report written to {output}", markup=False)
+    check_writable(output, read=[] if strategy.is_dir() else [strategy])
+    if trace is not None:
+        check_writable(trace, read=[output] if strategy.is_dir() else [output, strategy])
+    if strategy.is_dir():
+        page, timelines = _of_run(strategy)
+    else:
+        file = read_strategy_file(strategy)
+        page = render_report(file)
+        timelines = {"predicted": read_timeline(file.predicted.get("timeline", {}))}
+    write_text(output, page)
+    console = stderr_console()
+    console.print(f"report written to {output}", markup=False)
+    if trace is not None:
+        write_text(trace, trace_of(timelines))
+        console.print(f"timelines written to {trace}: open it in ui.perfetto.dev", markup=False)
+
+
+def _of_run(folder: Path) -> tuple[str, dict[str, tuple[Span, ...]]]:
+    """The page of a run, and its timelines by name."""
+    from autoparallel.answer import read_timeline
+    from autoparallel.report.run import measured_spans, predicted_timeline, render_run
+    from autoparallel.runtime.monitor.record import read_record
+
+    records = read_record(folder)
+    found = {
+        "predicted": read_timeline(predicted_timeline(records[-1])),
+        "measured": measured_spans(records[-1]),
+    }
+    return render_run(str(folder), records), found
 
 
 @exits

@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
+from autoparallel.answer import program_timeline
 from autoparallel.api import auto_parallelize
+from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import read_source
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.types import RecoveryRule, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster
@@ -202,10 +206,13 @@ class Trainer:
         folder, world = self.checkpoints.folder.path, world_size()
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         file = folder / f"strategy-{world}.toml"
-        predicted = None
+        predicted, timeline = None, None
         if self.rank == 0:
             write_strategy(file, self.model.strategy, {}, {}, {})
-            predicted = simulate(self.model.program, cluster) if cluster is not None else None
+            if cluster is not None:
+                predicted = simulate(self.model.program, cluster)
+                known = Expander(graph_from_json(graph.read_text(encoding="utf-8")), cluster)
+                timeline = program_timeline(*at_home(known, self.model.strategy))
         about = {
             "strategy": file.name,
             "graph": graph.name,
@@ -213,7 +220,7 @@ class Trainer:
         }
         return Monitor(
             folder, self._all, self._clock, self._stage, about=about, predicted=predicted, step=self.step, options=options,
-            say=self._say,
+            say=self._say, timeline=timeline,
         )  # fmt: skip
 
     def _resume(self, *, from_memory: bool = True) -> bool:

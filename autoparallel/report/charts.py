@@ -120,13 +120,34 @@ def memory_bars(stages: Sequence[Mapping[str, Any]], capacity_gib: float | None)
     )
 
 
-def timeline(spans: Sequence[Span], cut_s: tuple[float, float] | None) -> Chart:
-    """A row per pipeline rank; a long timeline shows its beginning and its end, with a break between."""
+def line(points: Sequence[tuple[float, float]]) -> Chart:
+    """A curve, both axes linear; of many points an even spread."""
+    shown = points[:: max(len(points) // 800, 1)]
+    low, high = min(y for _, y in shown), max(y for _, y in shown)
+    pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    top, bottom = 8.0, 180.0
+    to_x = _linear(shown[0][0], shown[-1][0], LEFT, WIDTH - 12)
+    to_y = _linear(low - pad, high + pad, bottom, top)
+    return Chart(
+        width=WIDTH,
+        height=bottom + 24,
+        line=" ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in shown),
+        x_ticks=_ticks(shown[0][0], shown[-1][0], to_x, lambda v: f"{v:g}"),
+        y_ticks=_ticks(low - pad, high + pad, to_y, lambda v: f"{v:.3g}"),
+        bottom=bottom,
+    )
+
+
+def timeline(
+    spans: Sequence[Span], cut_s: tuple[float, float] | None, *, end_s: float | None = None
+) -> Chart:
+    """A row per pipeline rank; a long timeline shows its beginning and its end, with a break between. `end_s`: where the axis
+    ends, so that two of them can be compared."""
     ranks = max((span.rank for span in spans), default=0) + 1
     row = 30.0 if ranks <= 16 else max(8.0, 480.0 / ranks)
     top, gap = 4.0, 26.0
     bottom = top + row * ranks
-    end_s = max((span.end_s for span in spans), default=0.0) or 1.0
+    end_s = end_s or max((span.end_s for span in spans), default=0.0) or 1.0
     to_x, break_x = _timeline_scale(end_s, cut_s, gap)
     boxes = []
     for span in spans:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.runtime.monitor.clock import COMPUTED, SENT, StepClock
+from autoparallel.runtime.monitor.differences import WARM_UP
 from autoparallel.runtime.monitor.outputs import TensorBoard, write_prometheus
 from autoparallel.runtime.monitor.record import Recorder
 from autoparallel.runtime.monitor.stragglers import WINDOW, stragglers
@@ -27,10 +28,19 @@ _METRICS_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorOptions:
-    """Every `every` steps are recorded; `tensorboard` writes scalars into the folder's `tensorboard/`, too."""
+    """Every `every` steps are recorded; `tensorboard` writes scalars into the folder's `tensorboard/`, too. The fifth step
+    of a start, and then one in `timeline_every` (0: none), is recorded action by action."""
 
     every: int = 1
     tensorboard: bool = False
+    timeline_every: int = 100
+
+    def traces(self, step: int, first: int) -> bool:
+        """Whether the actions of a step are recorded: once a start is warm, then every so many steps."""
+        done = step - first
+        return bool(self.timeline_every) and (
+            done == WARM_UP + 2 or (done > 0 and done % self.timeline_every == 0)
+        )
 
 
 class Monitor:
@@ -43,6 +53,7 @@ class Monitor:
     def __init__(
         self, folder: Path, everyone: Agreement, clock: StepClock, stage: int, *, about: Mapping[str, Any],
         predicted: Prediction | None, step: int, options: MonitorOptions, say: Callable[[str], None],
+        timeline: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._all, self._clock, self._say, self._every = (
             folder,
@@ -51,6 +62,7 @@ class Monitor:
             say,
             options.every,
         )
+        self._options, self._first = options, step
         self._predicted, self._stages = predicted, everyone.gathered(stage)
         first = everyone.rank == 0
         self._recorder = Recorder(folder) if first else None
@@ -62,6 +74,7 @@ class Monitor:
             said = predicted and {
                 "step_time_s": predicted.step_time_s,
                 "breakdown_s": dict(predicted.breakdown_s),
+                "timeline": dict(timeline or {}),
             }
             self._recorder.add(
                 "start",
@@ -79,6 +92,8 @@ class Monitor:
         if step % self._every:
             return
         rows = self._rows([*(parts.get(kind, 0.0) for kind in _KINDS), _memory()])
+        if self._options.traces(step, self._first):
+            self._trace(step, rows)
         if self._recorder is None:
             return
         entry = self._entry(step, loss, seconds, rows)
@@ -91,6 +106,19 @@ class Monitor:
         if self._recorder.problem is not None and not self._told:
             self._told = True
             self._say(f"the record of the run is not kept ({self._recorder.problem}); training goes on")
+
+    def _trace(self, step: int, rows: list[list[float]]) -> None:
+        """Record the actions of the slowest rank of each stage; collective."""
+        computing = [sum(row[_KINDS.index(kind)] for kind in COMPUTED) for row in rows]
+        slowest = {
+            stage: max(
+                (r for r, s in enumerate(self._stages) if s == stage), key=lambda r: (computing[r], -r)
+            )
+            for stage in sorted(set(self._stages))
+        }
+        every = self._all.gathered(self._clock.spans() if self._all.rank in slowest.values() else [])
+        if self._recorder is not None:
+            self._recorder.add("timeline", step=step, ranks=[every[rank] for rank in slowest.values()])
 
     def _write_metrics(self, entry: Mapping[str, Any]) -> None:
         assert self._recorder is not None

@@ -1,9 +1,10 @@
 """The record of a run: `record.jsonl` in its folder.
 
 {"event": "start", "step", "world", "strategy", "graph" (files), "shape" (NODESxPER_NODE),
- "predicted": {"step_time_s", "breakdown_s"}, "stages": [stage by rank]}
+ "predicted": {"step_time_s", "breakdown_s", "timeline"}, "stages": [stage by rank]}
 {"event": "step", "step", "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
  "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency"}
+{"event": "timeline", "step", "ranks": [[[action, stage, begin, end] …] by pipeline rank: of its slowest rank]}, seconds
 {"event": "said", "step", "text"}
 """
 
@@ -27,6 +28,7 @@ class Record:
     start: Mapping[str, Any]
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     said: list[Mapping[str, Any]] = field(default_factory=list)
+    timelines: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 class Recorder:
@@ -64,7 +66,8 @@ def read_record(folder: Path) -> list[Record]:
         if entry["event"] == "start":
             found.append(Record(start=entry))
         elif found:
-            (found[-1].steps if entry["event"] == "step" else found[-1].said).append(entry)
+            lists = {"step": found[-1].steps, "timeline": found[-1].timelines}
+            lists.get(entry["event"], found[-1].said).append(entry)
     if not found:
         raise UserError(f"{path}: no run has started here yet")
     return found

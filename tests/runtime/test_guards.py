@@ -233,6 +233,6 @@ def test_who_is_behind_is_named_and_the_process_ends(
     assert ended == [1, 1]
     assert "error: no action in 1 s: rank 1 failed in step 7" in capsys.readouterr().err
     broken = str(deadline.broken(RuntimeError("Connection closed by peer")))
-    assert broken.startswith("rank 1 failed in step 7, stage 2, F0: ValueError: no such token")
+    assert broken.startswith("rank 1 failed in step 7, stage 2, F19: ValueError: no such token")
     for each in (deadline, ahead, behind):
         each.close()

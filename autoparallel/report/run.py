@@ -1,0 +1,100 @@
+"""The page of a run: its predicted and its measured timeline, where they differ most, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoparallel.answer import read_timeline
+from autoparallel.costmodel.prediction import Span
+from autoparallel.report.charts import Chart, line, split_action, timeline
+from autoparallel.report.numbers import percent, seconds
+from autoparallel.report.page import environment, resource
+from autoparallel.runtime.monitor.clock import kind_of
+from autoparallel.runtime.monitor.differences import Action, action_gaps, gaps, step_time_s
+from autoparallel.runtime.monitor.record import Record
+from autoparallel.runtime.monitor.stragglers import stragglers
+
+SHOWN = 5  # differences
+
+
+def measured_spans(record: Record) -> tuple[Span, ...]:
+    """The actions of the last step that was recorded action by action, on the slowest rank of every stage."""
+    if not record.timelines:
+        return ()
+    return tuple(
+        Span(rank=rank, action=f"{stage}{action}", start_s=begin, end_s=end, label=kind_of(action))
+        for rank, actions in enumerate(record.timelines[-1]["ranks"])
+        for action, stage, begin, end in actions
+    )
+
+
+def predicted_timeline(record: Record) -> Mapping[str, Any]:
+    """As `answer.timeline_table`; empty where the run knew no cluster."""
+    found: Mapping[str, Any] = (record.start.get("predicted") or {}).get("timeline") or {}
+    return found
+
+
+def render_run(folder: str, records: Sequence[Record]) -> str:
+    """The page for what is recorded in `folder`; of several starts the last."""
+    record = records[-1]
+    table, measured = predicted_timeline(record), measured_spans(record)
+    predicted, cut_us = read_timeline(table), table.get("cut_us")
+    cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
+    end_s = max((span.end_s for span in (*predicted, *measured)), default=0.0)
+    step_s, said_s = step_time_s(record), (record.start.get("predicted") or {}).get("step_time_s")
+    context = {
+        "style": resource("style.css"),
+        "folder": folder,
+        "starts": len(records),
+        "record": record,
+        "step_s": step_s,
+        "predicted_s": said_s,
+        "efficiency": said_s / step_s if said_s and step_s else None,
+        "predicted": timeline(predicted, cut_s, end_s=None if cut_s else end_s) if predicted else None,
+        "measured": timeline(measured, None, end_s=end_s) if measured else None,
+        "traced": record.timelines[-1]["step"] if record.timelines else None,
+        "cut_s": cut_s,
+        "differences": differences(record, predicted, measured, whole=cut_s is None),
+        "stragglers": stragglers([s["computing_s"] for s in record.steps], record.start["stages"]),
+        "losses": _curve(records, "loss"),
+        "times": _curve(records, "seconds"),
+        "said": [entry for one in records for entry in one.said],
+        "percent": percent,
+        "seconds": seconds,
+    }
+    return environment().get_template("run.html.j2").render(context)
+
+
+def differences(
+    record: Record, predicted: Sequence[Span], measured: Sequence[Span], *, whole: bool
+) -> list[tuple[str, str]]:
+    """The five largest, in words, each with what to do about it: by pipeline rank and kind of action, where a step was
+    recorded action by action and its prediction is `whole`; else by kind."""
+    if predicted and measured and whole:
+        total_s = predicted_timeline(record)["total_us"] / 1e6
+        ended_s = max(span.end_s for span in measured)
+        found = action_gaps(_actions(predicted), _actions(measured), (total_s, ended_s))
+        return [(str(gap), gap.advice) for gap in found[:SHOWN]]
+    words = [str(gap).rpartition("): ") for gap in gaps(record)[:SHOWN]]
+    return [(f"{first})" if first else last, last if first else "") for first, _, last in words]
+
+
+def _actions(spans: Sequence[Span]) -> list[Action]:
+    """By pipeline rank and kind, how long each takes; what runs beside them is left out."""
+    found = []
+    for span in spans:
+        _, kind, _ = split_action(span.action)
+        label = {"weight": "backward"}.get(span.label, span.label)
+        label = kind_of(kind) if label not in ("forward", "backward", "optimizer") else label
+        found.append((span.rank, label, span.end_s - span.start_s))
+    return found
+
+
+def _curve(records: Sequence[Record], key: str) -> Chart | None:
+    """A value of every step of a run; steps that were done again count as they were done last."""
+    found = {
+        step["step"]: float(step[key]) for one in records for step in one.steps if step[key] == step[key]
+    }
+    points = sorted(found.items())
+    return line(points) if len(points) > 1 else None
