@@ -84,7 +84,10 @@ def test_the_page_names_what_was_slowed_down_and_both_timelines_are_there(tmp_pa
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rank=st.integers(0, 1), kind=st.sampled_from(KINDS), factor=st.floats(1.3, 20), noise=st.floats(0.99, 1.01)
+    rank=st.integers(0, 1),
+    kind=st.sampled_from(KINDS),
+    factor=st.floats(1.3, 20),
+    noise=st.floats(0.99, 1.01),
 )
 def test_the_largest_difference_is_first_and_they_sum_to_the_steps(
     rank: int, kind: str, factor: float, noise: float
