@@ -1,4 +1,4 @@
-"""Captures, checks and plans other people's models: `python -m benchmarks.coverage capture|exact|plan|report`.
+"""Captures, checks and plans other people's models: `python -m benchmarks.coverage capture|exact|plan|ranks|report`.
 
 Results are added to a file of JSON lines, so that a run that was cut goes on where it stopped.
 """
@@ -17,19 +17,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.coverage import report, steps
-from benchmarks.coverage.models import Entry, transformers_entries
+from benchmarks.coverage.models import Entry, library_entries, transformers_entries
 from benchmarks.coverage.work import Result, run_alone
 
 STEPS: dict[str, Callable[[Entry], Result]] = {
     "capture": steps.captured,
     "exact": steps.exact,
     "plan": steps.planned,
+    "ranks": steps.ranked,
 }
 
 
 def entries() -> list[Entry]:
     """All models, in the order of their names."""
-    return list(transformers_entries())
+    return [*transformers_entries(), *library_entries()]
 
 
 def read(path: Path) -> dict[tuple[str, str], Result]:
@@ -78,6 +79,7 @@ def main() -> None:
 
 
 # What every model imports is imported once, before there are processes of their own.
+importlib.import_module("autoparallel.planner.capture.huggingface")
 importlib.import_module("transformers.models.llama.modeling_llama")
 importlib.import_module("transformers.models.clip.modeling_clip")
 if __name__ == "__main__":

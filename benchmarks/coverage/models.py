@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coverage import libraries
+
 # Tables of transformers, in the order in which a class is chosen: what is trained before what is only a part.
 TASKS = (
     "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "MASKED_LM", "CTC",
@@ -142,6 +144,20 @@ def _number(key: str, value: int, by: Smaller) -> int:
     if _WIDTH.search(key) and value % by.widths == 0 and value // by.widths >= _LEAST:
         return value // by.widths
     return value
+
+
+def loaded(entry: Entry) -> tuple[Any, Any]:
+    """The module as its library builds it, on the meta device, with its example inputs."""
+    if entry.library != "transformers":
+        return libraries.make(entry.library, entry.name, device="meta")
+    found = load(default_settings(entry), None)
+    return found.module, found.example_inputs
+
+
+def library_entries() -> Iterator[Entry]:
+    """The models of the other libraries, where these are installed."""
+    for library, name in libraries.names():
+        yield Entry(library=library, name=name, architecture=name)
 
 
 def load(settings: Settings, seq_len: int | None) -> Any:

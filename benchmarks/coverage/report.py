@@ -69,6 +69,15 @@ def _steps(by_step: Mapping[str, Sequence[Result]]) -> Iterable[tuple[str, int, 
         yield name, len(exact), sum(r[key][0] == r[key][1] for r in exact if key in r)
     planned = by_step.get("plan", ())
     yield "planned on 8 and on 64 devices", len(planned), sum(r["ok"] for r in planned)
+    ranked = [r for r in by_step.get("ranks", ()) if r.get("ran")]
+    yield (
+        "two processes equal one, or refused before anything starts",
+        len(ranked),
+        sum(r["ok"] for r in ranked),
+    )
+    outcomes = Counter(outcome for r in ranked for outcome in r["outcomes"])
+    yield "… strategies equal", outcomes.total(), outcomes["equal"]
+    yield "… strategies refused", outcomes.total(), outcomes["refused"]
 
 
 def _seconds(results: Sequence[Result]) -> list[str]:

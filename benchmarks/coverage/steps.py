@@ -10,12 +10,15 @@ from torch import nn
 
 from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.on_meta import with_batch
 from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.profiles import load_cluster
+from benchmarks.coverage import ranks
 from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes, with_numbers
-from benchmarks.coverage.models import SIZES, Entry, Smaller, default_settings, full_settings, load, smaller
+from benchmarks.coverage.libraries import make
+from benchmarks.coverage.models import SIZES, Entry, Smaller, full_settings, load, loaded, smaller
 
 Result = dict[str, Any]
 
@@ -32,11 +35,11 @@ def captured(entry: Entry) -> Result:
 
 def _captured(entry: Entry) -> tuple[Result, ModelGraph]:
     started_s = time.process_time()
-    loaded = load(default_settings(entry), None)
+    module, inputs = loaded(entry)
     loaded_s = time.process_time() - started_s
-    graph = capture(loaded.module, loaded.example_inputs, name=entry.name)
+    graph = capture(module, inputs, name=entry.name)
     seconds = time.process_time() - started_s
-    expected = sum(p.numel() for p in loaded.module.parameters())
+    expected = sum(p.numel() for p in module.parameters())
     found = graph.parameter_count
     is_whole = any(op.kind is OpKind.LEAF for block in graph.blocks for op in block.operators)
     why = "parts of it are run for real" if is_whole else ""
@@ -49,7 +52,7 @@ def _captured(entry: Entry) -> tuple[Result, ModelGraph]:
         "blocks": len(graph.blocks),
         "repeated": len(graph.repeated_positions),
         "operators": sum(len(block.operators) for block in graph.blocks),
-        "inputs": {k: list(v.shape) for k, v in loaded.example_inputs.items() if isinstance(v, torch.Tensor)},
+        "inputs": {k: list(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)},
         "warnings": list(graph.warnings),
     }, graph
 
@@ -70,9 +73,33 @@ def planned(entry: Entry) -> Result:
     return {"ok": True, "capture_s": result["capture_s"], **found}
 
 
+def ranked(entry: Entry) -> Result:
+    """One step of a small model on two Gloo processes, by the plan and by three strategies drawn for it, against one
+    process."""
+    try:
+        module, inputs, real, _ = small_model(entry)
+    except ValueError as error:
+        return {"ok": False, "ran": False, "why": str(error)}
+    del module
+    batch = with_numbers(with_batch(inputs, ranks.RANKS * ranks.SHARE, numbers=True))
+    if not ranks.is_deterministic(real, batch):
+        return {"ok": False, "ran": False, "why": "draws random numbers, or its gradients are not finite"}
+    found = [ranks.run_on_ranks(real, batch, strategy) for strategy in ranks.drawn(entry.key)]
+    outcomes = [each["outcome"] for each in found]
+    return {
+        "ok": "differs" not in outcomes,
+        "ran": True,
+        "why": "; ".join(each["why"] for each in found if each["outcome"] == "differs"),
+        "outcomes": outcomes,
+        "refused": [each["why"] for each in found if each["outcome"] == "refused"],
+    }
+
+
 def small_model(entry: Entry) -> tuple[nn.Module, Any, nn.Module, Any]:
     """The smallest model of the architecture that runs: on the meta device with its example inputs, and on the CPU with
     numbers. Raises ValueError, in the words of the model, where none runs."""
+    if entry.library != "transformers":
+        return _of_library(entry)
     full, last = full_settings(entry), ""
     for by in SIZES:
         try:
@@ -86,21 +113,40 @@ def small_model(entry: Entry) -> tuple[nn.Module, Any, nn.Module, Any]:
     raise ValueError(f"no small model runs: {last}")
 
 
-def _small(full: dict[str, Any], by: Smaller) -> tuple[nn.Module, Any, nn.Module, Any] | None:
-    loaded = load(smaller(full, by), SMALL_SEQ_LEN)
-    if sum(p.numel() for p in loaded.module.parameters()) > MOST_PARAMETERS:
-        return None
+def _of_library(entry: Entry) -> tuple[nn.Module, Any, nn.Module, Any]:
+    module, inputs = loaded(entry)
+    if sum(p.numel() for p in module.parameters()) > MOST_PARAMETERS:
+        raise ValueError(f"no small model runs: more than {MOST_PARAMETERS:,} parameters")
     torch.manual_seed(0)
-    real = type(loaded.module)._from_config(loaded.module.config).float()  # type: ignore[attr-defined]
-    real.train()
-    for module in (real, loaded.module):
+    real, _ = make(entry.library, entry.name, device="cpu")
+    _without_dropout(real, module)
+    numbers = with_numbers(inputs)
+    with torch.no_grad():
+        real(**numbers)
+    return module, inputs, real, numbers
+
+
+def _without_dropout(*modules: nn.Module) -> None:
+    for module in modules:
         for part in module.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
-    numbers = with_numbers(loaded.example_inputs)
+            elif type(part).__name__ in ("DropPath", "StochasticDepth"):
+                part.eval()
+
+
+def _small(full: dict[str, Any], by: Smaller) -> tuple[nn.Module, Any, nn.Module, Any] | None:
+    small = load(smaller(full, by), SMALL_SEQ_LEN)
+    if sum(p.numel() for p in small.module.parameters()) > MOST_PARAMETERS:
+        return None
+    torch.manual_seed(0)
+    real = type(small.module)._from_config(small.module.config).float()  # type: ignore[attr-defined]
+    real.train()
+    _without_dropout(real, small.module)
+    numbers = with_numbers(small.example_inputs)
     with torch.no_grad():
         real(**numbers)
-    return loaded.module, loaded.example_inputs, real, numbers
+    return small.module, small.example_inputs, real, numbers
 
 
 def exact(entry: Entry) -> Result:
