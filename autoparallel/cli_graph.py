@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,8 +69,9 @@ def graph(
         print(text, end="")
         if html is None:
             return
-    with working(console, f"reading {model}"):
-        captured = _captured(model, arguments, seq_len)
+    doing = ["building it, and what it is fed"]
+    with working(console, f"reading {model}", lambda: doing[-1]):
+        captured = _captured(model, arguments, seq_len, doing.append)
     _show(console, captured, micro_batch, html=html, dot=dot, json_=json_)
 
 
@@ -104,7 +106,7 @@ def _code(model: str, arguments: Any, seq_len: int | None, micro_batch: int) -> 
     return step_code(trace(loaded.module, loaded.example_inputs, micro_batch=micro_batch))
 
 
-def _captured(model: str, arguments: Any, seq_len: int | None) -> ModelGraph:
+def _captured(model: str, arguments: Any, seq_len: int | None, say: Callable[[str], None]) -> ModelGraph:
     if _is_saved(model):
         from autoparallel.inputs import read_saved_graph
 
@@ -115,7 +117,7 @@ def _captured(model: str, arguments: Any, seq_len: int | None) -> ModelGraph:
     from autoparallel.planner.capture.load import load_model
 
     loaded = load_model(model, model_args=arguments, seq_len=seq_len)
-    captured = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+    captured = capture(loaded.module, loaded.example_inputs, name=loaded.name, say=say)
     gc.freeze()  # what stays until the end need not be looked at again
     return replace(captured, warnings=(*loaded.warnings, *captured.warnings))
 

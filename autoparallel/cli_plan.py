@@ -218,10 +218,10 @@ def captured(request: Request, save_graph: Path | None, console: Console) -> tup
     if save_graph:
         check_writable(save_graph, read=files_of(request))
     checked = check_request(request)
-    with begun_capture(checked) as wait:  # before there is a thread that shows how it goes
+    with begun_capture(checked) as begun:  # before there is a thread that shows how it goes
         import_planner()
-        with working(console, f"reading {request.model}"), hinted(console, SLOW_MODEL):
-            graph = wait()
+        with working(console, f"reading {request.model}", begun.doing), hinted(console, SLOW_MODEL):
+            graph = begun.wait()
     for warning in graph.warnings:
         console.print(f"warning: {warning}", markup=False, style="yellow")
     if save_graph:

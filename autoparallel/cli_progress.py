@@ -16,6 +16,8 @@ from autoparallel.report.numbers import gib, seconds, significant
 
 # Shorter work shows nothing on a terminal that is not there to be redrawn.
 QUIET_S = 2.0
+# And whoever waits is told what is done at least so often.
+LONGEST_SILENCE_S = 4.0
 # Nearly every model is read sooner (a dozen seconds for the largest ones here): who waits longer is told why.
 HINT_S = 20.0
 
@@ -43,23 +45,58 @@ def hinted(console: Console, hint: str, after_s: float = HINT_S) -> Iterator[Non
 
 
 @contextmanager
-def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner with `text`, which the yielded function changes; plain lines where there is no terminal."""
+def working(
+    console: Console, text: str, doing: Callable[[], str] = lambda: "", every_s: float = LONGEST_SILENCE_S
+) -> Iterator[Callable[[str], None]]:
+    """A spinner with `text`, which the yielded function changes; plain lines where there is no terminal, one at least
+    `every_s`. `doing` is asked what is done just now where the body itself does not say."""
     if console.is_terminal:
-        with console.status(text) as status:
+        with (
+            console.status(text) as status,
+            _again_and_again(1.0, lambda: status.update(_with(text, doing()))),
+        ):
             yield lambda new: status.update(new)
-    else:
-        started = last = time.monotonic()
-        said = False
+        return
+    started = last = time.monotonic()
 
-        def say(new: str) -> None:
-            nonlocal last, said
-            now = time.monotonic()
-            if now - started > QUIET_S and (not said or now - last > QUIET_S):
-                console.print(new, markup=False)
-                last, said = now, True
+    def say(new: str) -> None:
+        nonlocal text, last
+        now, text = time.monotonic(), new
+        if now - max(started, last) > QUIET_S:
+            last = now
+            console.print(new, markup=False)
 
+    def still() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > every_s:
+            last = now
+            console.print(f"{_with(text, doing())} ({now - started:.0f} s so far)", markup=False)
+
+    with _again_and_again(every_s / 8, still):
         yield say
+
+
+def _with(text: str, doing: str) -> str:
+    return f"{text}: {doing}" if doing else text
+
+
+@contextmanager
+def _again_and_again(every_s: float, function: Callable[[], None]) -> Iterator[None]:
+    """While inside, `function` is called every so often by a thread of its own."""
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.wait(every_s):
+            function()
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def progress_text(progress: Progress, objective: Objective) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -183,10 +183,11 @@ def parse_model_args(given: Sequence[str], record: ProblemRecord | None = None) 
     return result or dict(record.model_args if record else {})
 
 
-def load_graph(checked: Checked) -> ModelGraph:
-    """Capture the model, or read a saved graph; checked against the strategy file's hash. Raises UserError."""
+def load_graph(checked: Checked, say: Callable[[str], None] = lambda _: None) -> ModelGraph:
+    """Capture the model, or read a saved graph; checked against the strategy file's hash. Raises UserError. `say` is told
+    what a capture does."""
     spec = checked.request.model
-    graph = _read_graph(spec, checked) if checked.is_saved_graph else _capture(spec, checked)
+    graph = _read_graph(spec, checked) if checked.is_saved_graph else _capture(spec, checked, say)
     record = checked.record
     if record and record.graph_hash is not None and record.graph_hash != graph_hash(graph):
         raise UserError(
@@ -232,14 +233,15 @@ def _seq_len_source(checked: Checked) -> str:
     )
 
 
-def _capture(spec: str, checked: Checked) -> ModelGraph:
+def _capture(spec: str, checked: Checked, say: Callable[[str], None]) -> ModelGraph:
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
 
     asked = checked.request.seq_len is not None
+    say("building it, and what it is fed")
     with in_the_models_words(spec):
         loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len, seq_len_asked=asked)
-        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, say=say)
     if asked and graph.tokens_per_sample == 1 != checked.seq_len:
         raise UserError(
             f"--seq-len {checked.seq_len}: a sample of {loaded.name} is one {sample_word(graph)}, not a sequence; leave it out"

@@ -15,6 +15,8 @@ from autoparallel.planner.capture.errors import ModelError
 # The sequence length where neither the user nor the model says one (kind: chosen).
 DEFAULT_SEQ_LEN = 4096
 USUAL_IMAGE_SIZE = 224  # pixels. Kind: chosen. Source: the usual crop of ImageNet
+USUAL_SIZES = (512, 560)  # pixels, where windows of patches of 16 or 14 are to fit. Kind: chosen
+USUAL_BANDS = (80, 128)  # of sound. Kind: chosen. Source: what Whisper's models are fed
 USUAL_FRAMES = (
     1024  # of sound, 10 ms each. Kind: chosen. Source: the ten seconds that speech is usually cut into
 )
@@ -264,7 +266,16 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         lambda model, _: image(model),
         lambda model, _: _floats(model, *image(model).shape[-3:]),
         lambda model, _: image(model).unsqueeze(1),
+        lambda model, _: _floats(model, int(model.setting("num_frames")), *image(model).shape[-3:]),
+        *(
+            lambda model, _, size=size: _floats(model, image(model).shape[-3], size, size)
+            for size in USUAL_SIZES
+        ),
     ),
+    "target_sizes": (lambda model, given: _places_of(model, given),),
+    "spatial_shapes": (lambda model, given: _places_of(model, given),),
+    "image_sizes": (lambda _, given: torch.tensor(given["pixel_values"].shape[-2:]).repeat(SAMPLES, 1),),
+    "image_attention_mask": (lambda model, given: _like_tokens(model, given)[..., None] + 1,),
     "input_features": (
         lambda model, _: _spectrum(model),
         *(
@@ -274,6 +285,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
             for learned in (False, True)
             for first in (False, True)
         ),
+        *(lambda model, _, bands=bands: _floats(model, USUAL_FRAMES, bands) for bands in USUAL_BANDS),
     ),
     "input_values": (
         lambda model, _: _sound(model),
@@ -297,7 +309,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         lambda model, _: _floats(model, model.length, 8),
     ),
     "inputs_embeds": (lambda model, _: _embedded(model),),
-    "hidden_states": (lambda model, _: _embedded(model),),
+    "hidden_states": (lambda model, _: _embedded(model), lambda model, _: _convolved(model)),
     "encoder_hidden_states": (lambda model, _: _embedded(model),),
     "query_embeds": (lambda model, _: _embedded(model, model.setting("num_query_tokens") or 32),),
     "latents": (lambda model, _: _floats(model, _width(model), USUAL_FRAMES),),
@@ -324,13 +336,24 @@ OTHERS: dict[str, tuple[Example, ...]] = {
 }
 
 
+def _convolved(model: Model) -> torch.Tensor:
+    """Channels over time, as many as the first convolution reads."""
+    channels = _first_width(model.module, (torch.nn.Conv1d,)) or 1
+    return _floats(model, channels, USUAL_SOUND if channels == 1 else USUAL_FRAMES)
+
+
 def _flat_patches(model: Model, places: int) -> torch.Tensor:
     """Patches cut out before, of which the first `places` numbers say where they were."""
     width = _first_width(model.module, (torch.nn.Linear,)) or 1
     return _floats(model, model.setting("seq_len") or DEFAULT_SEQ_LEN // 2, width + places)
 
 
-def _patches_of(model: Model, given: Inputs) -> torch.Tensor:
+def _places_of(model: Model, given: Inputs) -> torch.Tensor:
+    """Rows and columns of the patches of each image."""
     patch = int(model.setting("patch_size") or 16)
-    height, width = (int(size) // patch for size in given["pixel_values"].shape[-2:])
-    return torch.zeros((SAMPLES, height * width), dtype=torch.bool)
+    return torch.tensor([int(size) // patch for size in given["pixel_values"].shape[-2:]]).repeat(SAMPLES, 1)
+
+
+def _patches_of(model: Model, given: Inputs) -> torch.Tensor:
+    rows, columns = _places_of(model, given)[0].tolist()
+    return torch.zeros((SAMPLES, rows * columns), dtype=torch.bool)

@@ -64,11 +64,12 @@ def _on_meta(module: Any, function: Any, inputs: dict[str, Any]) -> tuple[Any, l
     def note(func: Any, *_: Any) -> None:
         ran.append((callers[-1], str(func)))
 
+    mode = MetaMode(note)
+    given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
+
     def left(*_: Any) -> None:
         callers.pop()
 
-    mode = MetaMode(note)
-    given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
     hooks = torch.nn.modules.module
     enter = hooks.register_module_forward_pre_hook(lambda part, _: callers.append(id(part)))
     leave = hooks.register_module_forward_hook(left, always_call=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import math
 import re
 import time
 import traceback
@@ -32,6 +33,8 @@ Maker = Callable[[Inputs], Any]  # from the inputs so far; an example of an argu
 # No more is tried. Kind: chosen; a large model takes a tenth of a second each time.
 _LONGEST_S = 10.0
 _MOST_TRIES = 24
+# A model that has run so long takes what it is given: a wrong shape shows in the first layers. Kind: chosen.
+_LONG_ENOUGH_S = 3.0
 
 
 def fitted(
@@ -65,25 +68,32 @@ def failure(module: Any, inputs: Inputs) -> Exception | None:
             mode.remember(buffer, values)
     try:
         given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-        with left_as_it_was(module), torch.no_grad(), mode, Whole(mode):
+        with left_as_it_was(module), torch.no_grad(), mode, Whole(mode, _LONG_ENOUGH_S):
             module(**given)
-    except (UntraceableError, NotImplementedError):
+    except (UntraceableError, NotImplementedError, LongEnoughError):
         return None
     except Exception as error:
         return error
     return None
 
 
-class Whole(OpenedFunctions):
-    """What capture keeps whole is so here."""
+class LongEnoughError(Exception):
+    """A trial that has not failed within its time."""
 
-    def __init__(self, mode: MetaMode) -> None:
+
+class Whole(OpenedFunctions):
+    """What capture keeps whole is so here; for as long as a trial may take, where it says so."""
+
+    def __init__(self, mode: MetaMode, longest_s: float = math.inf) -> None:
         super().__init__()
+        self._end_s = time.process_time() + longest_s
         self._mode = mode
         self._pieces = Pieces()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function itself, or what stands for it."""
+        if time.process_time() > self._end_s:
+            raise LongEnoughError
         name = getattr(func, "__name__", "")
         if name in READERS:
             return self._mode.numbers(name, args[0])

@@ -26,16 +26,24 @@ _NAMED = 3  # parts of a model that a warning names
 
 
 @without_collection()
-def capture(module: torch.nn.Module, example_inputs: Any, *, name: str, fold: bool = True) -> ModelGraph:
+def capture(
+    module: torch.nn.Module,
+    example_inputs: Any,
+    *,
+    name: str,
+    fold: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> ModelGraph:
     """The graph of one training step of `module`.
 
     `example_inputs` are a tensor, a tuple of positional or a mapping of keyword arguments; dim 0 of the tensors
     that share the first tensor's is the batch. Nothing is computed: parameters and inputs are replaced by meta
     tensors while the module's code runs, and put back afterwards. The module's training mode is respected.
     With `fold` equal modules are traced as often as the proof needs that they are equal; without it all are.
+    `say` is told what is done, often.
     """
     inputs = checked_inputs(module, example_inputs, name)
-    take = partial(_captured, module, inputs, name, Rules())
+    take = partial(_captured, module, inputs, name, Rules(), say)
     with on_meta(module):
         graph, leaves = with_leaves(module, partial(_folded, module, take) if fold else take)
     found = (
@@ -68,15 +76,22 @@ def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: Fold
 
 
 def _captured(
-    module: torch.nn.Module, inputs: Any, name: str, rules: Rules, plan: FoldPlan, *, doubted: bool = False
+    module: torch.nn.Module,
+    inputs: Any,
+    name: str,
+    rules: Rules,
+    say: Callable[[str], None],
+    plan: FoldPlan,
+    *,
+    doubted: bool = False,
 ) -> ModelGraph:
     """The graph of the module folded by `plan`; where that is `doubted`, it is checked at the first micro-batch."""
     graphs = []
     for batch in MICRO_BATCHES:
-        graphs.append(trace_step(module, inputs, batch, plan).graph)
+        graphs.append(trace_step(module, inputs, batch, plan, say).graph)
         if doubted and len(graphs) == 1:
             check_fold(graphs[0], module, plan)
-    return lowered(graphs, module, name=name, plan=plan, rules=rules)
+    return lowered(graphs, module, name=name, plan=plan, rules=rules, say=say)
 
 
 def _leaf_warnings(leaves: Mapping[str, str]) -> tuple[str, ...]:

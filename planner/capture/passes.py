@@ -96,7 +96,13 @@ PASSES = (
 
 
 def lowered(
-    graphs: Sequence[fx.Graph], module: nn.Module, *, name: str, plan: FoldPlan, rules: Rules
+    graphs: Sequence[fx.Graph],
+    module: nn.Module,
+    *,
+    name: str,
+    plan: FoldPlan,
+    rules: Rules,
+    say: Callable[[str], None] = lambda _: None,
 ) -> ModelGraph:
     """The `ModelGraph` of `module`, from the graphs of its training step at several micro-batches.
 
@@ -110,6 +116,7 @@ def lowered(
     check_twins(graph)
     context = Context(module=module, plan=plan, fit=fit, rules=rules)
     for each in PASSES:
+        say(each.name)
         graph = each.run(graph, context)
         each.check(graph)
     return to_model_graph(graph, module, name=name, plan=plan, fit=fit, rules=rules)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class Skipped:
     standing: Sequence[Made]
     calls: int = 0
     _results: dict[int, Any] = field(default_factory=dict)
+    _hands_on: set[int] = field(default_factory=set)  # calls that return what they are given
 
     def goes_on(self, key: Key, given: Sequence[torch.Tensor]) -> bool:
         """Whether a call is the next of the round."""
@@ -102,6 +104,10 @@ class Skipped:
                 lambda leaf: _like(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in own else leaf,
                 made.out,
             )
+            if any(id(t) in own for t in tensors(made.out)):
+                self._hands_on.add(place)
+        if place not in self._hands_on:
+            return self._results[place]
         handed = {id(old): new for old, new in zip(made.given, given, strict=True)}
         return mapped(lambda leaf: handed.get(id(leaf), leaf), self._results[place])
 
@@ -112,8 +118,10 @@ class Skipped:
             made.call.meta["rounds"] = 1 + rounds
 
     def stands_for(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(tensor of the calls that were not run, the tensor of the standing round that it is like)."""
+        """(tensor of the call that was not run, the tensor of the standing round that it is like), the first time."""
         place = (self.calls - 1) % len(self.last)
+        if self.calls > len(self.last):
+            return []
         made, standing = tensors(self._results[place]), tensors(self.standing[place].out)
         return list(zip(made, standing, strict=True))
 
@@ -137,9 +145,14 @@ def _described(made: Made, held: Callable[[torch.Tensor], bool]) -> Key:
     return tuple(found)
 
 
+@cache
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
 def code_place() -> tuple[int, int]:
     """Where in the model's code the call stands that is running."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return (id(frame.f_code), frame.f_lasti)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,11 @@ def _trusting() -> Iterator[None]:
 
 
 def trace_step(
-    module: torch.nn.Module, example: Mapping[str, Any] | tuple[Any, ...], micro_batch: int, plan: FoldPlan
+    module: torch.nn.Module,
+    example: Mapping[str, Any] | tuple[Any, ...],
+    micro_batch: int,
+    plan: FoldPlan,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Step:
     """Trace a forward and backward pass, on `micro_batch` samples, of a module whose parameters are on the meta device.
 
@@ -51,7 +55,7 @@ def trace_step(
     a loop are counted once some were equal (`rounds`); where that does not work out, all are traced. Raises TraceError,
     FoldError.
     """
-    tracer = Tracer(module, counts_rounds=True)
+    tracer = Tracer(module, counts_rounds=True, say=say)
     try:
         return _traced(module, example, micro_batch, plan, tracer)
     except (FoldError, LeafError, ModelError):
@@ -59,7 +63,7 @@ def trace_step(
     except Exception:
         if not tracer.has_skipped:
             raise
-    return _traced(module, example, micro_batch, plan, Tracer(module, counts_rounds=False))
+    return _traced(module, example, micro_batch, plan, Tracer(module, counts_rounds=False, say=say))
 
 
 def _traced(

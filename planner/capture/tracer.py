@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +49,9 @@ class Remembered:
 class Tracer(OpenedFunctions):
     """Runs a step and hands what it sees to a `Writer`; see `trace_step`."""
 
-    def __init__(self, module: torch.nn.Module, *, counts_rounds: bool) -> None:
+    def __init__(self, module: torch.nn.Module, *, counts_rounds: bool, say: Callable[[str], None]) -> None:
         super().__init__()
+        self._say = say
         self.meta_mode = MetaMode(self._observe)
         self.writer = Writer(self.meta_mode)
         self._paths = {id(m): path for path, m in module.named_modules()}
@@ -277,6 +278,7 @@ class Tracer(OpenedFunctions):
         if id(module) in self._paths:
             path, known = self._paths[id(module)], self.writer.known
             self._frames += 1
+            self._say(f"its forward pass, {path or 'the model'}")
             kind = type(module).__name__
             self._frame = Frame(path=path, class_name=kind, parent=self._frame, index=self._frames)
             self._entered.append({id(t): known(t) for t in tensors(args)})
@@ -319,6 +321,7 @@ class Tracer(OpenedFunctions):
     ) -> dict[str, fx.Node]:
         """The backward pass of `outputs`: the gradients of the `wanted` parameters that have one."""
         self.end_rounds()
+        self._say("its backward pass")
         self._runs_backward = True
         with self.meta_mode:
             ones = [torch.ones_like(t) for t in outputs]

@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from autoparallel.cli_progress import hinted, progress_text
+from autoparallel.cli_progress import hinted, progress_text, working
 from autoparallel.planner.outcome import Progress
 from autoparallel.planner.problem import Objective
 
@@ -26,3 +26,19 @@ def test_a_hint_is_given_only_where_work_takes_longer() -> None:
     with hinted(console, "this takes long", after_s=0.0):
         time.sleep(0.05)
     assert told.getvalue() == "this takes long\n"
+
+
+def test_work_that_says_nothing_is_told_of_again_and_again() -> None:
+    told = io.StringIO()
+    with working(Console(file=told), "reading it", lambda: "its backward pass", every_s=0.08):
+        time.sleep(0.5)
+    lines = told.getvalue().splitlines()
+    assert 3 <= len(lines) <= 7, lines
+    assert lines[0].startswith("reading it: its backward pass (0 s")
+
+
+def test_short_work_says_nothing() -> None:
+    told = io.StringIO()
+    with working(Console(file=told), "reading it") as say:
+        say("half of it")
+    assert told.getvalue() == ""

@@ -47,11 +47,11 @@ from autoparallel.startup import begun_capture, import_planner
 
 found = []
 for model in sys.argv[1:]:
-    with begun_capture(check_request(Request(model=model, cluster="h100-sxm:1x2"))) as wait:
+    with begun_capture(check_request(Request(model=model, cluster="h100-sxm:1x2"))) as begun:
         import_planner()
         assert "ortools" in sys.modules and "pandas" not in sys.modules
         try:
-            text = graph_to_json(wait())
+            text = graph_to_json(begun.wait())
         except UserError as error:
             text = f"UserError: {error}"
     found.append(("torch" in sys.modules, text))
