@@ -8,12 +8,13 @@ are easier to follow, fewer ways to share state; then the faster one.
 
 from __future__ import annotations
 
+from autoparallel.costmodel.confidence import fits
 from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.strategy.types import AXES, Offload, Strategy
 
-# Shares of the memory of a device, and of a host, from which on a plan is called tight: memory is predicted within 5 %
-# (docs/accuracy.md), and pinned host memory is taken in powers of two. Kind: measured.
-TIGHT_DEVICE, TIGHT_HOST = 0.95, 0.8
+# A plan is called tight where it fits with less than this probability (`costmodel.confidence.fits`), or fills a host to this
+# share: pinned host memory is taken in powers of two. Kind: formula: one of twenty; a step of that size.
+SURE, TIGHT_HOST = 0.95, 0.8
 WITHIN = 0.02  # share of the optimum that a prediction cannot tell apart, unless the user says otherwise
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev", "program")
 MODES = ("none", "full", "selective", "operators")
@@ -41,10 +42,7 @@ def complexity(strategy: Strategy, held: Held | None = None) -> tuple[float, ...
 
 def is_tight(held: Held) -> bool:
     """Whether a plan fills devices or hosts to where a prediction may be wrong."""
-    device = any(
-        rank.peak > TIGHT_DEVICE * room for rank, room in zip(held.memory, held.capacities_bytes, strict=True)
-    )
-    return device or held.host_bytes > TIGHT_HOST * held.host_capacity_bytes > 0
+    return fits(held) < SURE or held.host_bytes > TIGHT_HOST * held.host_capacity_bytes > 0
 
 
 def simpler_because(chosen: Strategy, optimum: Strategy, tight: tuple[bool, bool]) -> str:
