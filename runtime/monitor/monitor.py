@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.runtime.monitor.alerts import Alert, Alerts, check_local, sender
 from autoparallel.runtime.monitor.clock import COMPUTED, SENT, StepClock
 from autoparallel.runtime.monitor.differences import WARM_UP
 from autoparallel.runtime.monitor.outputs import TensorBoard, write_prometheus
@@ -29,11 +30,19 @@ _METRICS_S = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorOptions:
     """Every `every` steps are recorded; `tensorboard` writes scalars into the folder's `tensorboard/`, too. The fifth step
-    of a start, and then one in `timeline_every` (0: none), is recorded action by action."""
+    of a start, and then one in `timeline_every` (0: none), is recorded action by action. `alerts` (thresholds) and stragglers
+    are told to `alert_command` (JSON on its standard input) and to `alert_webhook` (JSON by POST, a local address)."""
 
     every: int = 1
     tensorboard: bool = False
     timeline_every: int = 100
+    alerts: tuple[Alert, ...] = ()
+    alert_command: tuple[str, ...] = ()
+    alert_webhook: str = ""
+
+    def __post_init__(self) -> None:
+        if self.alert_webhook:
+            check_local(self.alert_webhook)
 
     def traces(self, step: int, first: int) -> bool:
         """Whether the actions of a step are recorded: once a start is warm, then every so many steps."""
@@ -66,6 +75,7 @@ class Monitor:
         self._predicted, self._stages = predicted, everyone.gathered(stage)
         first = everyone.rank == 0
         self._recorder = Recorder(folder) if first else None
+        self._alerts = Alerts(options.alerts, sender(options.alert_command, options.alert_webhook, say))
         self._board = TensorBoard(folder / "tensorboard") if options.tensorboard and first else None
         self._computing: deque[list[float]] = deque(maxlen=WINDOW)
         self._slow: frozenset[int] = frozenset()
@@ -99,6 +109,9 @@ class Monitor:
         entry = self._entry(step, loss, seconds, rows)
         self._recorder.add("step", **entry)
         self._computing.append(entry["computing_s"])
+        for text in self._alerts.step(entry):
+            self._say(f"step {step}: {text}")
+            self.said(step, text)
         self._tell_stragglers(step)
         if self._board is not None:
             self._board.add(entry)
@@ -170,6 +183,7 @@ class Monitor:
             if one.rank not in self._slow:
                 self._say(f"step {step}: {one}")
                 self.said(step, str(one))
+                self._alerts.tell(step, str(one), rank=one.rank)
         self._slow = frozenset(one.rank for one in found)
 
 

@@ -152,7 +152,7 @@ def test_machines_come_and_go_and_ranks_are_killed(tmp_path: Path, straight: lis
     (tmp_path / "hold-1").write_text("6")
     second.kill()  # the machine is gone, and its process with it
     (tmp_path / "hold-2").unlink()
-    run.wait(lambda done: any(e["world"] == 1 and e["step"] == 6 for e in done))
+    run.wait(lambda done: any(e["world"] == 1 and e["step"] >= 6 for e in done))
     run.stop()  # all at once
     said = run.agents[0].communicate()[0]
     assert "rank 1 (process " in said
