@@ -60,11 +60,24 @@ def whatif(
             "--tokens", min=1, metavar="N", help="Tokens to train on (1e12): how long, at what price."
         ),
     ] = None,
+    without: Annotated[
+        int | None,
+        typer.Option(
+            "--without",
+            min=0,
+            metavar="RANK",
+            help="MODEL is the folder of a run: what if it had not this rank?",
+        ),
+    ] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Plan for several clusters or values of a key; compare."""
+    """Plan for several clusters or values of a key; compare. Or, for a run, what leaving a rank out would give."""
     from autoparallel.inputs import Request, check_finite
 
+    if without is not None:
+        check_finite("--time-limit", time_limit)
+        _tell_without(model, without, clusters, time_limit, json_=json_)
+        return
     check_finite("--tokens", tokens)
     check_finite("--time-limit", time_limit)
     base = Request(
@@ -116,3 +129,19 @@ def run_whatif(
         print_json({"model": base.model, "cases": rows})
     if not any(row["feasible"] for row in rows):
         raise typer.Exit(NOTHING_FITS)
+
+
+def _tell_without(
+    folder: str, rank: int, clusters: Sequence[str], time_limit_s: float | None, *, json_: bool
+) -> None:
+    """What leaving a rank out of a run would give."""
+    from autoparallel.cli_progress import stderr_console
+    from autoparallel.errors import UserError
+    from autoparallel.without import without
+
+    if len(clusters) != 1:
+        raise UserError("--without is about one run on one cluster: give --cluster once")
+    found = without(Path(folder), rank, clusters[0], time_limit_s=time_limit_s)
+    stderr_console().print(str(found), markup=False)
+    if json_:
+        print_json(found.table())

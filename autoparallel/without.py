@@ -1,0 +1,104 @@
+"""What leaving a rank out of a run would give: its record says what the rank costs, a plan for the others what they could do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autoparallel.errors import UserError
+from autoparallel.inputs import read_saved_graph
+from autoparallel.labels import strategy_label
+from autoparallel.planner.explain.choice import WITHIN
+from autoparallel.planner.outcome import InfeasiblePlan, SearchTimeout
+from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.score import score
+from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
+from autoparallel.profiles import load_cluster
+from autoparallel.profiles.resize import resized
+from autoparallel.runtime.limits import refused
+from autoparallel.runtime.monitor.differences import WARM_UP, step_time_s
+from autoparallel.runtime.monitor.record import Record, read_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Without:
+    """Seconds a step: measured, what of them the rank costs, what is predicted with it, and what is to be expected of a plan
+    without it: that plan's prediction, longer by as much as the run without the rank's slowness is than its own."""
+
+    rank: int
+    world: int
+    measured_s: float
+    costs_s: float
+    predicted_s: float
+    expected_s: float | None = None  # None: no plan fits
+    label: str = ""
+
+    @property
+    def gain(self) -> float | None:
+        """The share by which steps become shorter; negative: longer."""
+        return None if self.expected_s is None else 1 - self.expected_s / self.measured_s
+
+    def __str__(self) -> str:
+        slow = f"rank {self.rank} costs {self.costs_s:.3g} s of a step of {self.measured_s:.4g} s"
+        if self.expected_s is None:
+            return f"{slow}; without it nothing fits on {self.world - 1} devices"
+        gain = self.gain or 0.0
+        verdict = f"{abs(gain):.1%} {'shorter: leave it out' if gain > 0 else 'longer: keep it'}".replace(
+            "%", " %"
+        )
+        return f"{slow}; without it {self.world - 1} devices would take {self.expected_s:.4g} s ({self.label}), {verdict}"
+
+    def table(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {**asdict(self), "gain": self.gain, "words": str(self)}
+
+
+def without(folder: Path, rank: int, cluster: str, *, time_limit_s: float | None = None) -> Without:
+    """Leave `rank` out of the run in `folder` on `cluster`. Raises UserError for a folder, rank or cluster that do not serve."""
+    record = read_record(folder)[-1]
+    world, measured_s = int(record.start["world"]), step_time_s(record)
+    if not 0 <= rank < world:
+        raise UserError(f"--without {rank}: the run in {folder} has the ranks 0 to {world - 1}")
+    if world == 1:
+        raise UserError(f"--without {rank}: the run in {folder} has no other rank")
+    if measured_s is None:
+        raise UserError(f"{folder}: fewer than {WARM_UP + 1} steps are recorded; let it run on")
+    per_node = int(str(record.start["shape"]).partition("x")[2])
+    here = resized(load_cluster(cluster), world, per_node)
+    graph = read_saved_graph(str(folder / record.start["graph"]))
+    constraints = read_strategy_file(folder / record.start["strategy"]).constraints
+    strategy = strategy_from_constraints(constraints)
+    predicted_s = score(graph, here, strategy).step_time_s
+    found = Without(
+        rank=rank, world=world, measured_s=measured_s, costs_s=_costs_s(record, rank), predicted_s=predicted_s
+    )
+    left = resized(here, world - 1, per_node)
+    stays = {k: v for k, v in constraints.items() if k == "batch.global" or k.startswith("execution.")}
+    problem = Problem(
+        graph=graph, cluster=left, global_batch=strategy.batch.global_, constraints=stays, execution=strategy.execution,
+        refuses=partial(refused, graph),
+    )  # fmt: skip
+    try:
+        result = plan(problem, time_limit_s=time_limit_s, within=WITHIN, advise=False)
+    except (InfeasiblePlan, SearchTimeout):
+        return found
+    slower = (measured_s - found.costs_s) / predicted_s
+    return Without(
+        rank=rank, world=world, measured_s=measured_s, costs_s=found.costs_s, predicted_s=predicted_s,
+        expected_s=result.prediction.step_time_s * slower, label=strategy_label(result.strategy),
+    )  # fmt: skip
+
+
+def _costs_s(record: Record, rank: int) -> float:
+    """By how much the rank computes longer than its peers do, the median over the steps; 0 where it has none."""
+    stages: Sequence[int] = record.start["stages"]
+    peers = [r for r, stage in enumerate(stages) if stage == stages[rank] and r != rank]
+    steps = [step["computing_s"] for step in record.steps[WARM_UP:]]
+    if not peers:
+        return 0.0
+    return max(median(step[rank] - median(step[r] for r in peers) for step in steps), 0.0)
