@@ -101,4 +101,4 @@ def _costs_s(record: Record, rank: int) -> float:
     steps = [step["computing_s"] for step in record.steps[WARM_UP:]]
     if not peers:
         return 0.0
-    return max(median(step[rank] - median(step[r] for r in peers) for step in steps), 0.0)
+    return max(float(median(step[rank] - median(step[r] for r in peers) for step in steps)), 0.0)
