@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from autoparallel.inputs import Request
 
 
+Without = Annotated[
+    int | None,
+    typer.Option(
+        "--without", min=0, metavar="RANK", help="MODEL is the folder of a run: what if it had not this rank?"
+    ),
+]
+
+
 @exits
 def whatif(
     model: Model,
@@ -60,22 +68,13 @@ def whatif(
             "--tokens", min=1, metavar="N", help="Tokens to train on (1e12): how long, at what price."
         ),
     ] = None,
-    without: Annotated[
-        int | None,
-        typer.Option(
-            "--without",
-            min=0,
-            metavar="RANK",
-            help="MODEL is the folder of a run: what if it had not this rank?",
-        ),
-    ] = None,
+    without: Without = None,
     json_: JsonFlag = False,
 ) -> None:
     """Plan for several clusters or values of a key; compare. Or, for a run, what leaving a rank out would give."""
     from autoparallel.inputs import Request, check_finite
 
     if without is not None:
-        check_finite("--time-limit", time_limit)
         _tell_without(model, without, clusters, time_limit, json_=json_)
         return
     check_finite("--tokens", tokens)

@@ -179,7 +179,11 @@ class Trainer:
     def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
         if self.checkpoints.every is None and self.checkpoints.every_s is None:
             self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
-        self._resume()
+        try:
+            self._resume()
+        except UserError:  # whoever tries again in this process finds the folder free
+            self.close()
+            raise
         self._monitor = self._watch(graph, cluster, options)
 
     def _check_alike(self, identity: Mapping[str, str], size: int) -> None:

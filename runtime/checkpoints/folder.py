@@ -63,6 +63,12 @@ class RunFolder:
         try:
             holder = json.loads(lock.read())
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+            if (holder["host"], holder["pid"]) == (socket.gethostname(), os.getpid()):
+                lock.close()
+                return (
+                    f'the run\'s folder "{self.path}" is in use by this process, since {since}: close() the Trainer or '
+                    "Checkpoints that is there, or give this one a folder of its own"
+                )
             who = f"process {holder['pid']} on {holder['host']}, since {since}"
         except (ValueError, KeyError):
             who = "another process"

@@ -105,7 +105,8 @@ def check_identity(manifest: Mapping[str, Any], identity: Mapping[str, str], pat
         if held is not None and held != own:
             raise UserError(
                 f"{path} was written with another {what} (hash {held}, now {own}): go on with the one it was written "
-                f"with, give this run another folder, or leave {what} out of identity= to go on all the same"
+                f'with, give this run another folder, or go on all the same with Trainer(accept=("{what}",)) (of Checkpoints: leave '
+                f"it out of identity=)"
             )
 
 
