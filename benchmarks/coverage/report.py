@@ -51,7 +51,8 @@ def summary(results: Iterable[Result]) -> str:
         by_step.setdefault(result["step"], []).append(result)
     lines = ["| step | models | fulfilled | share |", "|---|---|---|---|"]
     for label, tried, fulfilled in _steps(by_step):
-        lines.append(f"| {label} | {tried} | {fulfilled} | {fulfilled / max(tried, 1):.0%} |")
+        if tried:
+            lines.append(f"| {label} | {tried} | {fulfilled} | {fulfilled / tried:.0%} |")
     lines += ["", *_seconds(by_step.get("capture", [])), "", *_causes(by_step.get("capture", []))]
     return "\n".join([*lines, "", *_differences(by_step.get("exact", []))])
 
@@ -67,8 +68,9 @@ def _steps(by_step: Mapping[str, Sequence[Result]]) -> Iterable[tuple[str, int, 
         ("saved bytes equal to an eager run on a CPU", "saved"),
     ):
         yield name, len(exact), sum(r[key][0] == r[key][1] for r in exact if key in r)
-    planned = by_step.get("plan", ())
-    yield "planned on 8 and on 64 devices", len(planned), sum(r["ok"] for r in planned)
+    captured = {r["model"] for r in found}
+    planned = [r for r in by_step.get("plan", ()) if r["model"] in captured]
+    yield "of those captured, planned on 8 and on 64 devices", len(planned), sum(r["ok"] for r in planned)
     ranked = [r for r in by_step.get("ranks", ()) if r.get("ran")]
     yield (
         "two processes equal one, or refused before anything starts",

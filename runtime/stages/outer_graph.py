@@ -4,6 +4,11 @@ Method: every submodule that does not contain a repeated block is replaced, whil
 opaque operator that hides what the submodule does and only says which tensors go in and come out. Afterwards
 each opaque call becomes a call of the user's own submodule. Nothing inside a submodule is traced, so its
 parameters, buffers (batch statistics), dropout and hooks stay its own, and depth costs next to nothing.
+
+Why not the graph that planning captured: that is the step of one micro-batch, every size in it a number, and what a run is
+given differs (a last smaller batch, another micro-batch than was traced). BERT shows it: the glue in front of its layers
+widens the mask to the batch, and the forward half of a trace of two samples (`planner.capture.traced.forward_half`) gives
+BERT's own numbers for two samples and an error for three. `torch.export` alone writes the glue with the batch as a symbol.
 """
 
 from __future__ import annotations
