@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Recompute, Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.build import cluster_of, shared_device
+from autoparallel.profiles.csv_rows import read_csv_rows
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import recorded_cluster
 from autoparallel.runtime.monitor.differences import step_time_s
@@ -56,30 +56,12 @@ def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
         return tuple(
             _run(row, f"{path}: {row['strategy']}", path, device, graphs) for row in recorded_rows(path)
         )
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows, columns = list(reader), reader.fieldnames or ()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not rows or "strategy" not in columns or "step_time_s" not in columns:
-        raise UserError(
-            f"{path}: needs a header with `strategy` (a strategy file) and `step_time_s` (seconds), and optionally "
-            "`model`, `cluster` (NODESxPER_NODE) and `seq_len`; and a row for each run"
-        )
-    if unknown := [name for name in columns if name not in COLUMNS]:
-        raise UserError(f"{path}: unknown column `{unknown[0]}`; known: {', '.join(COLUMNS)}")
-    for number, row in enumerate(rows, start=2):
-        if (
-            None in row or None in row.values()
-        ):  # as csv says of cells without a column, and columns without a cell
-            raise UserError(
-                f"{path}: row {number}: needs a cell for each of the {len(columns)} columns, no more"
-            )
-    return tuple(
-        _run(row, f"{path}: row {number}", path.parent, device, graphs)
-        for number, row in enumerate(rows, start=2)
+    says = (
+        "a header with `strategy` (a strategy file) and `step_time_s` (seconds), and optionally "
+        "`model`, `cluster` (NODESxPER_NODE) and `seq_len`; and a row for each run"
     )
+    rows = read_csv_rows(path, COLUMNS, ("strategy", "step_time_s"), says)
+    return tuple(_run(row, where, path.parent, device, graphs) for where, row in rows)
 
 
 def recorded_rows(folder: Path) -> list[dict[str, str]]:

@@ -28,6 +28,9 @@ class Framework:
     loss: Literal["fp32", "half", "kept"] = "fp32"  # as in `models.LanguageModel.loss`
     dropout: float = 0.0  # of attention's probabilities and after attention and MLP
     vocab: int = 0  # what its launcher runs, where a row's is an assumption
+    thousand: int = 1024  # words in a k of its vocabularies
+    dtype: str = ""  # that its launcher runs, whatever a row's reader took for likely
+    reserved_in: str = ""  # rows whose origin says so print what torch reserved, not what it allocated
     gb_bytes: float = 2.0**30  # what its authors print as a GB of memory, where a row does not know
     beside: Callable[[Strategy], Beside] = lambda _: (
         Beside()
@@ -60,6 +63,9 @@ FRAMEWORKS = {
     # sail-sg/zero-bubble-pipeline-parallelism@f68d3879: its activations are 34 s b h + 5 a s^2 b bytes a layer by the authors'
     # own count (megatron/core/pipeline_parallel/mem.py), as here; by these the "GB" of its table are 1e9 bytes.
     "megatron-zb": Framework(stack="megatron-zb", vocab=32000, dropout=DROPOUT, gb_bytes=1e9),
+    # sail-sg/VocabularyParallelism@6191c3b: pretrain_gpt.sh (--fp16, whose gradients are not accumulated in fp32); artifact/full_exp.sh
+    # (a k of the vocabulary is 1000 words); artifact/show_result_full_exp.py (prints `max reserved`).
+    "megatron-vp": Framework(dtype="fp16", thousand=1000, reserved_in="VocabularyParallelism artifact"),
     # InternLM/InternEvo: reduce_bucket_size of its 7B configurations.
     "internevo": Framework(stack="internevo", bucket_elements=512 * 2**20),
     # mosaicml/llm-foundry: `attn_impl: triton` (an early FlashAttention kernel with ALiBi) in every pretraining

@@ -140,12 +140,18 @@ def _dropout(row: Row) -> float:
     return DROPOUT if kept else framework_of(row.get("framework", "")).dropout
 
 
+def _words(row: Row, thousand: int) -> int:
+    """The row's vocabulary; where a k of its framework's is `thousand` words, and the row has 1024, so many instead."""
+    words = _int(row, "vocab")
+    return words if words % 1024 else words // 1024 * thousand
+
+
 def shape_of(row: Row) -> Shape:
     """The model's shape, the vocabulary padded as Megatron pads it."""
     hidden, heads = _int(row, "hidden"), _int(row, "heads")
     framework = framework_of(row.get("framework", ""))
     multiple = VOCAB_MULTIPLE * _int(row, "tp", 1)
-    said = framework.vocab if framework.vocab and _assumed(row) else _int(row, "vocab")
+    said = framework.vocab if framework.vocab and _assumed(row) else _words(row, framework.thousand)
     vocab = -(-said // multiple) * multiple
     return Shape(
         family=_text(row, "family", FAMILIES),
@@ -231,7 +237,7 @@ def _attention(row: Row) -> str:
 
 def _execution(row: Row) -> Execution:
     """What the row's stack says, and how the row used it: flags that mean something for some strategies only are off elsewhere."""
-    dtype = _text(row, "dtype", (*PRECISIONS, *DTYPES))
+    dtype = framework_of(row.get("framework", "")).dtype or _text(row, "dtype", (*PRECISIONS, *DTYPES))
     dtype = DTYPES.get(dtype, dtype)
     half = "fp16" if dtype == "fp16" else "bf16"
     said = _said(row, dtype)
@@ -360,6 +366,12 @@ def _peak_memory_gib(row: Row) -> float | None:
     return printed * framework_of(row.get("framework", "")).gb_bytes / 2**30
 
 
+def _memory_kind(row: Row) -> str:
+    kind, place = row.get("memory_kind", ""), framework_of(row.get("framework", "")).reserved_in
+    reserved = place and place in row.get("origin", "")
+    return kind.replace("torch-allocated", "torch-reserved") if reserved else kind
+
+
 def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
     """A run from its row. Raises Unscorable with the reason."""
     if reason := SET_ASIDE.get(row.get("id", "")):
@@ -378,7 +390,7 @@ def parse(row: Row, dirs: Sequence[Path] = ()) -> Run:
         outcome=_text(row, "outcome", OUTCOMES, default="ok"),
         step_time_s=_float(row, "step_time_s"),
         peak_memory_gib=_peak_memory_gib(row),
-        memory_kind=row.get("memory_kind", ""),
+        memory_kind=_memory_kind(row),
         fits_judged=not _says(row, *OTHER_MEMORY),
         beside=framework_of(row.get("framework", "")).beside,
     )

@@ -253,8 +253,8 @@ def write_left_out(cache: Path | None) -> None:
 def _cells(run: Run, repricer: Repricer) -> dict[str, str] | None:
     """What of a row is written; None where it cannot be priced."""
     try:
-        program, prepared = repricer.expanded(run, run.cluster)
         strategy, prediction = repricer.scorer.chosen(run, run.cluster)
+        program, prepared = repricer.of_strategy(strategy)
     except UserError:
         return None
     device, label = run.cluster.device, f"{run.source}|{run.cluster.device.name}"

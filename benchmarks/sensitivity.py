@@ -17,6 +17,7 @@ from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster, Device
 from benchmarks.accuracy import Scorer, spread, with_device
 from benchmarks.families import Moves, Priors, moved, scaled
@@ -55,7 +56,10 @@ class Repricer:
 
     def expanded(self, run: Run, cluster: Cluster) -> tuple[Program, Prepared]:
         """The program of the run's first strategy that fits, and the order of its actions."""
-        strategy, _ = self.scorer.chosen(run, cluster)
+        return self.of_strategy(self.scorer.chosen(run, cluster)[0])
+
+    def of_strategy(self, strategy: Strategy) -> tuple[Program, Prepared]:
+        """The program of a strategy that the scorer has just chosen, and the order of its actions."""
         (expander,) = self.scorer.expanders.values()
         home, alone = at_home(expander, strategy)
         if self.home is not home:

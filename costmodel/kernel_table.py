@@ -26,6 +26,7 @@ from autoparallel.costmodel.kernels import OPERAND_BYTES
 from autoparallel.costmodel.program import AttentionShape, Kernel
 from autoparallel.errors import UserError
 from autoparallel.profiles.constants import MEMORY_KINDS
+from autoparallel.profiles.csv_rows import read_csv_rows
 
 OPS = ("matmul", "group_matmul", "sdp_fwd", "sdp_bwd", *(f"memory.{kind}" for kind in MEMORY_KINDS))
 COLUMNS = (
@@ -59,19 +60,8 @@ class KernelRow:
 
 def read_kernel_table(path: Path) -> tuple[KernelRow, ...]:
     """Every row of a table. Raises UserError, naming row and column."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows, columns = list(reader), reader.fieldnames or ()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not rows or "op" not in columns:
-        raise UserError(
-            f"{path}: needs a header with `op` and a row for each kernel; columns: {', '.join(COLUMNS)}"
-        )
-    if unknown := [name for name in columns if name not in COLUMNS]:
-        raise UserError(f"{path}: unknown column `{unknown[0]}`; known: {', '.join(COLUMNS)}")
-    return tuple(parse_kernel_row(row, f"{path}: row {n}") for n, row in enumerate(rows, start=2))
+    says = f"a header with `op` and a row for each kernel; columns: {', '.join(COLUMNS)}"
+    return tuple(parse_kernel_row(row, where) for where, row in read_csv_rows(path, COLUMNS, ("op",), says))
 
 
 def parse_kernel_row(row: Row, where: str = "row") -> KernelRow:

@@ -202,3 +202,14 @@ def test_runs_that_held_less_than_a_strategy_can_say_do_not_judge_what_fits() ->
     assert {run.source for run in parsed if not run.fits_judged} == {
         "LLMQ benchmarks (4090, L40S, H100)", "Megatron-MoE-ModelZoo, Qwen3-235B",
     }  # fmt: skip
+
+
+def test_a_launcher_says_what_rows_took_for_likely() -> None:
+    rows_of = {
+        row["id"]: rows.parse(row) for row in published("training_rows") if row["framework"] == "megatron-vp"
+    }
+    paper, artifact = rows_of["vocab_parallel_pp_a100:3"], rows_of["vocab_parallel_pp_a100:183"]
+    assert paper.shape == artifact.shape
+    assert paper.shape.vocab == 256_000
+    assert {run.strategies[0].execution.grad_dtype for run in rows_of.values()} == {"fp16"}
+    assert (paper.memory_kind, artifact.memory_kind) == ("torch-allocated-gb", "torch-reserved-gb")
