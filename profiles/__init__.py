@@ -6,6 +6,7 @@
 - `stacks.py`: software stacks, likewise from TOML.
 - `parts.py`: nodes and groups of a cluster as clusters of their own.
 - `resize.py`: a cluster with more or fewer devices.
+- `csv_rows.py`: rows of a CSV with named columns, which users hand in.
 - `convert.py`, `write.py`: back to plain tables and to files; `record.py`: as strategy files keep them; `likest.py`: the profile that suits a device's name.
 """
 
