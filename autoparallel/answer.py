@@ -215,7 +215,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     recovery = recovery_table(expander, strategy, prediction)
     expander, strategy = at_home(expander, strategy)
     table["confidence"] = confidence_table(expander, strategy, prediction)
-    if why := refused(graph, strategy):
+    if why := refused(graph, cluster, strategy):
         table["not_run"] = why
     if graph.warnings:
         table["warnings"] = list(graph.warnings)

@@ -19,6 +19,7 @@ from autoparallel.costmodel.graph_json import graph_from_json, graph_hash, graph
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
+from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Execution, Strategy
@@ -122,9 +123,9 @@ def _decide(
     module: nn.Module, example_inputs: Any, dtypes: Dtypes, given: _Inputs, device: torch.device
 ) -> _Decision:
     """Capture the module; take the strategy as given, as kept, or plan it."""
-    graph = _captured(module, example_inputs, given.graph)
-    source = read_source(given.strategy)
-    source.check_graph(graph_hash(graph))
+    source, computed = read_source(given.strategy), dtype_name(dtypes.compute)
+    graph = _captured(module, example_inputs, given.graph, computed)
+    _check_graph(source, graph, module, example_inputs, computed)
     cluster = _cluster(given.cluster, source, device)
     shared = {} if can_share(module, expert_modules(graph), device) else {"mesh.ep": 1, "mesh.cp": 1}
     strategy = find_strategy(
@@ -158,13 +159,24 @@ def _decide(
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 
 
-def _captured(module: nn.Module, example_inputs: Any, kept: Path | None) -> ModelGraph:
+def _check_graph(
+    source: StrategySource, graph: ModelGraph, module: nn.Module, example_inputs: Any, computed: str
+) -> None:
+    """Refuse a file that was planned for another model; that it was to compute in another dtype is no other model."""
+    planned = str(source.constraints.get("execution.dtype", Execution().dtype))
+    if source.graph_hash not in (None, graph_hash(graph)) and TENSOR_DTYPE[planned] != TENSOR_DTYPE[computed]:
+        graph = _captured(module, example_inputs, None, planned)
+    source.check_graph(graph_hash(graph))
+
+
+def _captured(module: nn.Module, example_inputs: Any, kept: Path | None, computed: str) -> ModelGraph:
     if kept is not None and kept.exists():
         return graph_from_json(kept.read_text(encoding="utf-8"))
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import keyword_inputs
 
-    graph = capture(module, keyword_inputs(module, example_inputs), name=type(module).__name__)
+    inputs, name = keyword_inputs(module, example_inputs), type(module).__name__
+    graph = capture(module, inputs, name=name, dtype=TENSOR_DTYPE[computed])
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         aside = kept.with_name(f".{kept.name}.{os.getpid()}")

@@ -16,6 +16,7 @@ from autoparallel.errors import UserError
 from autoparallel.model_errors import in_the_models_words
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.expand.state import zero_level
 from autoparallel.planner.expand.units import own_units
@@ -89,7 +90,8 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
     with in_the_models_words(spec):
         loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
-        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name)
+        dtype = TENSOR_DTYPE[strategy.execution.dtype]
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, dtype=dtype)
     if record.graph_hash is not None and record.graph_hash != graph_hash(graph):
         raise UserError(
             f"{path}: [problem] graph_hash does not match {spec}: the file was planned for another model, sequence "
@@ -110,7 +112,7 @@ def dry_run_of(
 ) -> DryRun:
     """Lower `module`, of which `graph` was captured with these inputs, by a legal strategy, and compare."""
     from autoparallel.runtime.check.dryrun import dry_run
-    from autoparallel.runtime.limits import entered_blocks
+    from autoparallel.runtime.limits import backend_of, entered_blocks
 
     expander = Expander(graph, cluster)
     strategy = completed(expander, strategy)
@@ -120,7 +122,7 @@ def dry_run_of(
     lowered = dry_run(
         module, example_inputs, strategy, blocks=blocks, level_sizes=levels,
         experts=expert_modules(graph), entered=entered_blocks(graph), alone=own_units(graph),
-        kinds={link.path: link.block for link in graph.chain if link.repeated},
+        kinds={link.path: link.block for link in graph.chain if link.repeated}, backend=backend_of(cluster),
     )  # fmt: skip
     priced = score(graph, cluster, strategy, expander).memory
     ranks = tuple(

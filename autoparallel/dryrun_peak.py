@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoparallel.costmodel.program import ActionKind, Program
-from autoparallel.planner.expand.state import zero_level
+from autoparallel.planner.expand.state import casts_parameters, zero_level
 from autoparallel.planner.strategy.types import Strategy
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def peak_of(
     state = sum(lowered[s].parameter_bytes + lowered[s].optimizer_bytes for s in stages)
     if strategy.mesh.pp == 1:
         return _alone(lowered[stages[0]], state)
-    gathers = zero_level(strategy) in (1, 2)
+    gathers = zero_level(strategy) in (1, 2) or casts_parameters(strategy)
     whole = sum(lowered[s].gathered_bytes for s in stages) if gathers else 0
     before = strategy.micro_batches > 1  # of a micro-batch before the last one there are gradients already
     lasting = whole + (sum(lowered[s].gradient_bytes for s in stages) if before else 0)

@@ -18,6 +18,7 @@ from autoparallel.costmodel.graph_json import graph_from_json, graph_hash
 from autoparallel.errors import UserError
 from autoparallel.labels import sample_word
 from autoparallel.model_errors import in_the_models_words
+from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.money import unpriced
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.strategy.file import (
@@ -241,7 +242,8 @@ def _capture(spec: str, checked: Checked, say: Callable[[str], None]) -> ModelGr
     say("building it, and what it is fed")
     with in_the_models_words(spec):
         loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len, seq_len_asked=asked)
-        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, say=say)
+        dtype = computed_in(checked.constraints)
+        graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, dtype=dtype, say=say)
     if asked and graph.tokens_per_sample == 1 != checked.seq_len:
         raise UserError(
             f"--seq-len {checked.seq_len}: a sample of {loaded.name} is one {sample_word(graph)}, not a sequence; leave it out"
@@ -249,6 +251,12 @@ def _capture(spec: str, checked: Checked, say: Callable[[str], None]) -> ModelGr
     graph = replace(graph, warnings=(*loaded.warnings, *graph.warnings))
     gc.freeze()  # torch's million objects stay: the search need not look at them at every collection
     return graph
+
+
+def computed_in(constraints: Mapping[str, object]) -> str:
+    """torch's name of the dtype of activations: a model is captured in that, for what it casts it keeps as well."""
+    dtype = constraints.get("execution.dtype", Execution().dtype)
+    return TENSOR_DTYPE[str(dtype)]
 
 
 def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
@@ -270,7 +278,7 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         execution=told(Execution(), constraints),
         allow_lossy=checked.request.allow_lossy or bool(checked.request.lossy),
         lossy=tuple(checked.request.lossy),
-        refuses=partial(refused, graph) if checked.request.runnable else None,
+        refuses=partial(refused, graph, checked.cluster) if checked.request.runnable else None,
     )
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
-from autoparallel.inputs import Checked, Request, check_request, load_graph, make_problem
+from autoparallel.inputs import Checked, Request, check_request, computed_in, load_graph, make_problem
 from autoparallel.planner.explain.choice import WITHIN
 from autoparallel.planner.outcome import InfeasiblePlan, PlanResult, SearchTimeout
 from autoparallel.planner.plan import plan
@@ -91,15 +91,16 @@ def run_cases(
     found: Sequence[Case], *, time_limit_s: float | None, say: Callable[[str], None]
 ) -> tuple[Outcome, ...]:
     """Plan every case. All requests are checked before the first is planned; a model is captured once per
-    sequence length. A case without a plan says why instead of ending the others."""
+    sequence length and dtype. A case without a plan says why instead of ending the others."""
     checked = [_checked(case) for case in found]
-    graphs: dict[int | None, ModelGraph] = {}
+    graphs: dict[tuple[int | None, str], ModelGraph] = {}
     outcomes = []
     for i, (case, request) in enumerate(zip(found, checked, strict=True)):
         say(f"case {i + 1} of {len(found)}: {', '.join(f'{k} {v}' for k, v in case.settings)}")
-        if request.seq_len not in graphs:
-            graphs[request.seq_len] = load_graph(request)
-        outcomes.append(_outcome(case, request, graphs[request.seq_len], time_limit_s))
+        key = request.seq_len, computed_in(request.constraints)
+        if key not in graphs:
+            graphs[key] = load_graph(request)
+        outcomes.append(_outcome(case, request, graphs[key], time_limit_s))
     return tuple(outcomes)
 
 

@@ -255,7 +255,7 @@ def cases(name: str, cluster: Cluster, shape: Shape, samples: int) -> list[Case]
     for kind, lossy in (("plan, lossy", LOSSY), ("plan", ())):
         problem = Problem(
             graph=graph, cluster=cluster, global_batch=samples, constraints=limits({}), execution=EXECUTION,
-            allow_lossy=bool(lossy), lossy=lossy, all_devices=True, refuses=lambda strategy: refused(graph, strategy),
+            allow_lossy=bool(lossy), lossy=lossy, all_devices=True, refuses=lambda strategy: refused(graph, cluster, strategy),
         )  # fmt: skip
         with contextlib.suppress(UserError, InfeasiblePlan):
             found[kind] = plan(problem).strategy

@@ -9,9 +9,10 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.file import strategy_to_constraints
 from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Mesh, Strategy
+from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.stacks import PLAIN
 from autoparallel.runtime.experts.modules import expert_modules
-from autoparallel.runtime.gradients.refusals import sync_problems
+from autoparallel.runtime.gradients.refusals import CHOOSES_NOTHING, sync_problems
 
 # Flags of other software (`execution.stack`), and what the runtime does instead.
 OTHER_SOFTWARE = {
@@ -68,10 +69,18 @@ def entered_blocks(graph: ModelGraph) -> frozenset[str]:
     return frozenset(path for path in blocks if any(name.startswith(f"{path}.") for name in read))
 
 
-def refused(graph: ModelGraph, strategy: Strategy) -> str | None:
-    """What of a complete strategy the runtime does not run, in words; None where it runs all of it."""
+def backend_of(cluster: Cluster) -> str:
+    """What runs the collectives of its devices."""
+    on_hosts = all(group.device.name.startswith("cpu") for group in cluster.groups)
+    return CHOOSES_NOTHING if on_hosts else "nccl"
+
+
+def refused(graph: ModelGraph, cluster: Cluster | None, strategy: Strategy) -> str | None:
+    """What of a complete strategy the runtime does not run on the cluster (None: on one like that of the tests), in words;
+    None where it runs all of it."""
     decisions = strategy_to_constraints(strategy)
-    if problem := next(sync_problems(strategy, None), None):
+    backend = CHOOSES_NOTHING if cluster is None else backend_of(cluster)
+    if problem := next(sync_problems(strategy, None, backend), None):
         return problem
     try:
         check_software(strategy.execution)

@@ -120,10 +120,11 @@ def check_strategy(
     blocks: Sequence[str],
     level_sizes: tuple[int, ...] = (),
     given: Container[str] = (),
+    backend: str | None = None,
 ) -> None:
     """Refuse a strategy that does not fit the module, the processes or the runtime; changes nothing.
 
-    `given` are the names of tensors that will be loaded.
+    `given` are the names of tensors that will be loaded; `backend` (the process's own) runs the collectives.
     """
     check_mesh(strategy.mesh, world_size())
     _check_batch(strategy)
@@ -138,7 +139,7 @@ def check_strategy(
     check_tables(strategy.embedding, strategy.mesh)
     tiered_modules(module, strategy.embedding)
     check_software(strategy.execution)
-    check_sync(strategy, level_sizes, backend_of_ranks())
+    check_sync(strategy, level_sizes, backend or backend_of_ranks())
     check_levels(strategy, level_sizes)
     check_kernels(strategy)
     check_rules(module, strategy)

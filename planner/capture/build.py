@@ -78,7 +78,7 @@ def to_model_graph(
     _check_fold(plan, blocks, of_path)
     return ModelGraph(
         name=name,
-        dtype=_main_dtype(module),
+        dtype=main_dtype(module),
         blocks=_named(blocks, chain, module),
         chain=tuple(chain),
         tokens_per_sample=_tokens_per_sample(graph),
@@ -152,7 +152,8 @@ def _named(blocks: Sequence[Block], chain: Sequence[Instance], module: nn.Module
     return tuple(result)
 
 
-def _main_dtype(module: nn.Module) -> str:
+def main_dtype(module: nn.Module) -> str:
+    """torch's name of the dtype that most numbers of its parameters have."""
     sizes: dict[str, int] = defaultdict(int)
     for parameter in module.parameters():
         if parameter.is_floating_point():

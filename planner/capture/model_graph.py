@@ -11,10 +11,12 @@ import torch
 
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.planner.capture.build import main_dtype
+from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.links import repeated_paths
 from autoparallel.planner.capture.loops import loop_warnings
-from autoparallel.planner.capture.on_meta import on_meta
+from autoparallel.planner.capture.on_meta import in_dtype, on_meta
 from autoparallel.planner.capture.passes import check_fold, lowered
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.capture.step import trace_step
@@ -32,6 +34,7 @@ def capture(
     *,
     name: str,
     fold: bool = True,
+    dtype: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> ModelGraph:
     """The graph of one training step of `module`.
@@ -39,12 +42,35 @@ def capture(
     `example_inputs` are a tensor, a tuple of positional or a mapping of keyword arguments; dim 0 of the tensors
     that share the first tensor's is the batch. Nothing is computed: parameters and inputs are replaced by meta
     tensors while the module's code runs, and put back afterwards. The module's training mode is respected.
-    With `fold` equal modules are traced as often as the proof needs that they are equal; without it all are.
+    With `fold` equal modules are traced as often as the proof needs that they are equal; without it all are. With `dtype`
+    (torch's name) the module runs as if most of its parameters, and inputs like them, were of that: code that computes in
+    another one of its own accord casts then, and keeps what it has cast. A module that does not run so runs as it is.
     `say` is told what is done, often.
     """
     inputs = checked_inputs(module, example_inputs, name)
+    own, wanted = getattr(torch, main_dtype(module)), getattr(torch, dtype) if dtype else None
+    if wanted in (None, own):
+        return _graph_of(module, inputs, name, fold=fold, dtype=None, say=say)
+    try:
+        found = _graph_of(module, in_dtype(inputs, own, wanted), name, fold=fold, dtype=wanted, say=say)
+        if not _leaves(found):
+            return found
+    except ModelError:
+        return _graph_of(module, inputs, name, fold=fold, dtype=None, say=say)
+    as_it_is = _graph_of(module, inputs, name, fold=fold, dtype=None, say=say)
+    return found if _leaves(found) <= _leaves(as_it_is) else as_it_is
+
+
+def _leaves(graph: ModelGraph) -> int:
+    return sum(op.kind is OpKind.LEAF for block in graph.blocks for op in block.operators)
+
+
+def _graph_of(
+    module: torch.nn.Module, inputs: Any, name: str, *, fold: bool, dtype: torch.dtype | None,
+    say: Callable[[str], None],
+) -> ModelGraph:
     take = partial(_captured, module, inputs, name, Rules(), say)
-    with on_meta(module):
+    with on_meta(module, dtype):
         graph, leaves = with_leaves(module, partial(_folded, module, take) if fold else take)
     found = (
         *_leaf_warnings(leaves),

@@ -20,14 +20,16 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 
 
 @contextmanager
-def on_meta(module: torch.nn.Module) -> Iterator[None]:
-    """While inside, every parameter and buffer of `module` is a meta tensor; ties and flags are kept."""
+def on_meta(module: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """While inside, every parameter and buffer of `module` is a meta tensor; ties and flags are kept. With a `dtype` those of
+    floats have that."""
     swapped: dict[int, torch.Tensor] = {}
     undo: list[tuple[Any, str, Any]] = []
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in swapped:
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
             if isinstance(tensor, torch.nn.Parameter):
                 meta = torch.nn.Parameter(meta, requires_grad=tensor.requires_grad)
             elif holds_few(tensor):
@@ -39,7 +41,7 @@ def on_meta(module: torch.nn.Module) -> Iterator[None]:
         for part in module.modules():
             for table in (part._parameters, part._buffers):
                 for name, tensor in table.items():
-                    if tensor is not None and tensor.device.type != "meta":
+                    if tensor is not None and (tensor.device.type != "meta" or _differs(tensor, dtype)):
                         undo.append((table, name, tensor))
         for table, name, tensor in undo:
             table[name] = stand_in(tensor)
@@ -47,6 +49,20 @@ def on_meta(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for table, name, tensor in undo:
             table[name] = tensor
+
+
+def _differs(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    return dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+
+
+def in_dtype(inputs: Any, before: torch.dtype, dtype: torch.dtype) -> Any:
+    """The inputs with tensors of `dtype`, without values, in the places of those of the dtype `before`."""
+
+    def cast(leaf: Any) -> Any:
+        given = isinstance(leaf, torch.Tensor) and leaf.dtype == before
+        return torch.empty(leaf.shape, dtype=dtype, device="meta") if given else leaf
+
+    return tree_map(cast, inputs)
 
 
 def holds_few(tensor: torch.Tensor) -> bool:

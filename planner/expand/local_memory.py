@@ -248,7 +248,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
         if _overwrites(local, unit):
             remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         made |= weights
-        beside = sum(live.values()) + sum(remaining.values()) + inside
+        beside = sum(live.values()) + sum(remaining.values()) + inside + _copied_weight(local, weights)
         peak = max(peak, beside + sum(weights.values()))
         standing = max(standing, beside + sum(made.values()))
         for op in unit.ops:
@@ -261,6 +261,12 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     return BackwardBytes(
         passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before
     )
+
+
+def _copied_weight(local: LocalBlock, weights: Mapping[str, int]) -> int:
+    """`runtime/context/values.py` multiplies a weight's gradient by the ranks of cp, whose mean is taken: into a copy."""
+    setting = local.setting
+    return max(weights.values(), default=0) if setting.cp > 1 and setting.execution.dtensor else 0
 
 
 def _beside_the_loss(local: LocalBlock) -> dict[str, int]:

@@ -16,7 +16,7 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 
 FP32_BYTES = 4
 MIB = 2**20
-# fp32 numbers of optimizer state per parameter. Kind: formula. Source: torch.optim's state (Adam, AdamW:
+# Numbers of optimizer state per parameter. Kind: formula. Source: torch.optim's state (Adam, AdamW:
 # exp_avg and exp_avg_sq; SGD: momentum_buffer). Adafactor factors the second moment of a matrix into a row and
 # a column: next to nothing per parameter.
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adafactor": 0}
@@ -35,8 +35,11 @@ def keeps_master(execution: Execution) -> bool:
 
 
 def optimizer_bytes_per_parameter(execution: Execution) -> int:
-    """Optimizer state and master copy, bytes per trainable parameter."""
-    return FP32_BYTES * (STATES[execution.optimizer] + keeps_master(execution))
+    """Optimizer state and master copy, bytes per trainable parameter. The state has the dtype of what is updated: the
+    master copy, else the parameter."""
+    if keeps_master(execution):
+        return FP32_BYTES * (STATES[execution.optimizer] + 1)
+    return dtype_bytes(execution.param_dtype) * STATES[execution.optimizer]
 
 
 def shard_axes(strategy: Strategy) -> tuple[str, ...]:

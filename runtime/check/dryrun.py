@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.module_tracker import ModuleTracker
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
@@ -30,11 +29,14 @@ from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.check.device_attention import DeviceAttention
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
+from autoparallel.runtime.check.module_names import ModuleNames
 from autoparallel.runtime.check.optimizer_state import optimizer_bytes
 from autoparallel.runtime.check.small_values import SmallValues
 from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
+from autoparallel.runtime.fsdp_private import accumulated_bytes
+from autoparallel.runtime.gradients.refusals import CHOOSES_NOTHING
 from autoparallel.runtime.gradients.replicas import with_levels
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.loading.materialise import all_names
@@ -46,17 +48,17 @@ from autoparallel.runtime.pipeline.module import rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
-from autoparallel.runtime.ranks.places import joined_name, replica_axes, sharding_axes
+from autoparallel.runtime.ranks.places import joined_name, replica_axes, sharding_axes, unit_axes
 from autoparallel.runtime.stages.alike import alike_stages
 from autoparallel.runtime.stages.cut import StageModule, cut
 from autoparallel.runtime.start import check_strategy
 from autoparallel.runtime.tensor.questions import local, to_plain
 from autoparallel.runtime.torch_private import (
-    accumulated_bytes,
     as_one_of,
     backward_under_modes,
     fake_tensors,
     traced_as,
+    unseen_propagation,
 )
 
 
@@ -90,11 +92,13 @@ def dry_run(
     entered: Collection[str] = (),
     alone: Collection[str] = (),
     kinds: Mapping[str, int] | None = None,
+    backend: str = CHOOSES_NOTHING,
 ) -> tuple[LoweredStage, ...]:
     """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
 
     `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) `entered` and `alone` are as in
-    `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all.
+    `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all. `backend` runs the
+    collectives.
     Raises UserError for a strategy that does not fit, and for a model
     whose forward reads values of its tensors, which are not there.
     """
@@ -103,7 +107,7 @@ def dry_run(
     module.to(dtypes.param)
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
-        check_strategy(module, strategy, blocks, level_sizes, given=all_names(module))
+        check_strategy(module, strategy, blocks, level_sizes, given=all_names(module), backend=backend)
         sharings = check_experts(module, strategy.mesh, experts, CPU)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
         inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
@@ -186,7 +190,7 @@ class _Step:
         self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
         self._axes = _group_names(mesh, strategy.shard.zero)
-        self._sharded = sharding_axes(mesh.sizes, strategy.shard.zero)
+        self._sharded = unit_axes(mesh.sizes, strategy.shard.zero, casts=dtypes.compute != dtypes.param)
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
@@ -196,7 +200,7 @@ class _Step:
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
         self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
-        self._tracker = ModuleTracker()
+        self._tracker = ModuleNames()
         self._live = LiveBytes(self._module)
         self._lived: list[dict[str, Live]] = [{} for _ in stages]
 
@@ -224,7 +228,8 @@ class _Step:
     def _as_on_a_gpu(self) -> Iterator[None]:
         """Attention's kernels are a GPU's, and models see no tracing, for which they would make masks."""
         flash = self._strategy.execution.attention != "unfused"
-        with traced_as(eager=True), SmallValues(), DeviceAttention() if flash else nullcontext():
+        kernels = DeviceAttention() if flash else nullcontext()
+        with traced_as(eager=True), unseen_propagation(), SmallValues(), kernels:
             yield
 
     def _micro_batches(self, inputs: Any) -> None:
@@ -299,8 +304,7 @@ class _Step:
 
     def _module(self) -> str:
         """The module that runs, forward or backward, by its path."""
-        innermost = max(self._tracker.parents, key=lambda name: (name.count("."), name))
-        return innermost.partition(".")[2]
+        return self._tracker.innermost
 
     def _forward(self, index: int, received: list[Tensor], inputs: Any) -> list[Tensor]:
         stage, is_last = self._stages[index], index == len(self._stages) - 1

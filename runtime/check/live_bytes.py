@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
         given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _key(leaf) not in given:
+            if isinstance(leaf, Tensor) and not leaf.is_meta and _key(leaf) not in given:
                 self._note(leaf.untyped_storage())
         return result
 

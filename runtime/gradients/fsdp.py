@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from weakref import WeakSet
 
@@ -24,13 +25,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
+from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.ranks.mesh import RankMesh
-from autoparallel.runtime.ranks.places import sharding_axes
+from autoparallel.runtime.ranks.places import unit_axes
 from autoparallel.runtime.tensor.questions import local
-from autoparallel.runtime.torch_private import parts_of, reduce_unit, whole_weights
+from autoparallel.runtime.torch_private import parts_of
 
+_LONG = 32  # so many rows a rank, and padding is no more than 3 % of them
 _told: WeakSet[FSDPModule] = WeakSet()  # units that no longer reduce in the backend's own way
 
 
@@ -47,34 +50,35 @@ def shard_data(
     entered: Collection[str] = (),
     alone: Collection[str] = (),
 ) -> set[nn.Parameter]:
-    """Shard the parameters over dp_shard * cp, in place; nothing to do at zero 0, or where that is one rank. Those
+    """Shard the parameters over dp_shard * cp, in place; where that is one rank, or at zero 0, only where they are cast to
+    another `dtype`. Those
     of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones. Blocks that are
     `entered`, of which other parts of the model use parameters, are no units of their own; modules that are `alone` are.
 
     Returns those of which every rank keeps a copy (see `unshardable`), whose gradients are left to the caller.
     """
-    sharded = sharding_axes(mesh.sizes, zero)
-    if not sharded:
+    units = unit_axes(mesh.sizes, zero, casts=dtype != param_dtype)
+    if not units or mesh.device_mesh is None:
         return set()
-    axis = mesh.axis(*sharded)
+    axis = mesh.axis(*units)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != param_dtype else None,
         reduce_dtype=grad_dtype if grad_dtype != dtype else None,
     )
-    copied = unshardable(module.parameters(), axis.size())
+    copied, placed = unshardable(module.parameters(), axis.size()), partial(_placed, axis.size())
     ignored = copied | _shard_experts(experts, mesh, policy, reshard=zero == 3)
     for block in unshared_blocks(module, [path for path in blocks if path not in entered]):
         if any(p not in ignored for p in block.parameters()):
             fully_shard(
                 block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored,
-                shard_placement_fn=_placed,
+                shard_placement_fn=placed,
             )  # fmt: skip
     by_themselves = {m for name, m in module.named_modules() if name in alone}
     paths = [name for name, own in module.named_modules() if own in by_themselves]
     for part in (*reversed(unshared_blocks(module, paths)), module):  # what stands inside another comes first
         if part is module or any(p not in ignored for p in part.parameters()):
             fully_shard(
-                part, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=_placed,
+                part, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=placed,
                 mp_policy=policy if part is module else replace(policy, cast_forward_inputs=False),
             )  # fmt: skip
     if mesh.sizes.pp > 1:
@@ -154,9 +158,18 @@ def in_parts_along(parameter: Tensor) -> int | None:
     return found[0] if found else None
 
 
-def _placed(parameter: nn.Parameter) -> Shard | None:
-    """DTensor cannot say that a piece of each part is cut again along the same dim: another is taken."""
-    return Shard(1) if in_parts_along(parameter) == 0 else None
+def _placed(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The dim that is sharded over `ranks`; None: the first one. DTensor cannot say that a piece of each part is cut again
+    along the same dim, and of a short first dim (position embeddings of one sample) some ranks would hold padding: then
+    another is taken."""
+    if in_parts_along(parameter) == 0:
+        return Shard(1)
+    held = local(parameter).shape
+    if not held or held[0] % ranks == 0 or held[0] >= _LONG * ranks:
+        return None
+    layout = parameter.placements if isinstance(parameter, DTensor) else ()
+    free = [d for d in range(1, len(held)) if not any(p.is_shard(d) for p in layout)]
+    return next((Shard(d) for d in free if held[d] % ranks == 0), None)
 
 
 def unshared_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from autoparallel.runtime.fsdp_private import unit_shards
 from autoparallel.runtime.gradients.replicated import GradientSync
 from autoparallel.runtime.gradients.sharded import UnitScatter
 from autoparallel.runtime.tensor.questions import local
-from autoparallel.runtime.torch_private import unit_shards
 
 
 class OwedGradients:

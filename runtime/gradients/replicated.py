@@ -138,6 +138,7 @@ class GradientSync:
         for bucket in self._buckets:
             if bucket.reduction is not None:
                 bucket.reduction.wait()
+                bucket.reduction = None  # which holds the buffer
         if work is not None:
             work.wait()
         if not all(bucket.arrived.get(p) for bucket in self._buckets for p in bucket.parameters):

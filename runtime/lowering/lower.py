@@ -16,6 +16,7 @@ from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.context.functions import run_in_shares
 from autoparallel.runtime.experts.on_shares import run_on_shares
 from autoparallel.runtime.experts.parallel import Sharing, share_experts
+from autoparallel.runtime.fsdp_private import reduce_accumulated
 from autoparallel.runtime.gradients.fsdp import (
     announce_micro_batch,
     reductions_per_step,
@@ -31,13 +32,13 @@ from autoparallel.runtime.memory.host_copies import OffloadCount
 from autoparallel.runtime.memory.offload import offload_blocks
 from autoparallel.runtime.memory.recompute import recompute_blocks
 from autoparallel.runtime.ranks.mesh import RankMesh
-from autoparallel.runtime.ranks.places import sharding_axes
+from autoparallel.runtime.ranks.places import sharding_axes, unit_axes
 from autoparallel.runtime.tensor.plain_blocks import PlainBlocks
 from autoparallel.runtime.tensor.questions import as_bytes
 from autoparallel.runtime.tensor.rules import resolve_rules, shard_tensors
-from autoparallel.runtime.torch_private import reduce_accumulated
 
 _MIB = 2**20
+ALONE = 2  # the level at which one rank by itself keeps cast parameters for a step, and no gradients in their dtype
 _DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -89,11 +90,11 @@ class Lowered:
     """
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, *, sharded: bool, sync: Synchronisation,
+        self, module: nn.Module, strategy: Strategy, *, zero: int, sharded: bool, sync: Synchronisation,
         offloaded: OffloadCount, plain: PlainBlocks | None = None,
     ) -> None:  # fmt: skip
         self.module, self.offloaded, self.plain, self.sync = module, offloaded, plain, sync
-        self._zero, self._sharded, self._alone = strategy.shard.zero, sharded, strategy.mesh.pp == 1
+        self._zero, self._sharded, self._alone = zero, sharded, strategy.mesh.pp == 1
         # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
         self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
 
@@ -159,8 +160,9 @@ def lower_module(
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
     get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
     """
-    zero = strategy.shard.zero
-    sharded = sharding_axes(mesh.sizes, zero)
+    casts = dtypes.compute != dtypes.param
+    sharded = unit_axes(mesh.sizes, strategy.shard.zero, casts=casts)
+    zero = strategy.shard.zero if sharding_axes(mesh.sizes, strategy.shard.zero) else ALONE
     if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
         module.to(dtypes.param)
     compiled, plain = strategy.execution.kernels == "compiled", None
@@ -179,8 +181,8 @@ def lower_module(
     )  # fmt: skip
     if compiled:
         compile_blocks(module, blocks)
-    away = strategy.offload.activations if memory is None else 0.0
-    offloaded = offload_blocks(module, blocks, away, mesh.device)
+    away = strategy.offload.activations
+    offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=memory is not None)
     if plain:
         plain.try_first()
     copied = shard_data(
@@ -191,7 +193,9 @@ def lower_module(
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in names}
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
-    return Lowered(module, strategy, sharded=bool(sharded), sync=sync, offloaded=offloaded, plain=plain)
+    return Lowered(
+        module, strategy, zero=zero, sharded=bool(sharded), sync=sync, offloaded=offloaded, plain=plain
+    )
 
 
 def _shard_tensors(

@@ -29,7 +29,6 @@ from autoparallel.runtime.lowering.micro_batches import Shared, as_call, loss_of
 from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.memory.recompute import attention_kernel
 from autoparallel.runtime.ranks.mesh import RankMesh
-from autoparallel.runtime.ranks.places import sharding_axes
 from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.servers.tiering import whole_norm_squared
 from autoparallel.runtime.servers.whole import WholeTables
@@ -251,9 +250,9 @@ def mean_over_replicas(value: Tensor, mesh: RankMesh) -> Tensor:
 
 @contextmanager
 def numerics(strategy: Strategy, dtypes: Dtypes, mesh: RankMesh) -> Iterator[None]:
-    """Attention kernel and, where FSDP2 does not cast, autocast to the compute dtype."""
+    """Attention kernel and, where there are no ranks and hence no FSDP2 that casts, autocast to the compute dtype."""
     with ExitStack() as stack:
         stack.enter_context(attention_kernel(strategy.execution.attention))
-        if dtypes.compute != dtypes.param and not sharding_axes(mesh.sizes, strategy.shard.zero):
+        if dtypes.compute != dtypes.param and mesh.device_mesh is None:
             stack.enter_context(torch.autocast(mesh.device.type, dtype=dtypes.compute))
         yield

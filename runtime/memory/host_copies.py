@@ -61,3 +61,18 @@ class HostCopies:
         """Return when all copies so far have been made."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class ImaginedCopies(HostCopies):
+    """Those of a dry run, whose tensors have no values: what is on the host is on the meta device, and not counted with
+    what is on the device."""
+
+    def copied_out(self, held: Tensor, into: Tensor | None = None) -> Tensor:
+        """As of `HostCopies`."""
+        self.count.moved_bytes += held.nbytes
+        return torch.empty(held.shape, dtype=held.dtype, device="meta") if into is None else into
+
+    def copied_back(self, copy: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """As of `HostCopies`."""
+        self.count.returned_bytes += copy.nbytes
+        return torch.empty(copy.shape, dtype=copy.dtype, device=self.device), None

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Offload
-from autoparallel.runtime.memory.host_copies import HostCopies, OffloadCount
+from autoparallel.runtime.memory.host_copies import HostCopies, ImaginedCopies, OffloadCount
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import laid_out, layout_of, storage_key
 
@@ -35,15 +35,17 @@ def check_offload(offload: Offload) -> None:
 
 
 def offload_blocks(
-    module: nn.Module, blocks: Sequence[str], share: float, device: torch.device
+    module: nn.Module, blocks: Sequence[str], share: float, device: torch.device, *, imagined: bool = False
 ) -> OffloadCount:
     """Keep `share` of what the blocks at these paths keep for the backward pass on the host, in place.
 
-    By an instance-level `forward`, around recomputation if there is any (of which the inputs are kept).
+    By an instance-level `forward`, around recomputation if there is any (of which the inputs are kept). `imagined`: in a
+    dry run.
     """
     count = OffloadCount()
     if share > 0.0:
-        host, latest = HostCopies(device, count), dict[int, _Keeping]()
+        kind = ImaginedCopies if imagined else HostCopies
+        host, latest = kind(device, count), dict[int, _Keeping]()
         for position, path in enumerate(blocks):
             block = module.get_submodule(path)
             block.forward = _offloaded(block, position, share, host, latest)

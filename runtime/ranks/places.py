@@ -19,6 +19,12 @@ def sharding_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
     return tuple(a for a in ("dp_shard", "cp") if zero and getattr(sizes, a) > 1)
 
 
+def unit_axes(sizes: Mesh, zero: int, *, casts: bool) -> tuple[str, ...]:
+    """Axes over which FSDP2 has its units: those that ZeRO shards over; without any one rank by itself, where parameters are
+    cast to what they are computed in (`casts`), which it does once for all micro-batches."""
+    return sharding_axes(sizes, zero) or (("dp_shard",) if casts and sizes.dp_shard == 1 else ())
+
+
 def replica_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
     """Axes of more than one rank along which gradients differ and parameters are held whole, or in equal shares."""
     sharded = sharding_axes(sizes, zero)

@@ -117,6 +117,7 @@ def test_a_package_that_lists_its_files_lists_them_all(folder: Path) -> None:
 
 # Each imports from those before it; `profiling` from the first two alone.
 ROOMS = (
+    "fsdp_private",
     "torch_private",
     "ranks",
     "tensor",

@@ -16,6 +16,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs, load_model
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.state import optimizer_bytes_per_parameter
 from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.score import completed
 from autoparallel.planner.strategy.types import (
@@ -27,6 +28,7 @@ from autoparallel.planner.strategy.types import (
     Recompute,
     Shard,
     Strategy,
+    TensorRule,
 )
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.check import dryrun
@@ -66,6 +68,14 @@ STRATEGIES = {
     "zero 3 in a pipeline": Strategy(
         batch=Batch(global_=8, micro=1), mesh=Mesh(pp=2, dp_shard=2), shard=Shard(zero=3),
         pipeline=Pipeline(schedule="1f1b", stage_blocks=(1, 1)), execution=FP32,
+    ),
+    "half of the activations on the host": Strategy(
+        batch=Batch(global_=4, micro=1), mesh=Mesh(dp_replicate=4), pipeline=Pipeline(stage_blocks=(2,)),
+        execution=FP32, offload=Offload(activations=0.5),
+    ),
+    "cast without a rank to shard over": Strategy(
+        batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_replicate=4), pipeline=Pipeline(stage_blocks=(2,)),
+        execution=replace(FP32, dtype="bf16"),
     ),
     "a pipeline, tensor parallel": Strategy(
         batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, tp=2),
@@ -149,6 +159,21 @@ def test_halves_of_backward_passes_send_what_whole_ones_do(zero: int) -> None:
     assert found[0] == found[1]
 
 
+def test_what_dtensor_computes_with_to_know_shapes_is_not_held() -> None:
+    """A weight of two thousand rows that tp has halves of, which no rank ever holds whole."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(1024, 2048, bias=False))
+    rule = TensorRule(module="0", params=(("weight", "shard(0)"),), outputs=("shard(-1)",))
+    strategy = Strategy(
+        batch=Batch(global_=1, micro=1), mesh=Mesh(tp=2), tensor=(rule,), execution=FP32,
+        pipeline=Pipeline(stage_blocks=()),
+    )  # fmt: skip
+    (stage,) = dry_run(module, torch.zeros(1, 1024), strategy, blocks=())
+    half = 4 * 1024 * 2048 // 2
+    assert stage.parameter_bytes == half
+    assert half <= stage.live["B"].peak < 1.05 * half  # the gradient
+
+
 def test_optimizer_state_follows_the_optimizer_and_its_master_weights() -> None:
     def state(**execution: Any) -> int:
         example, module = _on_meta("mlp")
@@ -162,6 +187,10 @@ def test_optimizer_state_follows_the_optimizer_and_its_master_weights() -> None:
     assert state(optimizer="sgd", master_weights=False) == 0
     assert state(optimizer="sgd", master_weights=True) == 4 * numbers
     assert state(optimizer="sgd-momentum", master_weights=False) == 2 * numbers
+    for name, master in (("sgd-momentum", False), ("sgd-momentum", True), ("adamw", False)):
+        execution = Execution(optimizer=name, master_weights=master)
+        predicted = optimizer_bytes_per_parameter(execution) * numbers
+        assert state(optimizer=name, master_weights=master) == pytest.approx(predicted, rel=0.01)
 
 
 def test_inputs_are_in_the_precision_that_the_parameters_are_planned_in() -> None:

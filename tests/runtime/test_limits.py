@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from autoparallel.planner.strategy.types import Batch, EmbeddingRule, Mesh, Offload, Pipeline, Shard, Strategy
+from autoparallel.errors import UserError
+from autoparallel.planner.strategy.types import (
+    Batch,
+    EmbeddingRule,
+    GradSync,
+    Mesh,
+    Offload,
+    Pipeline,
+    Shard,
+    Strategy,
+)
+from autoparallel.profiles import load_cluster
 from autoparallel.runtime.limits import limits, on_devices, refused
 from tests.toy_graphs import toy_transformer
 
@@ -49,5 +60,13 @@ def test_tables_in_tiers_stand_beside_data_parallelism_alone() -> None:
 )
 def test_what_of_a_strategy_is_not_run_is_told(changes: dict[str, Any], words: str | None) -> None:
     strategy = replace(Strategy(batch=Batch(global_=4, micro=1), mesh=Mesh(dp_replicate=4)), **changes)
-    why = refused(toy_transformer(layers=2), strategy)
+    why = refused(toy_transformer(layers=2), None, strategy)
     assert (why is None) if words is None else words in (why or "")
+
+
+@pytest.mark.parametrize(("cluster", "runs"), [("cpu-gloo:1x4", True), ("h100-sxm:1x4", False)])
+def test_algorithms_of_our_own_messages_are_run_on_gloo_alone(cluster: str, runs: bool) -> None:
+    ring = Strategy(
+        batch=Batch(global_=4, micro=1), mesh=Mesh(dp_replicate=4), grad_sync=GradSync(algorithm="ring")
+    )
+    assert (refused(toy_transformer(layers=2), load_cluster(cluster), ring) is None) == runs

@@ -75,7 +75,7 @@ def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None)
         if partition is None:
             continue
         strategy = strategy_of(problem, chosen, partition)
-        if not strategy_problems(graph, cluster, strategy) and refused(graph, strategy) is None:
+        if not strategy_problems(graph, cluster, strategy) and refused(graph, cluster, strategy) is None:
             found.append(strategy)
     return found
 

@@ -1,0 +1,67 @@
+"""The private names of torch's FSDP2 that the runtime touches; see `torch_private.py`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def reduce_accumulated(module: nn.Module) -> None:
+    """Let FSDP2 reduce and scatter the gradients that it has been told to keep whole, and free parameters.
+
+    What it does by itself at the end of the last backward pass, if that pass has brought all gradients.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_is_last_backward(True)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+    assert isinstance(module, FSDPModule)
+    module._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def whole_weights(module: nn.Module) -> dict[FSDPModule, set[Tensor]]:
+    """Of each unit of FSDP2 that is gathered, the parameters as they are computed with."""
+    return {
+        unit: {
+            w
+            for p in group.fsdp_params
+            if (w := getattr(p, "_unsharded_param", None)) is not None and w.requires_grad
+        }
+        for unit in module.modules()
+        if isinstance(unit, FSDPModule) and (group := unit._get_fsdp_state()._fsdp_param_group)
+    }
+
+
+def reduce_unit(unit: FSDPModule) -> None:
+    """Let one unit of FSDP2 reduce and scatter the gradients that its parameters have, and stay gathered."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    assert group is not None
+    before = group._training_state
+    unit.set_requires_gradient_sync(True, recurse=False)
+    group.post_backward()
+    unit.set_requires_gradient_sync(False, recurse=False)
+    group._training_state = before  # what it does at the end of a step is still to come
+
+
+def unit_shards(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of a unit of FSDP2 that get gradients, in the order in which a rank's part of the reduced gradients
+    holds theirs, and how many numbers each takes there (its share comes first, then padding)."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    found = group.fsdp_params if group else ()
+    return [
+        (p.sharded_param, p.padded_sharded_param_size.numel()) for p in found if p.sharded_param.requires_grad
+    ]
+
+
+def accumulated_bytes(module: nn.Module) -> int:
+    """Bytes of whole gradients that FSDP2 keeps between micro-batches, outside of `.grad`."""
+    found = 0
+    for unit in module.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        for parameter in group.fsdp_params if group else ():
+            whole = parameter.unsharded_accumulated_grad
+            part = whole.to_local() if isinstance(whole, DTensor) else whole
+            found += 0 if part is None else part.nbytes
+    return found
