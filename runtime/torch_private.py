@@ -354,3 +354,9 @@ def unseen_propagation() -> Iterator[None]:
         yield
     finally:
         propagator._propagate_tensor_meta_non_cached = known
+
+
+def adds_up_gradients(operator: Any) -> bool:
+    """Whether it adds two gradients of one tensor, which autograd does by itself between two nodes of a backward pass."""
+    in_backward = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+    return in_backward and operator is torch.ops.aten.add.Tensor

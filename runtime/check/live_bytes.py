@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoparallel.runtime.torch_private import storage_id
+from autoparallel.runtime.torch_private import adds_up_gradients, storage_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,20 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now, self._begin, self._peak = 0, 0, 0
         self._where, self._module = where, ""
+        self._in_dtensor: Any = None  # the operator whose parts come next
         self._sizes: dict[int, int] = {}
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
+            self._in_dtensor = func
             return NotImplemented  # to see what it does inside
+        joined = self._in_dtensor is not func and adds_up_gradients(func)
+        self._in_dtensor = None
         given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
+        if joined:  # without modes autograd adds in place, but to DTensors
+            self._resized(_key(args[0]), 0)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not leaf.is_meta and _key(leaf) not in given:
                 self._note(leaf.untyped_storage())
