@@ -17,11 +17,11 @@ class ModuleNames(ModuleTracker):
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
         if not self.is_bw:
-            super()._fw_pre_hook(mod, input)  # type: ignore[no-untyped-call]
+            super()._fw_pre_hook(mod, input)
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
         if not self.is_bw:
-            super()._fw_post_hook(mod, input, output)  # type: ignore[no-untyped-call]
+            super()._fw_post_hook(mod, input, output)
 
     @property
     def innermost(self) -> str:

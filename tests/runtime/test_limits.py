@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import (
     Batch,
     EmbeddingRule,
