@@ -22,7 +22,7 @@ from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
-from autoparallel.planner.expand.units import as_unit, whole_gradients
+from autoparallel.planner.expand.units import as_cast_unit, as_unit, whole_gradients
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Strategy
@@ -224,7 +224,7 @@ class Expander:
     ) -> BlockWork:
         """As `units.as_unit`."""
         if not strategy.execution.fsdp2 or not state.zero_level(strategy):
-            return work
+            return as_cast_unit(work, strategy)
         position = next(i for i, link in enumerate(self.graph.chain) if link.block == block)
         after, beside = self.graph.chain[position + 1 : position + 2], 0
         if after:

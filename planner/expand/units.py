@@ -64,6 +64,16 @@ def as_unit(
     return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root)
 
 
+def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
+    """The memory of a block whose parameters FSDP2 casts and does not shard: its gradients, whole in the dtype of compute, are
+    copied into the dtype in which they are summed up before they are added to what is there."""
+    if not strategy.execution.fsdp2 or not state.casts_parameters(strategy):
+        return work
+    copied = work.trainable * state.dtype_bytes(strategy.execution.grad_dtype)
+    standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
+    return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied))
+
+
 def _root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
     """Of parameters in the root unit: gathered (ZeRO-3), and their gradients, which wait for one another."""
     own = set(_own(block))

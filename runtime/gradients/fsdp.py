@@ -29,7 +29,6 @@ from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.ranks.mesh import RankMesh
-from autoparallel.runtime.ranks.places import unit_axes
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import parts_of
 
@@ -42,6 +41,7 @@ def shard_data(
     blocks: Sequence[str],
     mesh: RankMesh,
     *,
+    axes: Sequence[str],
     zero: int,
     dtype: torch.dtype,
     param_dtype: torch.dtype,
@@ -50,17 +50,15 @@ def shard_data(
     entered: Collection[str] = (),
     alone: Collection[str] = (),
 ) -> set[nn.Parameter]:
-    """Shard the parameters over dp_shard * cp, in place; where that is one rank, or at zero 0, only where they are cast to
-    another `dtype`. Those
+    """Shard the parameters over `axes` (see `unit_axes`), in place; nothing to do without any. Those
     of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones. Blocks that are
     `entered`, of which other parts of the model use parameters, are no units of their own; modules that are `alone` are.
 
     Returns those of which every rank keeps a copy (see `unshardable`), whose gradients are left to the caller.
     """
-    units = unit_axes(mesh.sizes, zero, casts=dtype != param_dtype)
-    if not units or mesh.device_mesh is None:
+    if not axes or mesh.device_mesh is None:
         return set()
-    axis = mesh.axis(*units)
+    axis = mesh.axis(*axes)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != param_dtype else None,
         reduce_dtype=grad_dtype if grad_dtype != dtype else None,

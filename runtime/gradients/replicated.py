@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,14 @@ from torch.utils.hooks import RemovableHandle
 from autoparallel.runtime.gradients.feedback import Memory
 from autoparallel.runtime.gradients.reductions import Reducer, Reduction
 from autoparallel.runtime.tensor.questions import local
-from autoparallel.runtime.torch_private import after_backward, dtensor_like, norms_of, scale_all
+from autoparallel.runtime.torch_private import (
+    after_backward,
+    dtensor_like,
+    laid_out,
+    layout_of,
+    norms_of,
+    scale_all,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,6 +42,13 @@ class _Bucket:
     buffer: Tensor | None = None
     reduction: Reduction | None = None
     memory: Memory = field(default_factory=Memory)
+    # Parameters of which the buffer has nothing from before the step; of these, the layout in which tp has parts of a sum.
+    fresh: set[nn.Parameter] = field(default_factory=set)
+    parts: dict[nn.Parameter, Any] = field(default_factory=dict)
+
+    def view(self, parameter: nn.Parameter) -> Tensor:
+        """The part of the buffer that is this parameter's."""
+        return self.views()[next(i for i, p in enumerate(self.parameters) if p is parameter)]
 
     def views(self) -> list[Tensor]:
         """The buffer cut into one tensor per parameter, allocated zero if it is not there."""
@@ -163,6 +178,8 @@ class GradientSync:
     def _fill(self, bucket: _Bucket) -> None:
         """Put what `.grad` holds into the buffer and, where dtypes agree, `.grad` onto the buffer."""
         bucket.arrived.clear()
+        bucket.fresh.clear()
+        bucket.parts.clear()
         bucket.reduction = None
         for parameter, view in zip(bucket.parameters, bucket.views(), strict=True):
             _reduce_partial(parameter)
@@ -171,7 +188,9 @@ class GradientSync:
                 continue
             view.zero_() if before is None else view.copy_(local(before))
             parameter.grad = None
-            if parameter.dtype == bucket.dtype:
+            if before is None and _is_whole(parameter):
+                bucket.fresh.add(parameter)  # the first gradient says whether tp has parts of a sum
+            elif parameter.dtype == bucket.dtype:
                 parameter.grad = _like(parameter, view)
 
     def _arrive(self, parameter: nn.Parameter) -> None:
@@ -183,20 +202,46 @@ class GradientSync:
         bucket = self._home.get(parameter)
         if bucket is None:
             return
-        if parameter.dtype != bucket.dtype and parameter.grad is not None:
-            _reduce_partial(parameter)
-            index = next(i for i, p in enumerate(bucket.parameters) if p is parameter)
-            bucket.views()[index].add_(local(parameter.grad))
-            parameter.grad = None
+        if parameter.grad is not None and (parameter.dtype != bucket.dtype or parameter in bucket.fresh):
+            self._take(parameter, bucket)
         bucket.arrived[parameter] = bucket.arrived.get(parameter, 0) + 1
         while self._overlap and self._next < len(self._buckets) and self._complete(self._buckets[self._next]):
             self._start(self._buckets[self._next])
+
+    def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+        """Add `.grad` to the buffer; parts of a sum over tp are summed once a step, when the bucket starts."""
+        gradient, view = parameter.grad, bucket.view(parameter)
+        assert gradient is not None
+        layout = layout_of(gradient) if _in_parts(gradient) else None
+        if layout is None or (parameter in bucket.arrived and parameter not in bucket.parts):
+            _reduce_partial(parameter)
+            assert parameter.grad is not None
+            gradient = parameter.grad
+        elif parameter in bucket.fresh:
+            bucket.parts[parameter] = layout
+        if parameter in bucket.parts and layout is None:
+            self._sum_parts(parameter, bucket)
+        view.add_(local(gradient))
+        parameter.grad = None
+        if parameter.dtype == bucket.dtype:
+            own = bucket.parts.get(parameter)
+            parameter.grad = _like(parameter, view) if own is None else laid_out(view, own)
+            bucket.fresh.discard(parameter)
+
+    def _sum_parts(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+        layout, view = bucket.parts.pop(parameter), bucket.view(parameter)
+        whole = laid_out(view, layout).redistribute(placements=_placements(parameter))
+        view.copy_(local(whole))
+        if parameter.dtype == bucket.dtype:
+            parameter.grad = _like(parameter, view)
 
     def _complete(self, bucket: _Bucket) -> bool:
         return all(bucket.arrived.get(p, 0) >= self._arrivals for p in bucket.parameters)
 
     def _start(self, bucket: _Bucket) -> None:
         self._next += 1
+        for parameter in list(bucket.parts):
+            self._sum_parts(parameter, bucket)
         if self._reducer is not None:
             assert bucket.buffer is not None
             for parameter, view in zip(bucket.parameters, bucket.views(), strict=True):
@@ -268,6 +313,20 @@ def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return part
     return dtensor_like(part, parameter)
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether tensor parallelism has it whole on every rank, so that its gradients may be parts of a sum."""
+    return isinstance(parameter, DTensor) and all(p.is_replicate() for p in parameter.placements)
+
+
+def _in_parts(gradient: Tensor) -> bool:
+    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+
+
+def _placements(parameter: nn.Parameter) -> Any:
+    assert isinstance(parameter, DTensor)
+    return parameter.placements
 
 
 def _reduce_partial(parameter: nn.Parameter) -> None:

@@ -186,7 +186,7 @@ def lower_module(
     if plain:
         plain.try_first()
     copied = shard_data(
-        module, blocks, mesh, zero=zero, dtype=dtypes.compute,
+        module, blocks, mesh, axes=sharded, zero=zero, dtype=dtypes.compute,
         param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered, alone=alone,
     )  # fmt: skip
     names = [name for name, parameter in module.named_parameters() if parameter in copied]

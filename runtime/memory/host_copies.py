@@ -9,6 +9,8 @@ from torch import Tensor
 
 from autoparallel.runtime.ranks.accelerator import device_module
 
+Shape = tuple[int, ...]
+
 
 @dataclass(slots=True, kw_only=True)
 class OffloadCount:
@@ -49,6 +51,15 @@ class HostCopies:
         with self._torch.stream(self._stream):
             return copy.to(self.device, non_blocking=True), self._stream.record_event()
 
+    def bytes_of(self, part: Tensor) -> Tensor:
+        """The storage of a tensor on the device, as bytes."""
+        size = part.untyped_storage().nbytes()
+        return part.new_empty(0, dtype=torch.uint8).set_(part.untyped_storage(), 0, (size,), (1,))
+
+    def part_of(self, held: Tensor, dtype: torch.dtype, shape: Shape, stride: Shape, offset: int) -> Tensor:
+        """The tensor of a storage that `bytes_of` gave; `offset` in numbers."""
+        return held.new_empty(0, dtype=dtype).set_(held.untyped_storage(), offset, shape, stride)
+
     def arrived(self, held: Tensor, ready: torch.Event | None) -> Tensor:
         """What has been copied back, for kernels of the current stream."""
         if ready is not None:
@@ -71,6 +82,15 @@ class ImaginedCopies(HostCopies):
         """As of `HostCopies`."""
         self.count.moved_bytes += held.nbytes
         return torch.empty(held.shape, dtype=held.dtype, device="meta") if into is None else into
+
+    def bytes_of(self, part: Tensor) -> Tensor:
+        """As of `HostCopies`: bytes that are counted nowhere."""
+        return torch.empty(part.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+
+    def part_of(self, held: Tensor, dtype: torch.dtype, shape: Shape, stride: Shape, offset: int) -> Tensor:
+        """As of `HostCopies`."""
+        whole = held[: held.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(shape, stride, offset)
 
     def copied_back(self, copy: Tensor) -> tuple[Tensor, torch.Event | None]:
         """As of `HostCopies`."""

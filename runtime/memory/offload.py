@@ -76,20 +76,20 @@ class _Storage:
     """A storage on the host, and on the device again until all that was kept of it has been used."""
 
     def __init__(self, host: HostCopies, held: Tensor) -> None:
-        self._host, self._copy = host, host.copied_out(held)
+        self.host, self._copy = host, host.copied_out(held)
         self._there: tuple[Tensor, torch.Event | None] | None = None
         self.uses = 0
 
     def fetch(self) -> None:
         """Start to bring it back."""
         if self._there is None:
-            self._there = self._host.copied_back(self._copy)
+            self._there = self.host.copied_back(self._copy)
 
     def use(self) -> Tensor:
         """The bytes on the device."""
         self.fetch()
         assert self._there is not None
-        held = self._host.arrived(*self._there)
+        held = self.host.arrived(*self._there)
         self.uses -= 1
         if self.uses <= 0:
             self._there = None
@@ -158,8 +158,7 @@ class _Keeping:
         if self._moved_bytes + size > self._share * self._seen_bytes:
             return None
         self._moved_bytes += size
-        whole = part.new_empty(0, dtype=torch.uint8).set_(part.untyped_storage(), 0, (size,), (1,))
-        storage = _Storage(self._host, whole)
+        storage = _Storage(self._host, self._host.bytes_of(part))
         self._moved.append(weakref.ref(storage))
         return storage
 
@@ -189,7 +188,5 @@ def _unpack(kept: Any) -> Tensor:
         return tensor
     kept.keeping.fetch()
     held = kept.storage.use()
-    part = held.new_empty(0, dtype=kept.dtype).set_(
-        held.untyped_storage(), kept.offset, kept.shape, kept.stride
-    )
+    part = kept.storage.host.part_of(held, kept.dtype, kept.shape, kept.stride, kept.offset)
     return part if kept.layout is None else laid_out(part, kept.layout)
