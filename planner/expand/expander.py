@@ -283,7 +283,7 @@ class Expander:
 
     def tied(self, strategy: Strategy, positions: range, ties: Sequence[str]) -> tuple[Collective, ...]:
         """Gradients of tied tensors, exchanged between the two ranks that hold them."""
-        found, item = [], state.dtype_bytes(strategy.execution.grad_dtype)
+        found, item = [], state.tied_gradient_bytes(strategy.execution)
         for tie in ties:
             block, parameter = next(
                 (self.graph.chain[p].block, parameter) for p in positions

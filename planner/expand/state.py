@@ -89,6 +89,12 @@ def bytes_per_gradient(strategy: Strategy, shards: Shards) -> float:
     return item * (1.0 + (1.0 / shards.ranks if beside else 0.0))
 
 
+def tied_gradient_bytes(execution: Execution) -> int:
+    """Of a number of a tied tensor's gradient between the pipeline ranks that hold it: `auto_parallelize` adds up when the step
+    ends, what then has the parameter's dtype."""
+    return dtype_bytes(execution.param_dtype if execution.fsdp2 else execution.grad_dtype)
+
+
 def share(count: int, ranks: int) -> int:
     """What one of `ranks` holds of `count`: rounded up, as padding is held too."""
     return -(-count // ranks)

@@ -236,7 +236,7 @@ class CommunicationPrices:
         columns, pipeline = self.pipelines
         parts = shapes.tp * np.where(found.zero > 0, shapes.dp_shard * shapes.cp, 1)
         axes = pipeline[shapes.mesh, found.order]
-        item = state.dtype_bytes(self.problem.execution.grad_dtype)
+        item = state.tied_gradient_bytes(self.problem.execution)
 
         def price(row: int) -> tuple[float, ...]:
             pp, stride = columns[int(axes[row])]
