@@ -42,7 +42,7 @@ def peak_of(
     gathers = zero_level(strategy) in (1, 2) or casts_parameters(strategy)
     whole = sum(lowered[s].gathered_bytes for s in stages) if gathers else 0
     before = strategy.micro_batches > 1  # of a micro-batch before the last one there are gradients already
-    lasting = whole + (sum(lowered[s].gradient_bytes for s in stages) if before else 0)
+    lasting = whole + sum(lowered[s].gradient_bytes if before else lowered[s].buffer_bytes for s in stages)
     best, flying = Peak(bytes=0.0, action="", module=""), 0
     for action in program.ranks[rank]:
         if action.kind not in (*_FORWARD, *_BACKWARD):

@@ -67,7 +67,8 @@ class LoweredStage:
     """What one stage (chunk) holds on one rank, bytes, and what a step of it communicates.
 
     `gathered_bytes` are whole parameters that data parallelism has gathered, beside the `parameter_bytes` that the
-    rank owns, at the end of a forward pass; `gradient_bytes` the most that is held at the end of a micro-batch.
+    rank owns, at the end of a forward pass; `gradient_bytes` the most that is held at the end of a micro-batch, of which
+    `buffer_bytes` are there when the step begins.
     `places` says where its messages but those over pp come from, `live` what lived in F, B and REDUCE_GRAD of the
     last micro-batch.
     """
@@ -77,6 +78,7 @@ class LoweredStage:
     gradient_bytes: int
     optimizer_bytes: int
     traffic: Counter[Message]
+    buffer_bytes: int = 0
     places: Mapping[Message, Counter[Place]] = field(default_factory=dict)
     live: Mapping[str, Live] = field(default_factory=dict)
 
@@ -196,7 +198,7 @@ class _Step:
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
         self._owned = {i: _bytes_of(stages[i].parameters()) for i in lowered}
         self._gathered = [0] * len(stages)
-        self._gradients = [0] * len(stages)
+        self._gradients, self._buffers = [0] * len(stages), [0] * len(stages)
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
         self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
@@ -219,7 +221,7 @@ class _Step:
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
                 gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
                 traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
-                live=self._lived[i],
+                live=self._lived[i], buffer_bytes=self._buffers[i],
             )
             for stage, i in enumerate(self._alike)
         )  # fmt: skip
@@ -234,8 +236,9 @@ class _Step:
 
     def _micro_batches(self, inputs: Any) -> None:
         count = self._strategy.micro_batches
-        for lowered in self._lowered.values():
+        for stage, lowered in self._lowered.items():
             lowered.begin(min(count, 3))
+            self._buffers[stage] = lowered.buffer_bytes()
         if count > 1:
             self._micro_batch(inputs)
         if count > 2:
