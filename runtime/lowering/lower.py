@@ -160,9 +160,7 @@ def lower_module(
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
     get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
     """
-    casts = dtypes.compute != dtypes.param
-    sharded = unit_axes(mesh.sizes, strategy.shard.zero, casts=casts)
-    zero = strategy.shard.zero if sharding_axes(mesh.sizes, strategy.shard.zero) else ALONE
+    sharded, zero = _units(strategy, mesh, dtypes)
     if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
         module.to(dtypes.param)
     compiled, plain = strategy.execution.kernels == "compiled", None
@@ -181,8 +179,9 @@ def lower_module(
     )  # fmt: skip
     if compiled:
         compile_blocks(module, blocks)
-    away = strategy.offload.activations
-    offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=memory is not None)
+    offloaded = offload_blocks(
+        module, blocks, strategy.offload.activations, mesh.device, imagined=memory is not None
+    )
     if plain:
         plain.try_first()
     copied = shard_data(
@@ -196,6 +195,13 @@ def lower_module(
     return Lowered(
         module, strategy, zero=zero, sharded=bool(sharded), sync=sync, offloaded=offloaded, plain=plain
     )
+
+
+def _units(strategy: Strategy, mesh: RankMesh, dtypes: Dtypes) -> tuple[tuple[str, ...], int]:
+    """The axes over which FSDP2 has its units, and the level of ZeRO that it goes by there."""
+    own = strategy.shard.zero
+    units = unit_axes(mesh.sizes, own, casts=dtypes.compute != dtypes.param)
+    return units, own if sharding_axes(mesh.sizes, own) else ALONE
 
 
 def _shard_tensors(
