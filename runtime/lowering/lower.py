@@ -90,11 +90,12 @@ class Lowered:
     """
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, *, zero: int, sharded: bool, sync: Synchronisation,
+        self, module: nn.Module, strategy: Strategy, *, zero: int | None, sync: Synchronisation,
         offloaded: OffloadCount, plain: PlainBlocks | None = None,
     ) -> None:  # fmt: skip
         self.module, self.offloaded, self.plain, self.sync = module, offloaded, plain, sync
-        self._zero, self._sharded, self._alone = zero, sharded, strategy.mesh.pp == 1
+        sharded = zero is not None  # by FSDP2, which goes by that level
+        self._zero, self._sharded, self._alone = zero or 0, sharded, strategy.mesh.pp == 1
         # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
         self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
 
@@ -179,9 +180,8 @@ def lower_module(
     )  # fmt: skip
     if compiled:
         compile_blocks(module, blocks)
-    offloaded = offload_blocks(
-        module, blocks, strategy.offload.activations, mesh.device, imagined=memory is not None
-    )
+    away, imagined = strategy.offload.activations, memory is not None
+    offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=imagined)
     if plain:
         plain.try_first()
     copied = shard_data(
@@ -192,9 +192,8 @@ def lower_module(
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in names}
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
-    return Lowered(
-        module, strategy, zero=zero, sharded=bool(sharded), sync=sync, offloaded=offloaded, plain=plain
-    )
+    level = zero if sharded else None
+    return Lowered(module, strategy, zero=level, sync=sync, offloaded=offloaded, plain=plain)
 
 
 def _units(strategy: Strategy, mesh: RankMesh, dtypes: Dtypes) -> tuple[tuple[str, ...], int]:
