@@ -66,7 +66,12 @@ def _leaves(graph: ModelGraph) -> int:
 
 
 def _graph_of(
-    module: torch.nn.Module, inputs: Any, name: str, *, fold: bool, dtype: torch.dtype | None,
+    module: torch.nn.Module,
+    inputs: Any,
+    name: str,
+    *,
+    fold: bool,
+    dtype: torch.dtype | None,
     say: Callable[[str], None],
 ) -> ModelGraph:
     take = partial(_captured, module, inputs, name, Rules(), say)
