@@ -11,5 +11,6 @@
 - `heterogeneous/`, `embedding/`: searches made of that one, over unlike machines and over where embedding tables stand.
 - `recovery.py`: how a plan recovers from failures, where the cluster says how often it fails; `recovering.py` looks for one
   that recovers better.
+- `local_updates.py`: whether replicas train by themselves, and on how many islands.
 - `check.py`: a plan checked without a solver.
 """

@@ -22,6 +22,7 @@ from autoparallel.planner.explain.infeasible import explain_empty, explain_infea
 from autoparallel.planner.explain.result import result_of
 from autoparallel.planner.heterogeneous.irregular import has_parts
 from autoparallel.planner.heterogeneous.plan_parts import plan_parts
+from autoparallel.planner.local_updates import asks_outer, plan_outer, without_outer
 from autoparallel.planner.outcome import (
     ADVISING,
     Alternative,
@@ -86,8 +87,17 @@ def plan(
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
+    if asks_outer(problem):
+
+        def inner(other: Problem) -> PlanResult:
+            return plan(
+                other, time_limit_s=time_limit_s, progress=progress, advise=advise, processes=processes
+            )
+
+        result = plan_outer(problem, inner)
+        return replace(result, seconds=time.monotonic() - started_s, space=space_of(problem))
     watch, stated = _Watch(started_s, time_limit_s, progress, most_work), problem
-    problem = without_recovery(problem)
+    problem = without_outer(without_recovery(problem))
     tables = tiers_matter(problem, alike=not has_parts(problem))
     if tables:
         from autoparallel.planner.embedding.answer import plan_tiers

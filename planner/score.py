@@ -11,6 +11,8 @@ from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.chain import even_stages
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.local_updates import exchange, with_exchange
+from autoparallel.planner.strategy.islands import is_local, island
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.machines import machines
 from autoparallel.planner.strategy.types import Strategy
@@ -31,13 +33,18 @@ def score(
     problems = strategy_problems(graph, cluster, strategy)
     if problems:
         raise UserError("\n".join(problems))
+    whole = strategy
     expander, strategy = at_home(expander or Expander(graph=graph, cluster=cluster), strategy)
-    return simulate(
-        expander.program(strategy),
+    program = expander.program(strategy)
+    found = simulate(
+        program,
         expander.cluster,
         pricer=expander.pricer,
         prepared=expander.prepared(strategy),
     )
+    if is_local(whole):
+        return with_exchange(found, exchange(whole, cluster, program), whole)
+    return found
 
 
 def completed(expander: Expander, strategy: Strategy) -> Strategy:
@@ -60,8 +67,11 @@ def program_of(expander: Expander, strategy: Strategy) -> Program:
 
 
 def at_home(expander: Expander, strategy: Strategy) -> tuple[Expander, Strategy]:
-    """Where a strategy is priced: the devices that it uses are a cluster of their own."""
+    """Where a strategy is priced: the devices that it uses are a cluster of their own; of replicas that train by themselves,
+    those of one."""
     cluster, alone = machines(expander.cluster, strategy)
+    if is_local(strategy):
+        cluster, alone = island(cluster, alone)
     if cluster is expander.cluster:
         return expander, alone
     return Expander(graph=expander.graph, cluster=cluster), alone

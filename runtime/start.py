@@ -17,7 +17,7 @@ from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import check_experts
 from autoparallel.runtime.gradients.refusals import check_sync
-from autoparallel.runtime.gradients.replicas import check_levels, with_levels
+from autoparallel.runtime.gradients.replicas import check_levels, local_updates, with_levels
 from autoparallel.runtime.limits import check_software, check_tables
 from autoparallel.runtime.loading.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.loading.weights import find_weights
@@ -93,8 +93,9 @@ def parallelize(
     )  # fmt: skip
     named = partial(module.named_parameters, remove_duplicate=False)
     optimizers = Optimizers(
-        strategy=strategy, device=mesh.device, named=named, owed=(lowered.sync.owed,), tables=tables
-    )
+        strategy=strategy, device=mesh.device, named=named, owed=(lowered.sync.owed,), tables=tables,
+        local=local_updates(strategy, mesh, module.parameters()),
+    )  # fmt: skip
     run = Run(
         strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers,
         shared=shared_by_samples(example_inputs), progress=progress, tables=tables,

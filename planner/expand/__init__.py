@@ -9,5 +9,6 @@
 - `state.py`: what data parallelism adds: ZeRO, gradient reduction, the optimizer.
 - `units.py`: what FSDP2 gathers and reduces at once.
 - `tables.py`, `cold.py`: embedding tables whose rows stand elsewhere, and what that costs.
+- `local_updates.py`: what replicas that train by themselves pay for their exchanges.
 - `schedules.py`, `schedule_orders.py`: grids of actions, from the order in which each rank computes.
 """

@@ -29,6 +29,7 @@ from autoparallel.planner.strategy.types import (
     GradSync,
     Mesh,
     Offload,
+    Outer,
     Pipeline,
     Recompute,
     RecoveryRule,
@@ -66,6 +67,7 @@ _PARTS: dict[str, type] = {
     "embedding_access": EmbeddingAccess,
     "recovery": RecoveryRule,
     "servers": Servers,
+    "outer": Outer,
 }
 
 # Keys whose absence from a complete file means their default, not a decision left open: `[execution]` and
@@ -265,7 +267,7 @@ def _parse_setting(key: str, text: str, name: str) -> Constraints:
 
 def missing_keys(constraints: Constraints) -> tuple[str, ...]:
     """Keys that a complete strategy has and `constraints` leave to the planner."""
-    inputs = ("execution", "embedding_access", "recovery", "servers")
+    inputs = ("execution", "embedding_access", "recovery", "servers", "outer")
     optional = {*_DEFAULTED, *(f"{s}.{k}" for s in inputs for k in keys_of(SECTIONS[s]))}
     wanted = [f"{s}.{k}" for s, model in SECTIONS.items() for k in keys_of(model)]
     missing = [key for key in wanted if key not in constraints and key not in optional]

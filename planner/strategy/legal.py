@@ -11,6 +11,7 @@ from autoparallel.planner.expand.state import STATES
 from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.groups import group_problems
+from autoparallel.planner.strategy.islands import outer_problems
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
 from autoparallel.planner.strategy.recovery import recovery_problems
 from autoparallel.planner.strategy.runs import runs
@@ -31,6 +32,7 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
             *_rates(strategy),
             *embedding_problems(graph, cluster, strategy),
             *recovery_problems(cluster, strategy),
+            *outer_problems(cluster, strategy),
         ]
     return found
 

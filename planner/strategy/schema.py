@@ -231,6 +231,21 @@ class ServersSection(Section):
     )
 
 
+class OuterSection(Section):
+    """`[outer]`: local updates over the slowest network; off unless something of it is said."""
+
+    algorithm: Literal["none", "diloco"] | None = Field(
+        None, description="replicas train by themselves between exchanges; another algorithm"
+    )
+    every: Degree | None = Field(None, description="steps between exchanges of a parameter")
+    fragments: Degree | None = Field(None, description="parts that are exchanged at different steps")
+    bits: Literal[32, 16, 8, 4] | None = Field(None, description="of each number that is exchanged")
+    lr: Annotated[float, Field(gt=0.0)] | None = Field(None, description="of the outer SGD")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="Nesterov's, of the outer SGD"
+    )
+
+
 class ProblemSection(Section):
     """`[problem]`: what the file was planned for."""
 
@@ -262,6 +277,7 @@ class StrategySchema(Section):
     embedding_access: EmbeddingAccessSection | None = None
     recovery: RecoverySection | None = None
     servers: ServersSection | None = None
+    outer: OuterSection | None = None
     predicted: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
 
@@ -278,6 +294,7 @@ SECTIONS: dict[str, type[Section]] = {
     "embedding_access": EmbeddingAccessSection,
     "recovery": RecoverySection,
     "servers": ServersSection,
+    "outer": OuterSection,
 }
 
 

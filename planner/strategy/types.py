@@ -197,7 +197,25 @@ class Servers:
     timeout_s: float = 60.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    """Local updates: replicas train by themselves, and exchange what their parameters have become once in `every` steps.
+
+    "diloco": the mean of what replicas moved by is the gradient of an outer SGD with Nesterov momentum (Douillard et al. 2023,
+    arXiv:2311.08105); with several `fragments` a part of the parameters at a time, spread over the `every` steps (Streaming
+    DiLoCo, arXiv:2501.18512). `bits` of a number are exchanged.
+    """
+
+    algorithm: str = "none"
+    every: int = 100
+    fragments: int = 1
+    bits: int = 32
+    lr: float = 0.7
+    momentum: float = 0.9
+
+
 SAYS_NOTHING = (
+    Outer(),
     EmbeddingAccess(),
     RecoveryRule(),
     Servers(),
@@ -221,6 +239,7 @@ class Strategy:
     embedding_access: EmbeddingAccess = field(default_factory=EmbeddingAccess)
     recovery: RecoveryRule = field(default_factory=RecoveryRule)
     servers: Servers = field(default_factory=Servers)
+    outer: Outer = field(default_factory=Outer)
 
     @property
     def micro_batches(self) -> int:

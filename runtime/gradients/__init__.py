@@ -9,8 +9,9 @@
   `point_to_point.py`: rings and trees.
 - `groups.py`: the process groups of a strategy. `levels.py`: network levels between ranks, and the method that is used between them. `codecs.py`: what methods make of numbers; `feedback.py`: what is
   left out, and sent later; `owed.py`: that, for checkpoints; `agreement.py`: copies over tp, kept equal.
+- `outer.py`: replicas that train by themselves, and exchange what they have become.
 - `split_backward.py`: a backward pass in two halves: of what was received, and of the weights.
 
-Open to other rooms: `codecs`, `feedback`, `fsdp`, `replicated`, `replicas`, `reductions`, `refusals`, `groups`, `levels`, `owed`, `agreement`, `split_backward`,
+Open to other rooms: `codecs`, `feedback`, `fsdp`, `replicated`, `replicas`, `reductions`, `refusals`, `groups`, `levels`, `owed`, `agreement`, `outer`, `split_backward`,
 `synchronisation`.
 """

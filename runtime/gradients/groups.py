@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
+from autoparallel.planner.strategy.islands import is_local
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.runtime.gradients.levels import divided, pairs_of
 from autoparallel.runtime.ranks.places import (
@@ -17,9 +18,9 @@ from autoparallel.runtime.ranks.places import (
     expert_ranks,
     groups_along,
     joined_name,
-    replica_axes,
     rows_along,
     sharding_axes,
+    summed_axes,
 )
 
 _PURPOSES = {
@@ -31,6 +32,8 @@ _PURPOSES = {
     EXPERTS: "tokens, to the ranks that hold their experts",
     EXPERT_SHARD: "parameters and gradients of the same experts, in shares",
 }
+
+_LOCAL = "what replicas have come by, once in outer.every steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +55,13 @@ def _groups(strategy: Strategy, level_sizes: Sequence[int]) -> Iterator[Groups]:
     mesh, zero = strategy.mesh, strategy.shard.zero
     for axis in AXES:
         if getattr(mesh, axis) > 1:
-            yield _made(axis, _PURPOSES[axis], groups_along(mesh, axis))
+            local = axis == "dp_replicate" and is_local(strategy)
+            yield _made(axis, _LOCAL if local else _PURPOSES[axis], groups_along(mesh, axis))
     if mesh.pp > 1:
         yield _made("pp_back", "gradients, back to the stage before", groups_along(mesh, "pp"))
     for axes, purpose in (
         (sharding_axes(mesh, zero), "parameters and gradients of one replica, in shares"),
-        (replica_axes(mesh, zero), "means of gradients"),
+        (summed_axes(strategy), "means of gradients"),
     ):
         if len(axes) > 1:
             yield _made(joined_name(axes), purpose, groups_along(mesh, *axes))

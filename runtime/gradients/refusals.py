@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from autoparallel.costmodel.compression import parse_method
 from autoparallel.errors import UserError
+from autoparallel.planner.strategy.islands import is_local
 from autoparallel.planner.strategy.types import Strategy
 
 ALGORITHMS = ("auto", "hierarchical", "ring", "tree", "parameter-server")
@@ -29,6 +30,7 @@ def sync_problems(
     network level, innermost first; none where the cluster is not known (None: it will be). `backend` runs the collectives."""
     sync = strategy.grad_sync
     yield from _methods(sync.compression, level_sizes)
+    yield from _local(strategy)
     if strategy.mesh.data_parallel * strategy.mesh.cp > 1:
         yield from _algorithm(sync.algorithm, sync.compression, level_sizes)
         yield from _point_to_point(strategy, backend)
@@ -60,6 +62,18 @@ def _point_to_point(strategy: Strategy, backend: str) -> Iterator[str]:
             f"{where}: a tree brings the whole sum to every rank, and shard.zero = {strategy.shard.zero} wants a share of "
             "it; write ring, hierarchical or auto"
         )
+
+
+def _local(strategy: Strategy) -> Iterator[str]:
+    """Replicas that train by themselves: each has whole experts, and outermost."""
+    outer, mesh = strategy.outer, strategy.mesh
+    where = f'outer.algorithm = "{outer.algorithm}"'
+    if not is_local(strategy):
+        return
+    if mesh.ep > 1:
+        yield f"{where} with mesh.ep = {mesh.ep}: experts that replicas share are summed in every step; write ep = 1, or none"
+    if mesh.dp_replicate < 2:
+        yield f"{where} needs replicas: mesh.dp_replicate = {mesh.dp_replicate}; raise it, or write none"
 
 
 def _methods(compression: Sequence[str], level_sizes: Sequence[int] | None) -> Iterator[str]:

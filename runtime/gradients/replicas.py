@@ -7,27 +7,30 @@ is priced as. "parameter-server" does, too, with shares of the gradients served 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch import nn
 
 from autoparallel.costmodel.compression import parse_method
+from autoparallel.planner.strategy.islands import AXIS, is_local
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.gradients.exchanges import Exchange
 from autoparallel.runtime.gradients.levels import divided, method_between, pairs_of, two_levels
+from autoparallel.runtime.gradients.outer import LocalUpdates
 from autoparallel.runtime.gradients.point_to_point import TreeReducer
 from autoparallel.runtime.gradients.reductions import Reducer, ScatterReducer, make_reducer
 from autoparallel.runtime.gradients.sharded import ShardWire
 from autoparallel.runtime.ranks.mesh import RankMesh, subgroup
-from autoparallel.runtime.ranks.places import joined_name, replica_axes, sharding_axes
+from autoparallel.runtime.ranks.places import joined_name, sharding_axes, summed_axes
 
 Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 def with_levels(mesh: RankMesh, strategy: Strategy) -> RankMesh:
     """`mesh` with the groups in which gradients are reduced level by level, if they are; collective."""
-    replicas = replica_axes(strategy.mesh, strategy.shard.zero)
+    replicas = summed_axes(strategy)
     shards = sharding_axes(strategy.mesh, strategy.shard.zero)
     return replace(
         mesh, levels=_level_groups(replicas, strategy, mesh.level_sizes),
@@ -38,7 +41,7 @@ def with_levels(mesh: RankMesh, strategy: Strategy) -> RankMesh:
 def check_levels(strategy: Strategy, level_sizes: Sequence[int]) -> None:
     """Refuse gradients that are to be reduced level by level where ranks do not stand alike. Raises UserError."""
     zero = strategy.shard.zero
-    for axes in (replica_axes(strategy.mesh, zero), sharding_axes(strategy.mesh, zero)):
+    for axes in (summed_axes(strategy), sharding_axes(strategy.mesh, zero)):
         divided(axes, strategy, level_sizes)
 
 
@@ -53,6 +56,15 @@ def _level_groups(axes: Sequence[str], strategy: Strategy, level_sizes: Sequence
     assert inside is not None
     assert across is not None
     return inside, across
+
+
+def local_updates(
+    strategy: Strategy, mesh: RankMesh, parameters: Iterable[nn.Parameter]
+) -> LocalUpdates | None:
+    """The exchanges of replicas that train by themselves; None where their gradients are summed."""
+    if not is_local(strategy):
+        return None
+    return LocalUpdates(list(parameters), mesh.group(AXIS), strategy.outer, mesh.coordinate(AXIS))
 
 
 def shard_wire(strategy: Strategy, mesh: RankMesh) -> ShardWire:
@@ -102,7 +114,7 @@ def _served(group: dist.ProcessGroup, strategy: Strategy, mesh: RankMesh) -> Red
 
 def replica_reducer(strategy: Strategy, mesh: RankMesh) -> Reducer | None:
     """What takes the mean over the replicas; None where there are none."""
-    axes = replica_axes(mesh.sizes, strategy.shard.zero)
+    axes = summed_axes(strategy)
     if not axes:
         return None
     if mesh.levels is None:

@@ -25,7 +25,7 @@ from autoparallel.runtime.gradients.replicas import (
 from autoparallel.runtime.gradients.replicated import GradientSync
 from autoparallel.runtime.ranks.accelerator import backend_of_ranks
 from autoparallel.runtime.ranks.mesh import RankMesh
-from autoparallel.runtime.ranks.places import replica_axes, sharding_axes
+from autoparallel.runtime.ranks.places import sharding_axes, summed_axes
 
 _MIB = 2**20
 
@@ -89,7 +89,7 @@ class Synchronisation:
     def _gradient_syncs(self, strategy: Strategy, mesh: RankMesh) -> list[GradientSync]:
         """Over the replicas. Where FSDP2 does not shard, experts have other ones than the rest."""
         zero, sync = strategy.shard.zero, strategy.grad_sync
-        replicas, sharded = replica_axes(mesh.sizes, zero), sharding_axes(mesh.sizes, zero)
+        replicas, sharded = summed_axes(strategy), sharding_axes(mesh.sizes, zero)
         apart = dict.fromkeys(p for layer in self._experts for p in layer.parameters() if not sharded)
 
         def over(

@@ -27,11 +27,14 @@ from torch.optim import Optimizer
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.gradients.outer import LocalUpdates
 from autoparallel.runtime.gradients.owed import OwedGradients
 from autoparallel.runtime.memory.host_copies import HostCopies, OffloadCount
 from autoparallel.runtime.memory.optimizer_state import (
     MASTER,
+    load_local_state,
     load_named_state,
+    local_state,
     named_residuals,
     named_state,
 )
@@ -66,6 +69,7 @@ class Optimizers:
     named: Named
     owed: Sequence[OwedGradients] = ()
     count: OffloadCount = field(default_factory=OffloadCount)
+    local: LocalUpdates | None = None  # exchanges of replicas that train by themselves
     tables: WholeTables | None = None  # embedding tables in tiers: their rows move with a step
     made: bool = False
 
@@ -85,6 +89,11 @@ class Optimizers:
     def check(self) -> None:
         """Refuse a step whose optimizer could not keep its state where the strategy wants it."""
         share = self.strategy.offload.optimizer
+        if self.local is not None and not self.made:
+            raise UserError(
+                f'outer.algorithm = "{self.strategy.outer.algorithm}": replicas exchange when the optimizer steps; make it with '
+                "model.optimizer(torch.optim.AdamW, lr=...)"
+            )
         if self.tables is not None and not self.made:
             raise UserError(
                 "[[embedding]] with tiers: rows that are not on this device are updated where they are; make the optimizer with "
@@ -114,6 +123,11 @@ class ParallelOptimizer(Optimizer):
             self._update_all()
             if self._home.tables is not None:
                 self._home.tables.tables.commit(self, self._kind)
+            if self._home.local is not None:
+                masters = {
+                    p: self.state[p][MASTER] for p in self._parameters() if MASTER in self.state.get(p, {})
+                }
+                self._home.local.step(masters)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -129,6 +143,8 @@ class ParallelOptimizer(Optimizer):
         kept = {p: part for owed in self._home.owed for p, part in owed.gather().items()}
         residuals = {p: laid_out_like(part, p.detach()) for p, part in kept.items()}
         found = named_state(self, self._home.named(), residuals)
+        if self._home.local is not None:
+            found |= local_state(self._home.local, self, self._home.named())
         if self._home.tables is None:
             return found
         names = tuple(f"state.{name}." for name in self._home.tables.tables.names)
@@ -143,6 +159,8 @@ class ParallelOptimizer(Optimizer):
         load_named_state(self, [one for one in self._home.named() if one[0] not in tiered], state_dict)
         if tables is not None:
             tables.load_optimizer_state(self, state_dict)
+        if self._home.local is not None:
+            load_local_state(self._home.local, self, self._home.named(), state_dict)
         residuals = named_residuals(self._home.named(), state_dict)
         for owed in self._home.owed if residuals else ():
             owed.give(residuals)

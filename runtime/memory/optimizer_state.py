@@ -2,6 +2,8 @@
 under another.
 
     state.NAME.KEY          a tensor of the state (a share of it is a DTensor), or a number such as the count of steps
+    state.NAME.outer        where replicas that train by themselves began, its momentum (outer_momentum), the steps since
+                            (outer_step), and what each of them has by itself (replicaN.parameter, replicaN.KEY)
     state.NAME.residual     what error feedback of compressed gradients still has to bring, where it is kept
     param_groups.NAME.KEY   an option of the group that the parameter is in
 
@@ -21,9 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.gradients.outer import BEGINNING, MOMENTUM, STEP, LocalUpdates, own_key
 from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
 from autoparallel.runtime.loading.materialise import share_of
 from autoparallel.runtime.tensor.questions import local
+from autoparallel.runtime.torch_private import laid_out, layout_of
 
 MASTER = "master"  # the key of a float32 copy of a parameter in 16 bits
 RESIDUAL = "residual"  # the key of what error feedback owes
@@ -48,6 +52,69 @@ def named_state(
         own = options[parameter].items()
         found |= {f"param_groups.{name}.{key}": value for key, value in own if key not in _NO_OPTIONS}
     return with_chunks(found)
+
+
+def local_state(
+    updates: LocalUpdates, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Any]:
+    """What replicas that train by themselves need besides: what they all began with and its momentum, and each one's own
+    parameters and state, under its number."""
+    found: dict[str, Any] = {}
+    for name, parameter in named:
+        if parameter not in updates.beginning:
+            continue
+        own = {"parameter": parameter.detach(), **optimizer.state.get(parameter, {})}
+        for key, value in updates.state(parameter).items():
+            found[f"state.{name}.{key}"] = _shared(value.clone(), parameter)
+        found |= {
+            f"state.{name}.{own_key(updates.replica, key)}": _copied(v)
+            for key, v in own.items()
+            if v is not None
+        }
+        found[f"state.{name}.{STEP}"] = updates.steps
+    return with_chunks(found)
+
+
+@torch.no_grad()
+def load_local_state(
+    updates: LocalUpdates,
+    optimizer: Optimizer,
+    named: Iterable[tuple[str, nn.Parameter]],
+    given: Mapping[str, Any],
+) -> None:
+    """Inverse of `local_state`. Where `given` is of gradients that were summed, replicas begin with what they all have."""
+    updates.begin_here()
+    updates.steps = 0
+    for name, parameter in named:
+        if parameter not in updates.beginning or (held := given.get(f"state.{name}.{BEGINNING}")) is None:
+            continue
+        taken = {BEGINNING: held, MOMENTUM: given[f"state.{name}.{MOMENTUM}"]}
+        updates.load(
+            parameter,
+            {
+                k: _taken(v, _shared(torch.zeros_like(updates.beginning[parameter]), parameter))
+                for k, v in taken.items()
+            },
+        )
+        updates.steps = int(given[f"state.{name}.{STEP}"])
+        own = {"parameter": parameter.detach(), **optimizer.state.get(parameter, {})}
+        for key, value in own.items():
+            mine = given.get(f"state.{name}.{own_key(updates.replica, key)}")
+            if mine is not None and key == "parameter":
+                _taken(mine, value)
+            elif mine is not None and value is not None:
+                optimizer.state[parameter][key] = _taken(mine, value)
+
+
+def _copied(value: Any) -> Any:
+    """Not the memory of what stands under another name: a checkpoint is read into both."""
+    return _shared(local(value).clone(), value) if isinstance(value, Tensor) else value
+
+
+def _shared(part: Tensor, parameter: Tensor) -> Tensor:
+    """A share laid out as its parameter is."""
+    layout = layout_of(parameter.detach())
+    return part if layout is None else laid_out(part, layout)
 
 
 @torch.no_grad()

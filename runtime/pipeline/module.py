@@ -18,6 +18,8 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import GradSync, Strategy, TensorRule
 from autoparallel.runtime.experts.parallel import Sharing, experts_within
+from autoparallel.runtime.gradients.outer import all_parameters
+from autoparallel.runtime.gradients.replicas import local_updates
 from autoparallel.runtime.gradients.replicated import gradient_norm_squared
 from autoparallel.runtime.gradients.synchronisation import with_sync
 from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
@@ -196,6 +198,7 @@ class PipelineModule(nn.Module):
             device=mesh.device,
             named=partial(self.named_parameters, remove_duplicate=False),
             owed=[low.sync.owed for low in lowered],
+            local=local_updates(strategy, mesh, all_parameters(self.named_parameters())),
         )
         down = pipeline_group(mesh, range(mesh.sizes.pp), "pp_back")
         assert down is not None, "every rank is on a pipeline"

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, expert_parts
-from autoparallel.planner.strategy.types import AXES, Mesh
+from autoparallel.planner.strategy.islands import is_local
+from autoparallel.planner.strategy.types import AXES, Mesh, Strategy
 
 Ranks = npt.NDArray[np.int64]
 EXPERT_AXES = ("pp", "dp_replicate", EXPERT_SHARD, EXPERTS)
@@ -29,6 +30,12 @@ def replica_axes(sizes: Mesh, zero: int) -> tuple[str, ...]:
     """Axes of more than one rank along which gradients differ and parameters are held whole, or in equal shares."""
     sharded = sharding_axes(sizes, zero)
     return tuple(a for a in ("dp_replicate", "cp") if getattr(sizes, a) > 1 and a not in sharded)
+
+
+def summed_axes(strategy: Strategy) -> tuple[str, ...]:
+    """Of `replica_axes` those along which gradients are summed: replicas that train by themselves (`[outer]`) do not."""
+    found = replica_axes(strategy.mesh, strategy.shard.zero)
+    return tuple(axis for axis in found if axis != "dp_replicate") if is_local(strategy) else found
 
 
 def joined_name(axes: Sequence[str]) -> str:

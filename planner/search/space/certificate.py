@@ -35,7 +35,15 @@ def space_of(problem: Problem, *, tables: bool = False) -> tuple[SpaceKey, ...]:
     for key in every_key():
         if key in problem.constraints and key != "batch.global" and not key.startswith("execution."):
             found.append(SpaceKey(key=key, how="fixed"))
-        elif key == "batch.global" or key.startswith(("execution.", "embedding_access.", "servers.")):
+        elif key == "outer.algorithm" and any(k.startswith("outer.") for k in problem.constraints):
+            found.append(
+                SpaceKey(
+                    key=key, how="searched", besides="inner plans but the fastest of each number of islands"
+                )
+            )
+        elif key == "batch.global" or key.startswith(
+            ("execution.", "embedding_access.", "servers.", "outer.")
+        ):
             found.append(SpaceKey(key=key, how="stated"))
         elif key in left_out:
             found.append(SpaceKey(key=key, how=f"left-out: {left_out[key]}"))
