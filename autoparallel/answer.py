@@ -129,6 +129,11 @@ def strategy_table(strategy: Strategy) -> dict[str, Any]:
                 }
                 for rule in strategy.tensor
             ]
+        elif f.name == "phases":
+            phases = [
+                {"from_step": p.from_step, **{k: _plain(v) for k, v in p.keys}} for p in strategy.phases
+            ]
+            table |= {"phase": phases} if phases else {}
         elif f.name == "embedding":
             rules = [{k: v for k, v in asdict(rule).items() if v is not None} for rule in strategy.embedding]
             table |= {"embedding": rules} if rules else {}

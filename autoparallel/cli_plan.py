@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoparallel.cli_errors import exits
+from autoparallel.cli_phases import checked_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,6 +118,19 @@ SLOW_MODEL = (
 )
 
 
+Phases = Annotated[
+    bool,
+    typer.Option(
+        "--phases",
+        help="Plan the [[phase]] entries of the strategy file: where a change pays, itself counted.",
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of the whole run, for --phases."),
+]
+
+
 @exits
 def plan(
     model: Model,
@@ -139,6 +153,8 @@ def plan(
     explain: Explain = False,
     embed_cluster: EmbedCluster = False,
     within: Within = WITHIN_PERCENT,
+    phases: Phases = False,
+    steps: Steps = None,
 ) -> None:
     """Find the best strategy that fits, prove it, and write it; of nearly equal ones the simplest."""
     from autoparallel.inputs import Request, check_finite
@@ -160,7 +176,7 @@ def plan(
     )
     run_plan(
         request, output, save_graph, time_limit, json_=json_, explain=explain, started=started,
-        embed_cluster=embed_cluster, within=within / 100.0,
+        embed_cluster=embed_cluster, within=within / 100.0, steps=checked_steps(steps, phases=phases),
     )  # fmt: skip
 
 
@@ -271,8 +287,9 @@ def run_plan(
     started: float,
     embed_cluster: bool = False,
     within: float = WITHIN_PERCENT / 100.0,
+    steps: int | None = None,
 ) -> None:
-    """Capture, search, write, tell."""
+    """Capture, search, write, tell; `steps` of the whole run where phases are planned."""
     from autoparallel.cli_progress import stderr_console
     from autoparallel.inputs import files_of
     from autoparallel.planner.strategy.write import check_writable, write_strategy
@@ -282,6 +299,7 @@ def run_plan(
         check_writable(output, read=files_of(request))
     checked, graph = captured(request, save_graph, console)  # which imports what follows on the way
     from autoparallel.answer import plan_answer, predicted_table, problem_table, search_table, stamped
+    from autoparallel.cli_phases import search_phases
     from autoparallel.cli_words import print_explanation, print_plan
     from autoparallel.costmodel.graph_json import graph_hash
     from autoparallel.inputs import make_problem
@@ -290,7 +308,12 @@ def run_plan(
 
     capture_s = time.monotonic() - started
     expander, stated = Expander(graph=graph, cluster=checked.cluster), make_problem(checked, graph)
-    result = search(checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within)
+    if steps is not None:
+        result = search_phases(stated, steps, time_limit_s, console)
+    else:
+        result = search(
+            checked, graph, time_limit_s, console, explain=explain, expander=expander, within=within
+        )
     problem = problem_table(
         stated,
         model=request.model,

@@ -24,6 +24,7 @@ from autoparallel.api import auto_parallelize
 from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
+from autoparallel.phases import enter_phase
 from autoparallel.plan_cache import read_source
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
@@ -148,6 +149,7 @@ class Trainer:
             global_batch=size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
         )  # fmt: skip
         self.optimizer = _optimizer(self.model, optimizer)
+        self._phased: Strategy = self.model.strategy
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self.step, self._signals = 0, Signals()
         self._guards = self._guarded(guards or GuardOptions())
@@ -263,6 +265,8 @@ class Trainer:
             self._status.begin(self.step + 1)
             self._clock.begin()
             self._at("DATA", self._stage)
+            if self._phased.phases:  # which may change how gradients are synchronised
+                enter_phase(self.model, self.optimizer, self._phased, self.step + 1)
             items, ids = next(batches)
             verdict, loss = Verdict.SKIP, math.nan
             if not self._samples.left_out():

@@ -12,5 +12,6 @@
 - `recovery.py`: how a plan recovers from failures, where the cluster says how often it fails; `recovering.py` looks for one
   that recovers better.
 - `local_updates.py`: whether replicas train by themselves, and on how many islands.
+- `phases.py`: where a change of strategy between phases of training pays.
 - `check.py`: a plan checked without a solver.
 """

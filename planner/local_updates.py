@@ -91,8 +91,8 @@ def without_outer(problem: Problem) -> Problem:
 
 def _numbers(problem: Problem) -> Iterator[int]:
     """Of islands that are alike, as many as the user fixed."""
-    fixed, order = problem.fixed_int("mesh.dp_replicate"), problem.constraints.get("mesh.order")
-    if isinstance(order, tuple) and order[0] != AXIS:
+    fixed, order = problem.fixed.mesh.dp_replicate, problem.fixed.order
+    if order is not None and order[0] != AXIS:
         return
     for islands in range(2, problem.cluster.devices + 1):
         if fixed not in (None, islands) or problem.global_batch % islands:

@@ -87,6 +87,14 @@ def plan(
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
+    if phases := problem.constraints.get("phase"):
+        first = replace(problem, constraints={k: v for k, v in problem.constraints.items() if k != "phase"})
+        found = plan(
+            first, time_limit_s=time_limit_s, progress=progress, explain=explain, advise=advise, expander=expander,
+            processes=processes, within=within,
+        )  # fmt: skip
+        assert isinstance(phases, tuple)
+        return replace(found, strategy=replace(found.strategy, phases=phases))
     if asks_outer(problem):
 
         def inner(other: Problem) -> PlanResult:

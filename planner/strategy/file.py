@@ -30,6 +30,7 @@ from autoparallel.planner.strategy.types import (
     Mesh,
     Offload,
     Outer,
+    Phase,
     Pipeline,
     Recompute,
     RecoveryRule,
@@ -69,6 +70,9 @@ _PARTS: dict[str, type] = {
     "servers": Servers,
     "outer": Outer,
 }
+
+# Sections that a phase of training may change.
+IN_PHASES = ("batch", "mesh", "shard", "pipeline", "recompute", "offload", "grad_sync", "outer")
 
 # Keys whose absence from a complete file means their default, not a decision left open: `[execution]` and
 # batch.global are inputs with defaults, these are marked optional in the file format.
@@ -135,6 +139,8 @@ def parse_strategy(raw: Mapping[str, Any], *, name: str) -> StrategyFile:
         )
     if parsed.embedding is not None:
         constraints["embedding"] = tuple(EmbeddingRule(**dict(entry)) for entry in parsed.embedding)
+    if parsed.phase is not None:
+        constraints["phase"] = _phases(parsed.phase, name)
     _check_values(constraints, name)
     _read_laws(constraints, name)
     record = None
@@ -150,6 +156,33 @@ def parse_strategy(raw: Mapping[str, Any], *, name: str) -> StrategyFile:
         predicted=parsed.predicted or {},
         search=parsed.search or {},
     )
+
+
+def _phases(entries: Sequence[Mapping[str, Any]], name: str) -> tuple[Phase, ...]:
+    """`[[phase]]` entries, each of which is a strategy file of its own but for `from_step`."""
+    found: list[Phase] = []
+    for number, entry in enumerate(entries):
+        where, step = f"{name}: [[phase]] {number + 1}", entry.get("from_step")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 2:
+            raise UserError(
+                f"{where}: from_step = {step!r}; give the step from which it holds, at least 2 (steps count from 1)"
+            )
+        if found and step <= found[-1].from_step:
+            raise UserError(
+                f"{where}: from_step = {step} is not after the phase before it, from step {found[-1].from_step}; phases go "
+                "forward: put them in order"
+            )
+        others = sorted(entry.keys() - {"from_step", *IN_PHASES})
+        if others:
+            raise UserError(
+                f"{where}: {others[0]} stays what it is all through a run; a phase may change {', '.join(IN_PHASES)}"
+            )
+        rest = {key: value for key, value in entry.items() if key != "from_step"}
+        keys = tuple(parse_strategy(rest, name=where).constraints.items())
+        if not keys:
+            raise UserError(f"{where}: changes nothing; say what, for example grad_sync.compression")
+        found.append(Phase(from_step=step, keys=keys))
+    return tuple(found)
 
 
 def _load_toml(path: Path) -> dict[str, Any]:
@@ -301,7 +334,8 @@ def strategy_from_constraints(constraints: Constraints, *, name: str = "strategy
     tables: Any = constraints.get("embedding", ())
     if all(rule.tier == "device" for rule in tables):  # as without rules
         tables = ()
-    return Strategy(**parts, tensor=tuple(rules), embedding=tuple(tables))
+    phases: Any = constraints.get("phase", ())
+    return Strategy(**parts, tensor=tuple(rules), embedding=tuple(tables), phases=tuple(phases))
 
 
 def strategy_to_constraints(strategy: Strategy) -> Constraints:
@@ -315,4 +349,6 @@ def strategy_to_constraints(strategy: Strategy) -> Constraints:
     result["tensor"] = strategy.tensor
     if strategy.embedding:
         result["embedding"] = strategy.embedding
+    if strategy.phases:
+        result["phase"] = strategy.phases
     return result

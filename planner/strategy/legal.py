@@ -13,6 +13,7 @@ from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.groups import group_problems
 from autoparallel.planner.strategy.islands import outer_problems
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
+from autoparallel.planner.strategy.phases import starts, strategy_at
 from autoparallel.planner.strategy.recovery import recovery_problems
 from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -20,7 +21,14 @@ from autoparallel.profiles.hardware import Cluster
 
 
 def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> list[str]:
-    """Every reason why the strategy cannot run; empty when it can."""
+    """Every reason why the strategy cannot run, in any of its phases; empty when it can."""
+    if strategy.phases:
+        every = {
+            step: strategy_problems(graph, cluster, strategy_at(strategy, step)) for step in starts(strategy)
+        }
+        return [
+            f"from step {step}: {one}" if step > 1 else one for step, found in every.items() for one in found
+        ]
     found = [*_mesh(cluster, strategy), *_batch(strategy)]
     if not found:  # what follows divides by these
         found = [

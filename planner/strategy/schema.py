@@ -278,6 +278,7 @@ class StrategySchema(Section):
     recovery: RecoverySection | None = None
     servers: ServersSection | None = None
     outer: OuterSection | None = None
+    phase: list[dict[str, Any]] | None = None
     predicted: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
 

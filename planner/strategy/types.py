@@ -223,6 +223,14 @@ SAYS_NOTHING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One `[[phase]]` entry: from this step on (the first is 1) these keys, dotted, have other values."""
+
+    from_step: int
+    keys: tuple[tuple[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """A complete plan."""
 
@@ -240,6 +248,7 @@ class Strategy:
     recovery: RecoveryRule = field(default_factory=RecoveryRule)
     servers: Servers = field(default_factory=Servers)
     outer: Outer = field(default_factory=Outer)
+    phases: tuple[Phase, ...] = ()  # by from_step
 
     @property
     def micro_batches(self) -> int:

@@ -22,6 +22,7 @@ from autoparallel.planner.strategy.types import (
     SAYS_NOTHING,
     EmbeddingRule,
     Execution,
+    Phase,
     Strategy,
     TensorRule,
 )
@@ -68,6 +69,7 @@ def strategy_text(
             parts.append(_strategy_section(section, part))
     parts.extend(_tensor_entry(rule) for rule in strategy.tensor)
     parts.extend(_embedding_entry(rule) for rule in strategy.embedding)
+    parts.extend(_phase_entry(phase) for phase in strategy.phases)
     parts.append(_table("predicted", predicted, "what the cost model says of it"))
     parts.append(_table("search", search, "how it was found, and what was rejected"))
     if whole:
@@ -171,6 +173,14 @@ def _tensor_entry(rule: TensorRule) -> str:
     if rule.outputs:
         lines.append(f"outputs = {literal(rule.outputs)}")
     return "\n".join(lines) + "\n"
+
+
+def _phase_entry(phase: Phase) -> str:
+    lines, sections = ["[[phase]]", f"from_step = {phase.from_step}"], dict[str, dict[str, object]]()
+    for key, value in phase.keys:
+        section, _, leaf = key.partition(".")
+        sections.setdefault(section, {})[leaf] = value
+    return "\n".join([*lines, *(f"{section} = {literal(keys)}" for section, keys in sections.items())]) + "\n"
 
 
 def _embedding_entry(rule: EmbeddingRule) -> str:

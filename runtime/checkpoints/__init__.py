@@ -9,7 +9,8 @@
 - `results.py`: what saving and loading hand back.
 - `neighbours.py`: copies in the memory of neighbouring nodes.
 - `keeper.py`: `Checkpoints`: saves beside training, commits once all ranks have written, loads the last good one.
+- `in_memory.py`: state under one strategy given to the model under another, without files.
 - `signals.py`: SIGTERM and its like, acted on by all ranks at the end of the same step.
 
-Open to other rooms: `ledger`, `identity`, `folder`, `manifest`, `keeper`, `signals`.
+Open to other rooms: `ledger`, `identity`, `folder`, `manifest`, `keeper`, `signals`, `in_memory`.
 """

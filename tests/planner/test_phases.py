@@ -1,0 +1,89 @@
+"""Phases: what the file may say of them, and where a change of strategy between two pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoparallel.errors import UserError
+from autoparallel.planner.phases import plan_phases
+from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.score import score
+from autoparallel.planner.strategy.file import parse_strategy, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.phases import strategy_at
+from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Phase, Strategy
+from autoparallel.planner.strategy.write import write_strategy
+from autoparallel.profiles import load_cluster
+from tests.toy_graphs import toy_transformer
+
+GRAPH, CLUSTER = toy_transformer(), load_cluster("a100-sxm-80gb:2x2")
+LATER = Phase(from_step=11, keys=(("grad_sync.compression", ("none", "int8")),))
+LAST = Phase(
+    from_step=21,
+    keys=(("batch.global", 64), ("mesh.dp_replicate", 4), ("mesh.dp_shard", 1), ("shard.zero", 0)),
+)
+BASE = Strategy(
+    batch=Batch(global_=32, micro=2), mesh=Mesh(dp_shard=4), grad_sync=GradSync(compression=("none", "none"))
+)
+
+
+def test_a_step_has_the_keys_of_all_phases_that_have_begun(tmp_path: Path) -> None:
+    strategy = replace(BASE, phases=(LATER, LAST))
+    assert strategy_at(strategy, 10) == BASE
+    assert (
+        strategy_at(strategy, 11)
+        == strategy_at(strategy, 20)
+        == replace(BASE, grad_sync=GradSync(compression=("none", "int8")))
+    )
+    assert strategy_at(strategy, 21).mesh == Mesh(dp_replicate=4)
+    assert strategy_at(strategy, 21).grad_sync.compression == ("none", "int8")
+    whole = replace(strategy, pipeline=replace(BASE.pipeline, stage_blocks=(4,)))
+    write_strategy(tmp_path / "phases.toml", whole, {}, {}, {})
+    again = strategy_from_constraints(read_strategy_file(tmp_path / "phases.toml").constraints)
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        (
+            [{"from_step": 20, "batch": {"micro": 1}}, {"from_step": 10, "batch": {"micro": 2}}],
+            "not after the phase before",
+        ),
+        ([{"from_step": 1, "batch": {"micro": 1}}], "at least 2"),
+        ([{"from_step": 5}], "changes nothing"),
+        ([{"from_step": 5, "execution": {"dtype": "bf16"}}], "execution stays what it is"),
+        ([{"from_step": 5, "grad_sync": {"compression": ["topk:0"]}}], "compression"),
+    ],
+)
+def test_phases_that_cannot_be_are_refused(phases: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_strategy({"phase": phases}, name="file")
+
+
+def test_what_a_phase_makes_illegal_is_said_with_its_step() -> None:
+    wrong = replace(BASE, phases=(Phase(from_step=7, keys=(("mesh.dp_shard", 64),)),))
+    with pytest.raises(UserError, match="from step 7: mesh"):
+        score(GRAPH, CLUSTER, wrong)
+
+
+@pytest.mark.parametrize("steps", [12, 100_000])
+def test_a_change_is_made_where_it_gains_more_than_it_costs(steps: int) -> None:
+    grown = Phase(from_step=11, keys=(("batch.global", 4096),))
+    constraints = {"mesh.pp": 1, "mesh.cp": 1, "phase": (grown,)}
+    problem = Problem(graph=GRAPH, cluster=CLUSTER, global_batch=4, constraints=constraints)
+    found = plan_phases(problem, steps, plan)
+    total = sum(p.steps * p.step_time_s + p.change_s for p in found.phases)
+    assert found.total_s == pytest.approx(total)
+    assert found.bound_s <= found.total_s
+    if found.unchanged_s is not None:
+        assert found.total_s <= found.unchanged_s * (1 + 1e-9)
+    first, second = found.phases
+    assert (first.strategy.batch.global_, second.strategy.batch.global_) == (4, 4096)
+    assert strategy_at(found.first.strategy, 11).mesh == second.strategy.mesh
+    if steps == 12:
+        assert second.strategy.mesh == first.strategy.mesh, "two steps pay for no change"
