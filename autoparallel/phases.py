@@ -22,6 +22,8 @@ def enter_phase(
     `model.optimizer(...)`; they get the state of the old ones, share by share. Schedules of the learning rate are the
     caller's. Collective. Raises UserError where something else changes and nothing remakes.
     """
+    if not strategy.phases:
+        return model, optimizer
     wanted, now = strategy_at(strategy, step), replace(model.strategy, phases=())
     # Dtypes and kernels are the module's own; placements over tp are chosen where they are left out.
     wanted = _as_run(wanted, now)

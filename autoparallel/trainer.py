@@ -149,7 +149,6 @@ class Trainer:
             global_batch=size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
         )  # fmt: skip
         self.optimizer = _optimizer(self.model, optimizer)
-        self._phased: Strategy = self.model.strategy
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
         self.step, self._signals = 0, Signals()
         self._guards = self._guarded(guards or GuardOptions())
@@ -181,6 +180,7 @@ class Trainer:
     def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
         if self.checkpoints.every is None and self.checkpoints.every_s is None:
             self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
+        self._phased: Strategy = self.model.strategy
         try:
             self._resume()
         except UserError:  # whoever tries again in this process finds the folder free
@@ -265,8 +265,7 @@ class Trainer:
             self._status.begin(self.step + 1)
             self._clock.begin()
             self._at("DATA", self._stage)
-            if self._phased.phases:  # which may change how gradients are synchronised
-                enter_phase(self.model, self.optimizer, self._phased, self.step + 1)
+            enter_phase(self.model, self.optimizer, self._phased, self.step + 1)
             items, ids = next(batches)
             verdict, loss = Verdict.SKIP, math.nan
             if not self._samples.left_out():

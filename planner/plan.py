@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.planner.embedding.options import tiers_matter, without_tables
@@ -87,23 +88,12 @@ def plan(
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
-    if phases := problem.constraints.get("phase"):
-        first = replace(problem, constraints={k: v for k, v in problem.constraints.items() if k != "phase"})
-        found = plan(
-            first, time_limit_s=time_limit_s, progress=progress, explain=explain, advise=advise, expander=expander,
-            processes=processes, within=within,
-        )  # fmt: skip
-        assert isinstance(phases, tuple)
-        return replace(found, strategy=replace(found.strategy, phases=phases))
-    if asks_outer(problem):
-
-        def inner(other: Problem) -> PlanResult:
-            return plan(
-                other, time_limit_s=time_limit_s, progress=progress, advise=advise, processes=processes
-            )
-
-        result = plan_outer(problem, inner)
-        return replace(result, seconds=time.monotonic() - started_s, space=space_of(problem))
+    again = partial(
+        plan, time_limit_s=time_limit_s, progress=progress, explain=explain, advise=advise, processes=processes, within=within,
+        most_work=most_work,
+    )  # fmt: skip
+    if (wider := _wider(problem, again)) is not None:
+        return replace(wider, seconds=time.monotonic() - started_s)
     watch, stated = _Watch(started_s, time_limit_s, progress, most_work), problem
     problem = without_outer(without_recovery(problem))
     tables = tiers_matter(problem, alike=not has_parts(problem))
@@ -128,13 +118,25 @@ def plan(
         bare = without_tables(problem)
         result = _plan(bare, watch, expander, processes, within, explain=explain, advise=advise)
 
-    def again(other: Problem) -> PlanResult:
-        return _plan(other, watch, None, processes, within, explain=False, advise=False)
-
     watch.share(RECOVERY_SHARE)
-    result = with_recovery(stated, result, again)
+    recovers = partial(
+        _plan, watch=watch, expander=None, processes=processes, within=within, explain=False, advise=False
+    )
+    result = with_recovery(stated, result, recovers)
     space = space_of(stated, tables=tables)
     return replace(result, seconds=time.monotonic() - started_s, space=space)
+
+
+def _wider(problem: Problem, search: Callable[[Problem], PlanResult]) -> PlanResult | None:
+    """The plan of a problem that is made of others: phases, of which the first is planned, and local updates."""
+    if phases := problem.constraints.get("phase"):
+        assert isinstance(phases, tuple)
+        kept = {k: v for k, v in problem.constraints.items() if k != "phase"}
+        found = search(replace(problem, constraints=kept))
+        return replace(found, strategy=replace(found.strategy, phases=phases))
+    if asks_outer(problem):
+        return replace(plan_outer(problem, search), space=space_of(problem))
+    return None
 
 
 def _plan(

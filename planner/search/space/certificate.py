@@ -15,7 +15,7 @@ from autoparallel.planner.search.space.syncs import METHODS
 from autoparallel.planner.strategy.schema import SECTIONS, keys_of
 
 _RECOVERY = tuple(f"recovery.{key}" for key in keys_of(SECTIONS["recovery"]))
-ENTRIES = ("tensor", "embedding")  # lists of tables in the file, a key each here
+ENTRIES = ("tensor", "embedding", "phase")  # lists of tables in the file, a key each here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def space_of(problem: Problem, *, tables: bool = False) -> tuple[SpaceKey, ...]:
                     key=key, how="searched", besides="inner plans but the fastest of each number of islands"
                 )
             )
-        elif key == "batch.global" or key.startswith(
+        elif key in ("batch.global", "phase") or key.startswith(
             ("execution.", "embedding_access.", "servers.", "outer.")
         ):
             found.append(SpaceKey(key=key, how="stated"))
