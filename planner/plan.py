@@ -107,13 +107,8 @@ def plan(
         result = plan_tiers(problem, expander, on_devices, watch.check_time)
     elif has_parts(problem):
         result = plan_parts(
-            without_tables(problem),
-            watch.check,
-            explain=explain,
-            share=watch.share,
-            within=within,
-            advise=advise,
-        )
+            without_tables(problem), watch.check, explain=explain, share=watch.share, within=within, advise=advise
+        )  # fmt: skip
     else:
         bare = without_tables(problem)
         result = _plan(bare, watch, expander, processes, within, explain=explain, advise=advise)
