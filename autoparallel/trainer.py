@@ -308,8 +308,7 @@ class Trainer:
         given = self._loss_fn
 
         def noted(output: Any, target: Any) -> Tensor:
-            loss = given(output, target)
-            own.append(loss.detach())
+            own.append((loss := given(output, target)).detach())
             return loss
 
         mean = self.model.step(items[0], items[1], loss_fn=noted)

@@ -162,7 +162,7 @@ def _change(problem: Problem, before: tuple[Strategy, float], after: tuple[Strat
         for parsed in map(parse_method, sorted(methods))
         if parsed.biased
     ]
-    return seconds + max(lost, default=0.0) * after[1]
+    return float(seconds + max(lost, default=0.0) * after[1])
 
 
 def _entries(phases: Sequence[PhasePlan]) -> list[Phase]:
