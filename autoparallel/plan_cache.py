@@ -114,7 +114,7 @@ def find_strategy(
         allow_lossy=bool(allow_lossy),
         lossy=() if isinstance(allow_lossy, bool) else tuple(allow_lossy),
         all_devices=True,
-        refuses=partial(refused, graph),
+        refuses=partial(refused, graph, cluster),
     )
     if cache is None:
         return _plan(problem, None, time_limit_s)

@@ -81,7 +81,7 @@ def without(folder: Path, rank: int, cluster: str, *, time_limit_s: float | None
     stays = {k: v for k, v in constraints.items() if k == "batch.global" or k.startswith("execution.")}
     problem = Problem(
         graph=graph, cluster=left, global_batch=strategy.batch.global_, constraints=stays, execution=strategy.execution,
-        refuses=partial(refused, graph),
+        refuses=partial(refused, graph, left),
     )  # fmt: skip
     try:
         result = plan(problem, time_limit_s=time_limit_s, within=WITHIN, advise=False)

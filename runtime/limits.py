@@ -103,10 +103,6 @@ def limits(constraints: Mapping[str, object]) -> dict[str, object]:
     assert isinstance(rules, tuple)
     if any(rule.tier not in ("device", None) for rule in rules):
         found |= {f"mesh.{axis}": 1 for axis in ONE_RANK}
-    if constraints.get("grad_sync.algorithm") == "parameter-server":  # see runtime.replicas
-        raise UserError(
-            'grad_sync.algorithm = "parameter-server": the runtime has no parameter servers; choose auto or hierarchical'
-        )
     if constraints.get("pipeline.schedule") in SPLIT_BACKWARD:  # see runtime.pipeline_module
         found["mesh.cp"] = 1
         zero = constraints.get("shard.zero")

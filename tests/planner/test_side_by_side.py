@@ -76,8 +76,8 @@ def test_prices_made_in_two_processes_are_those_of_one(monkeypatch: pytest.Monke
     one, two = outer_of(problem), outer_of(problem, processes=2)
     assert one is not None
     assert two is not None
-    assert np.array_equal(one.units.all_forward_s, two.units.all_forward_s)
-    assert np.array_equal(one.units.peak, two.units.peak)
+    assert np.array_equal(one.table.all_forward_s, two.table.all_forward_s)
+    assert np.array_equal(one.table.peak, two.table.peak)
     assert one.book.expander.works.plans.keys() == two.book.expander.works.plans.keys()
     for request, plan in one.book.expander.works.plans.items():
         assert two.book.expander.works.plans[request].rules == plan.rules

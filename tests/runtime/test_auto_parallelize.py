@@ -23,7 +23,7 @@ from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard
 from autoparallel.planner.strategy.write import write_strategy
-from autoparallel.runtime.limits import limits
+from autoparallel.runtime.limits import limits, on_devices
 from tests.runtime.models import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +145,7 @@ def test_keys_that_a_file_leaves_out_are_planned(tmp_path: Path, planner: _Plann
     auto_parallelize(Mlp(), _inputs(), strategy=path, cache=None)
     (problem,) = planner.problems
     assert problem.constraints == {
-        "batch.global": 8, "recompute.mode": "full", "offload.optimizer": 0.0, **limits({})
+        "batch.global": 8, "recompute.mode": "full", "offload.optimizer": 0.0, **on_devices({}), **limits({})
     }  # fmt: skip
     assert problem.global_batch == 8
 

@@ -83,8 +83,9 @@ def test_steps_make_nothing_elsewhere_than_on_the_models_device(gloo: Processes,
 
 
 RUNTIME = Path(__file__).parents[2] / "runtime"
-# Where accelerators are told apart: by the module for it, and by what only CUDA's attention kernels know.
-NAMED_IN = {"ranks/accelerator.py", "context/attention.py"}
+# Where accelerators are told apart: by the module for it, by what only CUDA's attention kernels know, and by the library that
+# chooses the algorithm of a collective.
+NAMED_IN = {"ranks/accelerator.py", "context/attention.py", "limits.py"}
 
 
 @pytest.mark.parametrize(
