@@ -45,8 +45,8 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """Seconds a step of one kind, as predicted and as measured on the slowest rank (median over the steps)."""
+class _Difference:
+    """Seconds of one kind, as predicted and as measured."""
 
     kind: str
     predicted_s: float
@@ -56,38 +56,38 @@ class Gap:
     def costs_s(self) -> float:
         return self.measured_s - self.predicted_s
 
+    @property
+    def _more(self) -> str:
+        return "longer" if self.costs_s > 0 else "shorter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap(_Difference):
+    """Seconds a step of one kind, as predicted and as measured on the slowest rank (median over the steps)."""
+
     def __str__(self) -> str:
-        more = "longer" if self.costs_s > 0 else "shorter"
         share = f", {abs(self.costs_s) / self.predicted_s:.0%}" if self.predicted_s > 0 else ""
         advice = f": {_ADVICE[self.kind]}" if self.costs_s > 0 else ""
         return (
             f"{self.kind}: {self.measured_s:.4g} s where {self.predicted_s:.4g} s were predicted "
-            f"({abs(self.costs_s):.3g} s {more}{share}){advice}"
+            f"({abs(self.costs_s):.3g} s {self._more}{share}){advice}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActionGap:
+class ActionGap(_Difference):
     """Seconds of one kind of action of one pipeline rank in a step, as predicted and as measured there; `idle`: between
     actions, as predicted, and spent waiting for messages, as measured."""
 
     rank: int
-    kind: str
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def costs_s(self) -> float:
-        return self.measured_s - self.predicted_s
 
     def __str__(self) -> str:
-        more = "longer" if self.costs_s > 0 else "shorter"
         share = (
             f", {abs(self.costs_s) / self.predicted_s:.0%}".replace("%", " %") if self.predicted_s > 0 else ""
         )
         return (
             f"pipeline rank {self.rank}, {_KIND_WORDS[self.kind]}: {self.measured_s:.4g} s where {self.predicted_s:.4g} s "
-            f"were predicted ({abs(self.costs_s):.3g} s {more}{share})"
+            f"were predicted ({abs(self.costs_s):.3g} s {self._more}{share})"
         )
 
     @property

@@ -25,6 +25,7 @@ from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.manifest import parsed, text_of
 from autoparallel.runtime.checkpoints.signals import Signals, Wish
 from tests.runtime.harness import Processes
+from tests.runtime.holder import Holder
 from tests.runtime.test_checkpoint import ON_TWO, _made, _one_process
 
 
@@ -39,30 +40,17 @@ def _state(value: float, size: int = 64) -> dict[str, Any]:
     }
 
 
-class _Holder:
-    """What has `state_dict` and `load_state_dict`."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def _saved(folder: Path, steps: int, **options: Any) -> Checkpoints:
     kept = Checkpoints(folder, every=1, **options)
     for step in range(1, steps + 1):
-        kept.save(step, {"all": _Holder(_state(float(step)))}, extra={"position": step})
+        kept.save(step, {"all": Holder(_state(float(step)))}, extra={"position": step})
     kept.close()
     return kept
 
 
 def _loaded(folder: Path, **options: Any) -> tuple[int, dict[str, Any], list[str]]:
     said: list[str] = []
-    kept, held = Checkpoints(folder, say=said.append, **options), _Holder(_state(0.0))
+    kept, held = Checkpoints(folder, say=said.append, **options), Holder(_state(0.0))
     try:
         restored = kept.load({"all": held})
     finally:
@@ -77,7 +65,7 @@ def _same(state: Any, step: int) -> None:
 
 
 def test_the_last_one_comes_back_and_the_last_three_are_kept(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "new").load({"all": _Holder(_state(0.0))}) is None
+    assert Checkpoints(tmp_path / "new").load({"all": Holder(_state(0.0))}) is None
     kept = _saved(tmp_path, 5)
     assert kept.folder.steps() == [5, 4, 3]
     step, state, said = _loaded(tmp_path)
@@ -87,10 +75,10 @@ def test_the_last_one_comes_back_and_the_last_three_are_kept(tmp_path: Path) -> 
 
 def test_what_is_copied_is_what_is_saved_though_training_goes_on(tmp_path: Path) -> None:
     kept, state = Checkpoints(tmp_path), _state(1.0, size=400_000)
-    kept.save(1, {"all": _Holder(state)}, extra={"position": 1})
+    kept.save(1, {"all": Holder(state)}, extra={"position": 1})
     state["model"]["weight"].zero_()
     kept.close()
-    restored = _Holder(_state(0.0, size=400_000))
+    restored = Holder(_state(0.0, size=400_000))
     Checkpoints(tmp_path).load({"all": restored})
     assert bool((restored.state["model"]["weight"] == 1.0).all())
 
@@ -135,12 +123,12 @@ def test_where_all_are_damaged_nothing_begins_anew_by_itself(tmp_path: Path) -> 
 def test_a_full_disk_is_a_message_and_the_last_good_one_stays(tmp_path: Path) -> None:
     said: list[str] = []
     kept = Checkpoints(tmp_path, say=said.append)
-    kept.save(1, {"all": _Holder(_state(1.0))}, extra={"position": 1})
+    kept.save(1, {"all": Holder(_state(1.0))}, extra={"position": 1})
     kept.finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # what a disk does that has no more room
     try:
-        kept.save(2, {"all": _Holder(_state(2.0, size=10_000))})
+        kept.save(2, {"all": Holder(_state(2.0, size=10_000))})
         kept.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -149,12 +137,12 @@ def test_a_full_disk_is_a_message_and_the_last_good_one_stays(tmp_path: Path) ->
     assert "the last good one is of step 1" in said[0]
     assert [p.name for p in kept.folder.checkpoints.iterdir()] == ["step-000000001"]
     shutil.rmtree(tmp_path)  # a folder that has gone is made again
-    kept.save(3, {"all": _Holder(_state(3.0))}, extra={"position": 3})
+    kept.save(3, {"all": Holder(_state(3.0))}, extra={"position": 3})
     kept.finish()
     assert kept.folder.steps() == [3]
     shutil.rmtree(tmp_path)
     tmp_path.write_text("in the way")
-    kept.save(4, {"all": _Holder(_state(4.0))})
+    kept.save(4, {"all": Holder(_state(4.0))})
     kept.close()
     assert "step 4 was not kept" in said[1]
     assert "training goes on" in said[1]
@@ -164,11 +152,11 @@ def test_a_full_disk_is_a_message_and_the_last_good_one_stays(tmp_path: Path) ->
 SAVING = """
 import sys
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
-from tests.runtime.test_checkpoints import _Holder, _state
+from tests.runtime.test_checkpoints import Holder, _state
 kept = Checkpoints(sys.argv[1])
 print("ready", flush=True)
 for step in range(1, 100_000):
-    kept.save(step, {"all": _Holder(_state(float(step)))}, extra={"position": step})
+    kept.save(step, {"all": Holder(_state(float(step)))}, extra={"position": step})
 """
 
 
@@ -226,7 +214,7 @@ def test_no_pickle_is_written_or_read_unless_allowed(tmp_path: Path, monkeypatch
 
 def test_state_that_does_not_fit_is_told_before_anything_changes(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
-    held = _Holder(_state(0.0, size=7) | {"more": {"a": torch.zeros(1)}})
+    held = Holder(_state(0.0, size=7) | {"more": {"a": torch.zeros(1)}})
     with pytest.raises(
         UserError, match=r"all.model.weight is \[7, 3\] here and \[64, 3\] there; nothing for all.more.a"
     ):

@@ -16,25 +16,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from autoparallel.errors import UserError
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from tests.runtime.harness import Processes
+from tests.runtime.holder import Holder
 
 WHOLE = torch.arange(36, dtype=torch.float64).view(6, 6)
 
 
-class _Held:
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def _state(value: float, dim: int) -> _Held:
+def _state(value: float, dim: int) -> Holder:
     """A matrix sharded over all ranks along `dim`, a replicated one, and a number."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return _Held(
+    return Holder(
         {
             "sharded": distribute_tensor(WHOLE + value, mesh, [Shard(dim)]),
             "whole": distribute_tensor(WHOLE * value, mesh, [Replicate()]),
@@ -43,12 +33,12 @@ def _state(value: float, dim: int) -> _Held:
     )
 
 
-def _values(held: _Held) -> tuple[Tensor, Tensor, float]:
+def _values(held: Holder) -> tuple[Tensor, Tensor, float]:
     state = held.state
     return state["sharded"].full_tensor(), state["whole"].full_tensor(), state["lr"]
 
 
-def _again(folder: str, memory: str, dim: int, **options: Any) -> tuple[Any, _Held, Checkpoints]:
+def _again(folder: str, memory: str, dim: int, **options: Any) -> tuple[Any, Holder, Checkpoints]:
     """What processes that begin anew find, sharded along `dim`."""
     kept, held = Checkpoints(folder, say=lambda _: None, **options), _state(0.0, dim)
     kept.hold_copies(memory)
@@ -118,11 +108,11 @@ def test_a_process_alone_keeps_a_copy_that_goes_with_the_folder(tmp_path: Path) 
     plain = {"weight": torch.ones(3)}
     kept = Checkpoints(run)
     assert kept.hold_copies(memory) == 1
-    kept.copy(7, {"all": _Held(plain)}, extra={})
+    kept.copy(7, {"all": Holder(plain)}, extra={})
     kept.folder.close()
 
     def found(folder: Path, **options: Any) -> Any:
-        again, held = Checkpoints(folder, **options), _Held({"weight": torch.zeros(3)})
+        again, held = Checkpoints(folder, **options), Holder({"weight": torch.zeros(3)})
         again.hold_copies(memory)
         try:
             return again.load({"all": held})
@@ -141,5 +131,5 @@ def test_no_room_is_told(tmp_path: Path) -> None:
     (tmp_path / "memory").write_text("a file")
     kept.hold_copies(tmp_path / "memory")
     with pytest.raises(UserError, match="no copies in memory"):
-        kept.copy(1, {"all": _Held({"weight": torch.ones(3)})}, extra={})
+        kept.copy(1, {"all": Holder({"weight": torch.ones(3)})}, extra={})
     kept.close()

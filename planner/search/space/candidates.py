@@ -119,22 +119,18 @@ def sync_of(problem: Problem, compression: tuple[str, ...]) -> GradSync:
 
 def access_of(problem: Problem) -> EmbeddingAccess:
     """How the user says that embedding tables are looked up."""
-    given: dict[str, Any] = {
-        f.name: problem.constraints[f"embedding_access.{f.name}"]
-        for f in fields(EmbeddingAccess)
-        if f"embedding_access.{f.name}" in problem.constraints
-    }
-    return EmbeddingAccess(**given)
+    return EmbeddingAccess(**_given(problem, "embedding_access", EmbeddingAccess))
 
 
 def servers_of(problem: Problem) -> Servers:
     """What the user says of parameter servers."""
-    given: dict[str, Any] = {
-        f.name: problem.constraints[f"servers.{f.name}"]
-        for f in fields(Servers)
-        if f"servers.{f.name}" in problem.constraints
-    }
-    return Servers(**given)
+    return Servers(**_given(problem, "servers", Servers))
+
+
+def _given(problem: Problem, section: str, kind: type[EmbeddingAccess | Servers]) -> dict[str, Any]:
+    """The keys of a section that the user has given, by the field that they are of."""
+    keys = {f.name: f"{section}.{f.name}" for f in fields(kind)}
+    return {name: problem.constraints[key] for name, key in keys.items() if key in problem.constraints}
 
 
 def _with_groups(mesh: Mesh, groups: tuple[int, ...]) -> Mesh:
