@@ -34,7 +34,7 @@ from autoparallel.planner.strategy.write import UNSAID
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.record import cluster_record
 from autoparallel.recovery_answer import recovery_table
-from autoparallel.runtime.limits import refused
+from autoparallel.runtime.limits import refuser
 from autoparallel.stamp import KEY as STAMP
 from autoparallel.stamp import stamp
 
@@ -220,7 +220,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     recovery = recovery_table(expander, strategy, prediction)
     expander, strategy = at_home(expander, strategy)
     table["confidence"] = confidence_table(expander, strategy, prediction)
-    if why := refused(graph, cluster, strategy):
+    if why := refuser(graph, cluster)(strategy):
         table["not_run"] = why
     if graph.warnings:
         table["warnings"] = list(graph.warnings)

@@ -25,9 +25,10 @@ from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
+from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.experts.parallel import can_share
-from autoparallel.runtime.limits import entered_blocks, limits, on_devices
+from autoparallel.runtime.limits import entered_blocks, on_devices
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.ranks.accelerator import device_name
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size

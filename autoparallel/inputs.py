@@ -10,7 +10,6 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from autoparallel.costmodel.graph import ModelGraph
@@ -35,7 +34,8 @@ from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import cluster_hash, recorded_cluster, recorded_hash
-from autoparallel.runtime.limits import graph_limits, limits, refused
+from autoparallel.runtime.capabilities.table import limits
+from autoparallel.runtime.limits import graph_limits, refuser
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
 
@@ -92,7 +92,9 @@ def check_request(request: Request) -> Checked:
     constraints = apply_settings(constraints, request.settings)
     if request.runnable:
         constraints = {STACK: OWN_STACK, **constraints}
-        constraints = merge_constraints(constraints, limits(with_stack(constraints)), name="--runnable:")
+        constraints = merge_constraints(
+            constraints, limits(with_stack(constraints), said=True), name="--runnable:"
+        )
     record = file.problem if file else None
     if file and record:
         _check_record(file, record, request, cluster)
@@ -278,7 +280,7 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         execution=told(Execution(), constraints),
         allow_lossy=checked.request.allow_lossy or bool(checked.request.lossy),
         lossy=tuple(checked.request.lossy),
-        refuses=partial(refused, graph, checked.cluster) if checked.request.runnable else None,
+        refuses=refuser(graph, checked.cluster, said=True) if checked.request.runnable else None,
     )
 
 

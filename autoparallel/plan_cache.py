@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from autoparallel import __version__
@@ -26,7 +25,7 @@ from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, cluster_to_dict, device_names
 from autoparallel.profiles.record import recorded_cluster
-from autoparallel.runtime.limits import refused
+from autoparallel.runtime.limits import refuser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ def find_strategy(
         allow_lossy=bool(allow_lossy),
         lossy=() if isinstance(allow_lossy, bool) else tuple(allow_lossy),
         all_devices=True,
-        refuses=partial(refused, graph, cluster),
+        refuses=refuser(graph, cluster),
     )
     if cache is None:
         return _plan(problem, None, time_limit_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,7 @@ from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.resize import resized
-from autoparallel.runtime.limits import refused
+from autoparallel.runtime.limits import refuser
 from autoparallel.runtime.monitor.differences import WARM_UP, step_time_s
 from autoparallel.runtime.monitor.record import Record, read_record
 
@@ -81,7 +80,7 @@ def without(folder: Path, rank: int, cluster: str, *, time_limit_s: float | None
     stays = {k: v for k, v in constraints.items() if k == "batch.global" or k.startswith("execution.")}
     problem = Problem(
         graph=graph, cluster=left, global_batch=strategy.batch.global_, constraints=stays, execution=strategy.execution,
-        refuses=partial(refused, graph, left),
+        refuses=refuser(graph, left),
     )  # fmt: skip
     try:
         result = plan(problem, time_limit_s=time_limit_s, within=WITHIN, advise=False)

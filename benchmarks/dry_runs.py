@@ -28,7 +28,8 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.stacks import OWN_STACK, STACK, told
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.limits import graph_limits, limits, refused
+from autoparallel.runtime.capabilities.table import limits
+from autoparallel.runtime.limits import graph_limits, refuser
 from benchmarks.random_problems.choices import ALL
 from benchmarks.random_problems.draw import draw_strategy
 
@@ -93,7 +94,7 @@ def drawn(rng: Random, graph: ModelGraph, constraints: dict[str, object]) -> Str
             constraints={**graph_limits(graph), **constraints}, execution=execution,
         )  # fmt: skip
         strategy = draw_strategy(problem, rng, CHOICES)
-        if strategy is not None and refused(graph, cluster, strategy) is None:
+        if strategy is not None and refuser(graph, cluster)(strategy) is None:
             return strategy
     return None
 

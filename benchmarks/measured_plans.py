@@ -34,7 +34,7 @@ from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
-from autoparallel.runtime.limits import limits
+from autoparallel.runtime.capabilities.table import limits
 from benchmarks.small_models import MODELS, make
 from benchmarks.summary import Scored, kendall_tau, picks_near_best
 

@@ -49,8 +49,9 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed, program_of, score
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Shard, Strategy
 from autoparallel.profiles import Cluster, load_cluster
+from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.check.messages import program_messages, sent_bytes
-from autoparallel.runtime.limits import limits, refused
+from autoparallel.runtime.limits import refuser
 from benchmarks.measured_plans import EXECUTION, LEARNING_RATE
 from benchmarks.small_models import MODELS, make
 
@@ -255,7 +256,7 @@ def cases(name: str, cluster: Cluster, shape: Shape, samples: int) -> list[Case]
     for kind, lossy in (("plan, lossy", LOSSY), ("plan", ())):
         problem = Problem(
             graph=graph, cluster=cluster, global_batch=samples, constraints=limits({}), execution=EXECUTION,
-            allow_lossy=bool(lossy), lossy=lossy, all_devices=True, refuses=lambda strategy: refused(graph, cluster, strategy),
+            allow_lossy=bool(lossy), lossy=lossy, all_devices=True, refuses=refuser(graph, cluster),
         )  # fmt: skip
         with contextlib.suppress(UserError, InfeasiblePlan):
             found[kind] = plan(problem).strategy

@@ -3,6 +3,7 @@
 One way through the rooms, each of which imports only from those named before it:
 
 - `ranks/`: who takes part: the device of a rank, its process groups, the mesh whose axes a strategy names.
+- `capabilities/`: what of a strategy runs, and beside what: one table.
 - `tensor/`: tensor and sequence parallelism, and the small questions that DTensors raise.
 - `context/`: context parallelism.
 - `experts/`: expert parallelism.
@@ -13,7 +14,7 @@ One way through the rooms, each of which imports only from those named before it
 - `lowering/`: one module, whole or a stage, with all of the above applied in place.
 - `stages/`: a module cut into pipeline stages.
 - `pipeline/`: stages driven by the actions of a program.
-- `limits.py`: what of the planner's space is not run, and why.
+- `limits.py`: the same asked for a graph and a cluster: what a search leaves out.
 - `start.py`: from strategy and module to a running module: `parallelize`.
 - `check/`: dry runs, and what a rank sends against what was priced.
 - `checkpoints/`: what outlives a process: samples consumed, state saved beside training.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
 from typing import Any
@@ -14,14 +15,13 @@ from torch import nn
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.capabilities.rows import Case
+from autoparallel.runtime.capabilities.table import check_capabilities, otherwise_priced
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import check_experts
-from autoparallel.runtime.gradients.refusals import check_sync
-from autoparallel.runtime.gradients.replicas import check_levels, local_updates, with_levels
-from autoparallel.runtime.limits import check_software, check_tables
+from autoparallel.runtime.gradients.replicas import local_updates, with_levels
 from autoparallel.runtime.loading.materialise import check_initialisable, common_seed, on_meta
 from autoparallel.runtime.loading.weights import find_weights
-from autoparallel.runtime.lowering.compiled import check_kernels
 from autoparallel.runtime.lowering.lower import (
     Dtypes,
     broadcast_state,
@@ -66,7 +66,9 @@ def parallelize(
     changed, for a strategy that does not fit the module or the processes, and for weights that do not fit it.
     """
     found = find_weights(weights, module) if weights is not None else None
-    check_strategy(module, strategy, blocks, level_sizes, given=found or ())
+    check_strategy(
+        module, strategy, blocks, level_sizes, given=found or (), shares_experts=experts is not None
+    )
     _, device = start_ranks()
     sharings = check_experts(module, strategy.mesh, experts, device)
     dtypes = dtypes or module_dtypes(module)
@@ -122,11 +124,22 @@ def check_strategy(
     level_sizes: tuple[int, ...] = (),
     given: Container[str] = (),
     backend: str | None = None,
+    shares_experts: bool = True,
 ) -> None:
     """Refuse a strategy that does not fit the module, the processes or the runtime; changes nothing.
 
-    `given` are the names of tensors that will be loaded; `backend` (the process's own) runs the collectives.
+    `given` are the names of tensors that will be loaded; `backend` (the process's own) runs the collectives;
+    `shares_experts`: whether tokens can be sent to all of the model's experts.
     """
+    case = Case(
+        strategy=strategy,
+        level_sizes=level_sizes,
+        backend=backend or backend_of_ranks(),
+        shares_experts=shares_experts,
+    )
+    check_capabilities(case)
+    for problem in otherwise_priced(case):
+        warnings.warn(problem, stacklevel=2)
     check_mesh(strategy.mesh, world_size())
     _check_batch(strategy)
     _check_blocks(strategy, blocks)
@@ -137,12 +150,7 @@ def check_strategy(
     if strategy.recompute.mode not in MODES:
         raise UserError(f'recompute.mode = "{strategy.recompute.mode}": choose one of {", ".join(MODES)}')
     check_offload(strategy.offload)
-    check_tables(strategy.embedding, strategy.mesh)
     tiered_modules(module, strategy.embedding)
-    check_software(strategy.execution)
-    check_sync(strategy, level_sizes, backend or backend_of_ranks())
-    check_levels(strategy, level_sizes)
-    check_kernels(strategy)
     check_rules(module, strategy)
     check_members(module)
     check_initialisable(module, given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from string import Template
 
 from autoparallel.exports.launch import slurm_head
-from autoparallel.exports.plan import Exported, Plan, header, unsaid_hosts
+from autoparallel.exports.plan import Exported, Plan, header, unsaid_to_launch
 
 PORT = 29500  # torchrun's own default
 # Before the time limit Slurm tells the script so many seconds: a step, and a checkpoint, fit. Kind: chosen.
@@ -104,7 +104,7 @@ $resources                  volumeMounts:
 
 def slurm_elastic(plan: Plan) -> Exported:
     """A batch script that is put back into the queue before its time is over, and when a node fails."""
-    unsaid = unsaid_hosts(plan)
+    unsaid = unsaid_to_launch(plan)
     near = (f"--switches=1@{WARNING_S * 5}",) if plan.nodes > 1 else ()
     text = (
         slurm_head(plan, "--requeue", "--open-mode=append", f"--signal=B:USR1@{WARNING_S}", *near)
@@ -138,7 +138,7 @@ exit "$status"
 def jobset(plan: Plan) -> Exported:
     """A JobSet (jobset.x-k8s.io/v1alpha2): one pod per node near each other, restarted as a whole when one fails, with a
     checkpoint volume, and a network policy that lets these pods alone talk to each other."""
-    unsaid = [f"{item}; pods start on any node: pin them" for item in unsaid_hosts(plan)]
+    unsaid = unsaid_to_launch(plan, "; pods start on any node: pin them")
     text = (
         header(plan, "JobSet", unsaid)
         + Template(_JOBSET).substitute(
@@ -151,7 +151,7 @@ def jobset(plan: Plan) -> Exported:
 
 def trainjob(plan: Plan) -> Exported:
     """A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) on the torch-distributed runtime."""
-    unsaid = [f"{item}; pods start on any node: pin them" for item in unsaid_hosts(plan)]
+    unsaid = unsaid_to_launch(plan, "; pods start on any node: pin them")
     text = (
         header(plan, "TrainJob", unsaid)
         + f"""# Set image and args. The runtime's own volumes hold the run: give train.py a folder there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoparallel.exports.plan import Exported, Plan, header, unsaid_hosts
+from autoparallel.exports.plan import Exported, Plan, header, unsaid_to_launch
 
 PORT = 29500  # torchrun's own default
 
@@ -15,7 +15,7 @@ def torchrun(plan: Plan) -> Exported:
         else f"--rdzv-backend c10d \\\n"
         f'  --rdzv-endpoint "${{HEAD_NODE:-localhost}}:{PORT}" --rdzv-id autoparallel "$@"\n'
     )
-    unsaid = unsaid_hosts(plan)
+    unsaid = unsaid_to_launch(plan)
     text = (
         "#!/usr/bin/env bash\n"
         + header(plan, "torchrun", unsaid)
@@ -42,7 +42,7 @@ def slurm_head(plan: Plan, *options: str) -> str:
 
 def slurm(plan: Plan) -> Exported:
     """A batch script: one torchrun per node. Where the plan names nodes, a file says which hosts they are, in order."""
-    unsaid = unsaid_hosts(plan)
+    unsaid = unsaid_to_launch(plan)
     text = (
         slurm_head(plan)
         + header(plan, "Slurm", unsaid)
@@ -83,7 +83,7 @@ def kubernetes(plan: Plan) -> Exported:
     resources = (
         f"              cpu: {per_node}\n" if plan.on_cpu else f"              nvidia.com/gpu: {per_node}\n"
     )
-    unsaid = [f"{item}; pods start on any node: pin them" for item in unsaid_hosts(plan)]
+    unsaid = unsaid_to_launch(plan, "; pods start on any node: pin them")
     text = (
         header(plan, "Kubernetes", unsaid)
         + f"""# Set image and args; the strategy file must be in the image or on a volume.

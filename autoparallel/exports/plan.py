@@ -11,10 +11,15 @@ from autoparallel.planner.expand.state import MIB, dtype_bytes
 from autoparallel.planner.strategy.file import StrategyFile, missing_keys, strategy_from_constraints
 from autoparallel.planner.strategy.machines import nodes_in_use
 from autoparallel.planner.strategy.runs import runs
+from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.profiles.parts import devices_of_nodes, group_of_nodes
 from autoparallel.profiles.record import recorded_cluster
+from autoparallel.profiles.stacks import PLAIN
+from autoparallel.runtime.capabilities.rows import Case
+from autoparallel.runtime.capabilities.table import refusals
+from autoparallel.runtime.limits import backend_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +150,20 @@ def unsaid_hosts(plan: Plan) -> list[str]:
         f"mesh.{key} = {named}: --node-rank is 0 to {len(hosts) - 1} on nodes {runs(hosts)[1:-1]} of the cluster's file, "
         f"in this order ({_nodes_of_groups(plan.cluster)})"
     ]
+
+
+def unsaid_to_launch(plan: Plan, to_do: str = "") -> list[str]:
+    """What a launch file cannot say: hosts, and what of the plan is not run by the `auto_parallelize` that it starts.
+    `to_do` about hosts follows."""
+    found = [f"{item}{to_do}" for item in unsaid_hosts(plan)]
+    if plan.strategy.execution.stack in (PLAIN, OWN_STACK):  # others are started by their own script
+        case = Case(
+            strategy=plan.strategy,
+            level_sizes=tuple(level.size for level in plan.cluster.levels),
+            backend=backend_of(plan.cluster),
+        )
+        found += [f"auto_parallelize refuses {problem}" for problem in refusals(case)]
+    return found
 
 
 def _places(cluster: Cluster, group: int) -> list[int]:

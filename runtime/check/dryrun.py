@@ -26,6 +26,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
+from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_attention import DeviceAttention
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
@@ -36,7 +37,6 @@ from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
-from autoparallel.runtime.gradients.refusals import CHOOSES_NOTHING
 from autoparallel.runtime.gradients.replicas import with_levels
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.loading.materialise import all_names
@@ -94,7 +94,7 @@ def dry_run(
     entered: Collection[str] = (),
     alone: Collection[str] = (),
     kinds: Mapping[str, int] | None = None,
-    backend: str = CHOOSES_NOTHING,
+    backend: str = GLOO,
 ) -> tuple[LoweredStage, ...]:
     """Lower `module`, which is on the meta device, by `strategy` and run a step of it; its stages in model order.
 
@@ -109,7 +109,10 @@ def dry_run(
     module.to(dtypes.param)
     with as_one_of(strategy.mesh.devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about devices and kernels that play no part here
-        check_strategy(module, strategy, blocks, level_sizes, given=all_names(module), backend=backend)
+        check_strategy(
+            module, strategy, blocks, level_sizes, given=all_names(module), backend=backend,
+            shares_experts=experts is not None,
+        )  # fmt: skip
         sharings = check_experts(module, strategy.mesh, experts, CPU)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
         inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))

@@ -51,11 +51,7 @@ def check_experts(
     if sizes.ep == 1:
         return _sharings(module, layers or () if sizes.tp * sizes.cp > 1 else (), "", device)
     where = f"mesh.ep = {sizes.ep}"
-    if layers is None:
-        raise UserError(
-            f"{where}: a layer of experts is not called with activations, the experts chosen and their weights, which "
-            "the runtime needs to send tokens to them; set mesh.ep to 1"
-        )
+    assert layers is not None, "runtime.capabilities refuses such strategies"
     if not layers:
         raise UserError(f"{where}: the model has no layer of experts; set mesh.ep to 1")
     odd = [layer for layer in layers if layer.experts % sizes.ep]

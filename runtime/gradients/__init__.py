@@ -3,15 +3,14 @@
 - `synchronisation.py`: all of it for one module, made from a strategy, and made anew when that changes.
 - `fsdp.py`: ZeRO levels as FSDP2.
 - `replicated.py`: what FSDP2 does not do: buckets over replicas, sums over tp, norms and clipping.
-- `refusals.py`: what of `[grad_sync]` is not run, and what to write instead.
 - `replicas.py`: what reduces over which ranks, from the strategy. `reductions.py`: all-reduces of buffers, at once or level
   by level; `sharded.py`: what FSDP2's units do instead of the backend's reduce-scatter; `exchanges.py`: what both are made of;
   `point_to_point.py`: rings and trees.
-- `groups.py`: the process groups of a strategy. `levels.py`: network levels between ranks, and the method that is used between them. `codecs.py`: what methods make of numbers; `feedback.py`: what is
+- `groups.py`: the process groups of a strategy. `codecs.py`: what methods make of numbers; `feedback.py`: what is
   left out, and sent later; `owed.py`: that, for checkpoints; `agreement.py`: copies over tp, kept equal.
 - `outer.py`: replicas that train by themselves, and exchange what they have become.
 - `split_backward.py`: a backward pass in two halves: of what was received, and of the weights.
 
-Open to other rooms: `codecs`, `feedback`, `fsdp`, `replicated`, `replicas`, `reductions`, `refusals`, `groups`, `levels`, `owed`, `agreement`, `outer`, `split_backward`,
+Open to other rooms: `codecs`, `feedback`, `fsdp`, `replicated`, `replicas`, `reductions`, `groups`, `owed`, `agreement`, `outer`, `split_backward`,
 `synchronisation`.
 """

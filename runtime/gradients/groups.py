@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.strategy.islands import is_local
 from autoparallel.planner.strategy.types import AXES, Strategy
-from autoparallel.runtime.gradients.levels import divided, pairs_of
+from autoparallel.runtime.ranks.levels import divided, pairs_of
 from autoparallel.runtime.ranks.places import (
     EXPERT_AXES,
     expert_ranks,

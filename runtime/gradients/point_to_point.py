@@ -1,7 +1,7 @@
 """Reductions of our own making, by messages between neighbours: a ring, and two trees.
 
 A backend that moves messages and leaves the choice to nobody (Gloo) can be told which of its ranks sends what to which.
-NCCL chooses by itself, for which it has the topology; there these are refused (`refusals.py`).
+NCCL chooses by itself, for which it has the topology; there these are refused (`runtime/capabilities/`).
 
 Ring: n - 1 rounds in which every rank adds its part of what the neighbour sends on, and n - 1 in which sums go round.
 Trees (Sanders, Speck and Träff, 2009): half of the buffer goes up one binary tree and down again, the other half another,

@@ -17,11 +17,11 @@ from autoparallel.costmodel.compression import parse_method
 from autoparallel.planner.strategy.islands import AXIS, is_local
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.gradients.exchanges import Exchange
-from autoparallel.runtime.gradients.levels import divided, method_between, pairs_of, two_levels
 from autoparallel.runtime.gradients.outer import LocalUpdates
 from autoparallel.runtime.gradients.point_to_point import TreeReducer
 from autoparallel.runtime.gradients.reductions import Reducer, ScatterReducer, make_reducer
 from autoparallel.runtime.gradients.sharded import ShardWire
+from autoparallel.runtime.ranks.levels import divided, method_between, pairs_of, two_levels
 from autoparallel.runtime.ranks.mesh import RankMesh, subgroup
 from autoparallel.runtime.ranks.places import joined_name, sharding_axes, summed_axes
 
@@ -36,13 +36,6 @@ def with_levels(mesh: RankMesh, strategy: Strategy) -> RankMesh:
         mesh, levels=_level_groups(replicas, strategy, mesh.level_sizes),
         shard_levels=_level_groups(shards, strategy, mesh.level_sizes),
     )  # fmt: skip
-
-
-def check_levels(strategy: Strategy, level_sizes: Sequence[int]) -> None:
-    """Refuse gradients that are to be reduced level by level where ranks do not stand alike. Raises UserError."""
-    zero = strategy.shard.zero
-    for axes in (summed_axes(strategy), sharding_axes(strategy.mesh, zero)):
-        divided(axes, strategy, level_sizes)
 
 
 def _level_groups(axes: Sequence[str], strategy: Strategy, level_sizes: Sequence[int]) -> Levels | None:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from autoparallel.planner.strategy.types import GradSync, Strategy
+from autoparallel.runtime.capabilities.rows import Case
+from autoparallel.runtime.capabilities.table import check_capabilities
 from autoparallel.runtime.gradients.agreement import replicated_gradients
 from autoparallel.runtime.gradients.fsdp import set_scatters
 from autoparallel.runtime.gradients.owed import OwedGradients
 from autoparallel.runtime.gradients.reductions import Reducer
-from autoparallel.runtime.gradients.refusals import check_sync
 from autoparallel.runtime.gradients.replicas import (
-    check_levels,
     group_reducer,
     replica_reducer,
     shard_wire,
@@ -33,8 +33,7 @@ _MIB = 2**20
 def with_sync(strategy: Strategy, sync: GradSync, mesh: RankMesh) -> Strategy:
     """The strategy with another `[grad_sync]`. Raises UserError, before anything is changed, where it cannot be run."""
     found = replace(strategy, grad_sync=sync)
-    check_sync(found, mesh.level_sizes, backend_of_ranks())
-    check_levels(found, mesh.level_sizes)
+    check_capabilities(Case(strategy=found, level_sizes=mesh.level_sizes, backend=backend_of_ranks()))
     return found
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, build_schedule, rank_of_stage
+from autoparallel.planner.expand.schedules import build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import GradSync, Strategy, TensorRule
 from autoparallel.runtime.experts.parallel import Sharing, experts_within
 from autoparallel.runtime.gradients.outer import all_parameters
@@ -108,18 +108,8 @@ def pipeline_module(
 
 
 def _check_stages(strategy: Strategy, stages: int) -> None:
-    """Refuse a pipeline that the runtime cannot run."""
+    """Refuse blocks that are not divided among the stages that there are."""
     pipeline, ranks = strategy.pipeline, strategy.mesh.pp
-    if pipeline.schedule in SPLIT_BACKWARD and strategy.mesh.cp > 1:
-        raise UserError(
-            f'pipeline.schedule = "{pipeline.schedule}" with mesh.cp = {strategy.mesh.cp}: the runtime does not split '
-            "the backward of sharded sequences; use 1f1b, or dp_replicate"
-        )
-    if pipeline.schedule in SPLIT_BACKWARD and strategy.mesh.dp_shard > 1 and strategy.shard.zero == 3:
-        raise UserError(
-            f'pipeline.schedule = "{pipeline.schedule}" with shard.zero = 3: the second half of a split backward pass would '
-            "have to gather parameters that the first has freed; set shard.zero to 1 or 2, or use 1f1b"
-        )
     if len(pipeline.stage_blocks) != stages:
         raise UserError(
             f"pipeline.stage_blocks = {list(pipeline.stage_blocks)} must have one entry for each of the "

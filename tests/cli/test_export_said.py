@@ -157,3 +157,12 @@ def test_what_a_target_cannot_say_goes_to_standard_error_too(flat: Path, tmp_pat
     assert "not said there, accelerate has no setting for it: grad_sync.compression = " in said
     assert "recomputation of attention" in said
     assert "not said there" not in out.read_text()
+
+
+def test_launch_files_say_what_auto_parallelize_refuses(plan: Plan) -> None:
+    compiled = replace(plan.strategy, execution=replace(plan.strategy.execution, kernels="compiled"))
+    sharded = replace(plan, strategy=replace(compiled, mesh=replace(compiled.mesh, tp=2)))
+    for target in ("torchrun", "slurm", "kubernetes", "jobset"):
+        said = [item for item in EXPORTS[target](sharded).unsaid if "auto_parallelize refuses" in item]
+        assert len(said) == 1, target
+        assert 'execution.kernels = "compiled" with mesh.tp = 2' in said[0]

@@ -120,6 +120,7 @@ ROOMS = (
     "fsdp_private",
     "torch_private",
     "ranks",
+    "capabilities",
     "tensor",
     "context",
     "experts",

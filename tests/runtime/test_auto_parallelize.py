@@ -23,7 +23,8 @@ from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Recompute, Shard
 from autoparallel.planner.strategy.write import write_strategy
-from autoparallel.runtime.limits import limits, on_devices
+from autoparallel.runtime.capabilities.table import limits
+from autoparallel.runtime.limits import on_devices
 from tests.runtime.models import Mlp
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Strategy
-from autoparallel.runtime.lowering.compiled import check_kernels
 from tests.runtime.compare import TOLERANCE, Difference, compare
 from tests.runtime.harness import Processes
 
@@ -40,15 +38,3 @@ def test_compiled_blocks_give_the_gradients_of_one_process(gloo: Processes) -> N
     found, graphs = gloo.run(2, _compared)[0]
     assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
     assert graphs > 0, "something was compiled"
-
-
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_compiled_blocks_on_shards_are_refused(axis: str) -> None:
-    check_kernels(strategy_of("compiled"))
-    with pytest.raises(UserError, match="eager"):
-        check_kernels(strategy_of("compiled", **{axis: 2}))
-
-
-def test_fused_kernels_are_said_not_to_run() -> None:
-    with pytest.warns(UserWarning, match="the kernels that it has"):
-        check_kernels(strategy_of("fused"))

@@ -15,10 +15,10 @@ from autoparallel.runtime.check.messages import sent_bytes
 from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.gradients.exchanges import Exchange
 from autoparallel.runtime.gradients.feedback import Memory
-from autoparallel.runtime.gradients.levels import method_between
 from autoparallel.runtime.gradients.reductions import Reducer, ScatterReducer, make_reducer
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.lowering.parallel_module import gather_full
+from autoparallel.runtime.ranks.levels import method_between
 from autoparallel.runtime.start import parallelize
 from benchmarks.compressed_training import final_loss, source_entropy
 from tests.runtime.compare import build, part, run_strategy, strategy_of

@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Outer, Shard, Strategy
 from autoparallel.runtime.gradients.outer import LocalUpdates
-from autoparallel.runtime.gradients.refusals import check_sync
 from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import build, part, reference_step
 from tests.runtime.harness import Processes
@@ -128,9 +126,3 @@ def test_every_fragment_is_exchanged_once_in_a_round() -> None:
         for begin in range(every, 3 * every, every):
             assert sorted(n for row in rounds[begin : begin + every] for n in row) == list(range(fragments))
         assert sorted({n for row in rounds[:every] for n in row}) == list(range(fragments))
-
-
-def test_replicas_that_are_not_there_are_refused() -> None:
-    strategy = _strategy(Outer(algorithm="diloco"), {"dp_shard": 2}, 1)
-    with pytest.raises(UserError, match=r"outer\.algorithm.*needs replicas"):
-        check_sync(strategy, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -23,7 +24,10 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.strategy.legal import least_blocks, strategy_problems
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import load_cluster
-from autoparallel.runtime.limits import limits, refused
+from autoparallel.runtime.capabilities.grad_sync import ALGORITHMS
+from autoparallel.runtime.capabilities.rows import Case
+from autoparallel.runtime.capabilities.table import limits, refusals
+from autoparallel.runtime.limits import refuser
 from tests.runtime.compare import TOLERANCE, run_strategy
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.harness import Processes
@@ -75,7 +79,7 @@ def space_of(name: str, devices: int, asked: Mapping[str, object] | None = None)
         if partition is None:
             continue
         strategy = strategy_of(problem, chosen, partition)
-        if not strategy_problems(graph, cluster, strategy) and refused(graph, cluster, strategy) is None:
+        if not strategy_problems(graph, cluster, strategy) and refuser(graph, cluster)(strategy) is None:
             found.append(strategy)
     return found
 
@@ -87,6 +91,12 @@ def complete(name: str, strategy: Strategy) -> Strategy | None:
         return completed(Expander(_graph(name), cluster), strategy)
     except UserError:
         return None
+
+
+def _synchronised(order: random.Random, strategy: Strategy) -> Strategy:
+    """The strategy with an algorithm of gradients that the table allows, by chance."""
+    every = (replace(strategy, grad_sync=replace(strategy.grad_sync, algorithm=name)) for name in ALGORITHMS)
+    return order.choice([one for one in every if not list(refusals(Case(strategy=one, level_sizes=())))])
 
 
 def drawn(name: str, devices: int, count: int, asked: Mapping[str, object] | None = None) -> list[Strategy]:
@@ -101,7 +111,7 @@ def drawn(name: str, devices: int, count: int, asked: Mapping[str, object] | Non
         kind = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, strategy.pipeline.schedule)
         if kind not in kinds and (whole := complete(name, strategy)) is not None:
             kinds.add(kind)
-            found.append(whole)
+            found.append(_synchronised(order, whole))
         if len(found) == count:
             break
     return found

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Shard, Strategy
 from autoparallel.runtime.gradients.feedback import Memory
-from autoparallel.runtime.gradients.levels import two_levels
 from autoparallel.runtime.gradients.replicas import replica_reducer, with_levels
+from autoparallel.runtime.ranks.levels import two_levels
 from autoparallel.runtime.ranks.mesh import build_mesh
 from autoparallel.runtime.ranks.places import groups_along
 from tests.runtime.harness import Processes

@@ -43,6 +43,9 @@ def two_levels(ranks: Sequence[int], level_sizes: Sequence[int]) -> tuple[list[l
 def divided(axes: Sequence[str], strategy: Strategy, level_sizes: Sequence[int]) -> list[list[list[int]]]:
     """Each group along `axes`, divided into the parts inside; empty where it is reduced at once."""
     compression = strategy.grad_sync.compression
+    by_level = strategy.grad_sync.algorithm in ("hierarchical", "parameter-server")
+    if not by_level and set(compression) <= {"none", ""}:
+        return []
     groups = [sorted(ranks) for ranks in groups_along(strategy.mesh, *axes)] if axes else []
     found = [two_levels(ranks, level_sizes) for ranks in groups]
     if all(levels is None for levels in found):
@@ -53,7 +56,7 @@ def divided(axes: Sequence[str], strategy: Strategy, level_sizes: Sequence[int])
         for levels, ranks in zip(found, groups, strict=True)
         if levels is not None
     )
-    if strategy.grad_sync.algorithm not in ("hierarchical", "parameter-server") and not differs:
+    if not by_level and not differs:
         return []
     if len({levels and (levels[1], len(levels[0])) for levels in found}) > 1:
         raise UserError(

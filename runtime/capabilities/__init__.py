@@ -1,0 +1,7 @@
+"""What of a strategy the runtime runs. Imports no torch.
+
+- `table.py`: the table, and what it is asked.
+- `rows.py`: what a row is; `grad_sync.py`: rows about `[grad_sync]` and `[outer]`.
+
+Open to other rooms: `table`, `rows`.
+"""
