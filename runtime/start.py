@@ -66,9 +66,7 @@ def parallelize(
     changed, for a strategy that does not fit the module or the processes, and for weights that do not fit it.
     """
     found = find_weights(weights, module) if weights is not None else None
-    check_strategy(
-        module, strategy, blocks, level_sizes, given=found or (), shares_experts=experts is not None
-    )
+    check_strategy(module, strategy, blocks, level_sizes, found or (), shares_experts=experts is not None)
     _, device = start_ranks()
     sharings = check_experts(module, strategy.mesh, experts, device)
     dtypes = dtypes or module_dtypes(module)
