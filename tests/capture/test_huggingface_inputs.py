@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     ),
     "sound for strides that are buffers": (
         {"model_type": "encodec", "architectures": ["EncodecModel"], "hidden_size": 8, "num_filters": 2,
-         "upsampling_ratios": [4, 2], "codebook_dim": 8, "codebook_size": 16},
+         "upsampling_ratios": [40, 20], "codebook_dim": 8, "codebook_size": 16},
         {"input_values": (2, 1, 48_000)},
     ),
     "a map of classes": (

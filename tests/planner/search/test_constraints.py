@@ -31,8 +31,15 @@ def unconstrained(objective: Objective) -> PlanResult:
     return plan(replace(FREE, objective=objective))
 
 
-@pytest.mark.parametrize("objective", [Objective.TIME, Objective.MEMORY])
-@pytest.mark.parametrize(("key", "value"), [("mesh__tp", 4), ("recompute__mode", "full"), ("mesh__pp", 2)])
+@pytest.mark.parametrize(
+    ("objective", "key", "value"),
+    [
+        (Objective.TIME, "mesh__tp", 4),
+        (Objective.TIME, "recompute__mode", "full"),
+        (Objective.TIME, "mesh__pp", 2),
+        (Objective.MEMORY, "mesh__tp", 4),
+    ],
+)
 def test_a_constraint_costs_what_the_plan_without_it_gains(
     objective: Objective, key: str, value: object
 ) -> None:

@@ -81,7 +81,7 @@ def check(problem: Problem, room: float) -> None:
         assert found.lower_bound_s <= best * (1 + 1e-9), shown
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     graph=st.sampled_from(LONG), nodes=st.sampled_from(["h100-sxm:1x2", "a100-pcie-80gb:2x1"]),
     batch=st.sampled_from([1, 2]), objective=OBJECTIVES, room=ROOM,
@@ -104,7 +104,7 @@ def test_brute_force_never_beats_a_plan_with_context_parallelism(
     )  # fmt: skip
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     graph=st.sampled_from(WIDE), counts=st.sampled_from([(1, 1), (2, 1)]), objective=OBJECTIVES, room=ROOM,
     prices=st.sampled_from([None, (2.0, 1.0)]),
