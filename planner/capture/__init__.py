@@ -5,7 +5,8 @@
   looks like, `inputs_tried.py` finds what else a model asks for, `image_tokens.py` puts images in front of a text.
 - `traced.py`: `trace`, the step as one `torch.fx` graph, `show.py` as code; `nodes.py` says what its nodes say.
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three
-  (`fold.py`); what cannot be traced is run once for real (`leaf.py`).
+  (`fold.py`); what a router chooses gets equal shares where code asks for
+  it (`choices.py`); what cannot be traced is run once for real (`leaf.py`).
 - `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py`), torch's own
   Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), rounds of a
   loop counted (`rounds.py`), samples that are taken apart and joined left together (`pieces.py`), and written down by `writer.py` as a graph (`marks.py`: what torch has no name for).

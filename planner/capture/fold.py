@@ -22,6 +22,8 @@ from torch import nn
 
 from autoparallel.planner.capture.leaf import TracedForward
 
+_FOLDED = 3  # modules that run at the head of a group, at most
+
 
 class FoldError(Exception):
     """The repeated modules are not what they seem: trace the model whole."""
@@ -35,6 +37,7 @@ class FoldPlan:
     pairs: tuple[tuple[str, str], ...] = ()  # (second, last) of each group: must trace to equal blocks
     run: tuple[str, ...] = ()  # repeated modules that really run
     leaves: tuple[str, ...] = ()  # modules that cannot be traced: priced whole
+    shares: bool = False  # what is chosen by numbers that nobody knows is chosen equally often (`choices`)
     lasts: tuple[tuple[str, str], ...] = ()  # (second, last): equal but for the backward pass
     positions: dict[str, frozenset[tuple[str, str]]] = field(default_factory=dict)  # see `_index_attributes`
 
@@ -60,7 +63,7 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
         for path, child in zip(members, children, strict=True):
             groups[(parent, structure(child, indices, shared))].append(path)
         for group in groups.values():
-            first = 3 if last_differs else 2
+            first = _FOLDED if last_differs else _FOLDED - 1
             if len(group) > first + 1:
                 stood_in |= dict.fromkeys(group[first:-1], group[1])
                 pairs.append((group[1], group[2] if last_differs else group[-1]))
@@ -89,17 +92,25 @@ def _shared_parameters(module: nn.Module) -> frozenset[int]:
 
 
 def _index_attributes(children: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
-    """(submodule path, attribute) pairs that hold the position of each child in its list, such as `layer_idx`."""
-    result: set[tuple[str, str]] | None = None
-    for index, child in enumerate(children):
-        here = {
-            (path, name)
-            for path, part in child.named_modules()
-            for name, value in vars(part).items()
-            if type(value) is int and value == index
-        }
-        result = here if result is None else result & here
-    return frozenset(result or ()) if len(children) > 1 else frozenset()
+    """(submodule path, attribute) pairs that hold the position of each child in its list, such as `layer_idx`: the numbers
+    from 0 on, or, of children enough to be folded, others at equal distances (where a layer has two caches, say)."""
+    numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for child in children:
+        for path, part in child.named_modules():
+            for name, value in vars(part).items():
+                if type(value) is int:
+                    numbers[path, name].append(value)
+    many = len(children) > _FOLDED
+    return frozenset(
+        key
+        for key, row in numbers.items()
+        if len(row) == len(children) > 1 and _is_position(row) and (many or (row[0] == 0 and row[1] == 1))
+    )
+
+
+def _is_position(row: Sequence[int]) -> bool:
+    step = row[1] - row[0]
+    return bool(step) and list(row) == list(range(row[0], row[0] + step * len(row), step))
 
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)

@@ -96,7 +96,7 @@ class Whole(OpenedFunctions):
             raise LongEnoughError
         name = getattr(func, "__name__", "")
         if name in READERS:
-            return self._mode.numbers(name, args[0])
+            return self._mode.numbers(name, *args)
         args, kwargs = self._mode.in_sight(name, args, kwargs)
         if name in JOINS and (joined := self._pieces.joined(args, kwargs)) is not None:
             return joined[0](*joined[1])

@@ -5,6 +5,7 @@ integer tensors, so that code that looks at position ids or an attention mask ta
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
 
@@ -19,6 +21,14 @@ from autoparallel.planner.capture.trees import leaves, mapped, tensors
 # attention masks over the square of a long sequence do not (kind: chosen; it bounds the memory of a capture, and
 # leaves room for a million tokens).
 KNOWN_VALUES_LIMIT = 1 << 23
+
+# The same for which token goes to which expert (`choices`), as many flags as tokens times experts times choices: a byte each,
+# and by what code does with such flags alone. Kind: chosen; a quarter of a gigabyte.
+_FLAGS_LIMIT = 1 << 28
+_OF_FLAGS = frozenset(
+    {"_to_copy", "sum", "nonzero", "gt", "ne", "eq", "permute", "transpose", "t", "select", "slice",
+     "squeeze", "unsqueeze", "view", "_unsafe_view", "alias", "detach", "unbind"}
+)  # fmt: skip
 
 # Factories whose contents are given by their arguments.
 _FACTORIES = frozenset(
@@ -32,7 +42,7 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 
 VALUES = "its control flow depends on the values of a tensor"
 _OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
-READERS = frozenset({"tolist", "numpy"})
+READERS = frozenset({"tolist", "numpy", "__format__"})
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -44,13 +54,19 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class MetaMode(TorchDispatchMode):
-    """Every operator runs on the meta device; `observer` is told of each, below autograd."""
+def _place(meta: torch.Tensor) -> tuple[object, ...]:
+    return (meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)
 
-    def __init__(self, observer: Observer) -> None:
+
+class MetaMode(TorchDispatchMode):
+    """Every operator runs on the meta device; `observer` is told of each, below autograd. With `shares` what is chosen by
+    unknown numbers is known (`choices`): equal shares of so many samples."""
+
+    def __init__(self, observer: Observer, shares: int | None = None) -> None:
         super().__init__()
+        self.shares = shares
         self._observer = observer
-        self._known: dict[tuple[object, ...], torch.Tensor] = {}
+        self._known: dict[int, dict[tuple[object, ...], torch.Tensor]] = defaultdict(dict)  # by storage
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._converted: dict[int, torch.UntypedStorage] = {}
         self._results: dict[object, Any] = {}  # operator and arguments -> what its result looks like
@@ -74,21 +90,29 @@ class MetaMode(TorchDispatchMode):
 
     def remember(self, meta: torch.Tensor, real: torch.Tensor) -> None:
         """From now on the values of `meta` are those of `real`."""
-        self._known[self._key(meta)] = real
+        self._known[storage_key(meta)][_place(meta)] = real
         self._alive.append(meta)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, where they are remembered."""
-        return self._known.get(self._key(tensor))
+        held = self._known.get(storage_key(tensor))
+        return held.get(_place(tensor)) if held else None
 
-    def numbers(self, name: str, tensor: object) -> Any:
+    def numbers(self, name: str, tensor: object, *rest: Any) -> Any:
         """What torch's method `name` reads of a tensor's values at once (`tolist`, `numpy`), which no operator shows."""
         if not isinstance(tensor, torch.Tensor):
-            return getattr(tensor, name)()
+            return getattr(tensor, name)(*rest)
         value = self.known(tensor) if tensor.is_meta else tensor.detach()
+        if (
+            name == "__format__"
+        ):  # in a name of a module, say; in what is shown of a tensor nobody looks at its values
+            one = value is not None and not value.dim()
+            return format(
+                value.item() if one and value is not None else "tensor(...)", *(rest if one else ())
+            )
         if value is None:
             raise UntraceableError(VALUES)
-        return getattr(value, name)()
+        return getattr(value, name)(*rest)
 
     def in_sight(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,9 +127,6 @@ class MetaMode(TorchDispatchMode):
         if device is not None and torch.device(device).type == "meta":
             kwargs = {key: value for key, value in kwargs.items() if key != "device"}
         return args, kwargs
-
-    def _key(self, meta: torch.Tensor) -> tuple[object, ...]:
-        return (storage_key(meta), meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,11 +143,16 @@ class MetaMode(TorchDispatchMode):
             args = self._where_known(func, args)
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
+            self._share_out(func, args, kwargs, out)
         else:
             out = self._like(func, args, kwargs, real)
         self._alive.append(out)
         self._observer(func, args, kwargs, out)
         return out
+
+    def _share_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if self.shares is not None and (found := chosen(func, args, kwargs, out, self.shares)) is not None:
+            self.remember(*found)
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -155,6 +181,7 @@ class MetaMode(TorchDispatchMode):
         """The result on real values, if all of the operator's inputs are known; else None."""
         inputs = tensors((args, kwargs))
         name = func._schema.name.split("::")[-1]
+        limit = KNOWN_VALUES_LIMIT if self.shares is None or name not in _OF_FLAGS else _FLAGS_LIMIT
         if name in _UNFILLED:
             return _integers_to_fill(name, args, kwargs)
         if name == "rand" and math.prod(args[0]) == 1:
@@ -166,12 +193,16 @@ class MetaMode(TorchDispatchMode):
             return torch.tensor(answer).expand(inputs[0].shape)
         values: dict[int, torch.Tensor] = {}
         for tensor in inputs:
-            value = self.known(tensor) if tensor.numel() <= KNOWN_VALUES_LIMIT else None
+            value = self.known(tensor) if tensor.numel() <= limit else None
             if value is None:
                 # What a model checks of its data holds in training.
                 return torch.tensor(True) if name == "_is_all_true" else None
-            values[id(tensor)] = value
-        if torch.Tag.nondeterministic_seeded in func.tags or not _small(leaves((args, kwargs)), inputs, name):
+            # Flags are kept as bytes.
+            narrow = value.dtype != tensor.dtype and name not in _OF_FLAGS
+            values[id(tensor)] = value.to(tensor.dtype) if narrow else value
+        if torch.Tag.nondeterministic_seeded in func.tags or not _small(
+            leaves((args, kwargs)), inputs, name, limit
+        ):
             return None
 
         def real(leaf: Any) -> Any:
@@ -180,6 +211,8 @@ class MetaMode(TorchDispatchMode):
             return _CPU if isinstance(leaf, torch.device) else leaf
 
         real_kwargs = mapped(real, kwargs) | ({} if inputs else {"device": _CPU})
+        if name == "_to_copy":
+            real_kwargs |= _of_bytes(values[id(inputs[0])], kwargs.get("dtype"))
         return func(*mapped(real, args), **real_kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,8 +252,13 @@ class MetaMode(TorchDispatchMode):
         if not func._schema.is_mutable or not args:
             return
         for leaf in tensors(args[0]):
-            storage = storage_key(leaf)
-            self._known = {k: v for k, v in self._known.items() if k[0] != storage}
+            self._known.pop(storage_key(leaf), None)
+
+
+def _of_bytes(source: torch.Tensor, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The dtype in which many flags are kept that become integers."""
+    are_flags = source.dtype in (torch.bool, torch.uint8) and dtype in (torch.int64, torch.int32)
+    return {"dtype": torch.uint8} if are_flags and source.numel() > KNOWN_VALUES_LIMIT else {}
 
 
 def _integers_to_fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -272,14 +310,14 @@ def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _small(arguments: list[Any], inputs: list[torch.Tensor], name: str) -> bool:
+def _small(arguments: list[Any], inputs: list[torch.Tensor], name: str, limit: int) -> bool:
     """Whether the result on real values is cheap enough to compute."""
     if name in {"repeat", "tril_indices", "triu_indices"} or (name in _FACTORIES and name != "arange"):
         product = 1
         for leaf in arguments:
             product *= max(abs(leaf), 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else 1
-        return product <= KNOWN_VALUES_LIMIT
+        return product <= limit
     try:
-        return bool(torch.broadcast_shapes(*(t.shape for t in inputs)).numel() <= KNOWN_VALUES_LIMIT)
+        return bool(torch.broadcast_shapes(*(t.shape for t in inputs)).numel() <= limit)
     except RuntimeError:
         return True

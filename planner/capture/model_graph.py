@@ -76,9 +76,10 @@ def _graph_of(
 ) -> ModelGraph:
     take = partial(_captured, module, inputs, name, Rules(), say)
     with on_meta(module, dtype):
-        graph, leaves = with_leaves(module, partial(_folded, module, take) if fold else take)
+        graph, untraced = with_leaves(module, partial(_folded, module, take) if fold else take)
     found = (
-        *_leaf_warnings(leaves),
+        *_leaf_warnings(untraced.leaves),
+        *_share_warnings(untraced.shares),
         *loop_warnings(graph),
         *_idle_warnings(graph),
         *_untrained_warnings(graph),
@@ -92,7 +93,7 @@ def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: Fold
     within = tuple(f"{leaf}." if leaf else "" for leaf in plan.leaves)
     paths = [path for path in repeated_paths(module) if not path.startswith(within)]
     alike, last_differs = (
-        replace(fold_plan(module, paths, last_differs=differs), leaves=plan.leaves)
+        replace(fold_plan(module, paths, last_differs=differs), leaves=plan.leaves, shares=plan.shares)
         for differs in (False, True)
     )
     # Of an encoder and a decoder the last blocks are likely to differ: that is found out before all is traced.
@@ -136,6 +137,16 @@ def _leaf_warnings(leaves: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         f"{', '.join(p or 'the whole model' for p in where)} cannot be traced ({reason}): priced whole, never sharded"
         for reason, where in places.items()
+    )
+
+
+def _share_warnings(where: str | None) -> tuple[str, ...]:
+    if where is None:
+        return ()
+    place = ".".join("*" if part.isdigit() else part for part in where.split(".")) or "the model"
+    return (
+        f"{place} does what its data choose (which experts, say): every choice is priced as if it were made equally often, by "
+        "the same tokens of each sample",
     )
 
 

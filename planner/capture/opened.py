@@ -17,6 +17,10 @@ _NO_OVERRIDE = {
 }
 
 
+# Those of them that read a tensor's numbers.
+_READ = frozenset({"__format__"})
+
+
 def _is_mapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is that of one turn of `torch.vmap`, which has no storage of its own."""
     return bool(torch._C._functorch.is_batchedtensor(tensor))
@@ -46,7 +50,11 @@ class OpenedFunctions(TorchFunctionMode):
             return func(
                 *args, **kwargs
             )  # inside of vmap: its operators are seen below, as constants of the trace
-        opens = isinstance(func, types.FunctionType) and "has_torch_function" in " ".join(func.__globals__)
+        opens = (
+            isinstance(func, types.FunctionType)
+            and func.__name__ not in _READ
+            and "has_torch_function" in " ".join(func.__globals__)
+        )
         # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
         if opens and func not in self._opening:
             self._opening.add(func)

@@ -34,6 +34,7 @@ class Made:
     call: fx.Node
     given: Sequence[torch.Tensor]
     out: Any
+    of_numbers: bool = False  # its results are numbers that the model's code may look at
 
 
 @dataclass(slots=True)
@@ -94,10 +95,13 @@ class Skipped:
         made = self.last[self.calls % len(self.last)]
         return made.key == key and [t.shape for t in made.given] == [t.shape for t in given]
 
-    def result(self, given: Sequence[torch.Tensor]) -> Any:
-        """What the next call returns: what it is given where the traced one returned that, else tensors of the shapes."""
+    def result(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
+        """What the next call returns: what it is given where the traced one returned that, else tensors of the shapes;
+        what it returns when it is `run` where that is numbers."""
         place = self.calls % len(self.last)
         made, self.calls = self.last[place], self.calls + 1
+        if made.of_numbers:
+            return run()
         if place not in self._results:
             own = {id(t) for t in made.given}
             self._results[place] = mapped(
@@ -117,13 +121,14 @@ class Skipped:
         for made in self.standing:
             made.call.meta["rounds"] = 1 + rounds
 
-    def stands_for(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(tensor of the call that was not run, the tensor of the standing round that it is like), the first time."""
+    def stands_for(self, out: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(tensor of the call that was not run, the tensor of the standing round that it is like), where it is a new one."""
         place = (self.calls - 1) % len(self.last)
-        if self.calls > len(self.last):
-            return []
-        made, standing = tensors(self._results[place]), tensors(self.standing[place].out)
-        return list(zip(made, standing, strict=True))
+        if not self.last[place].of_numbers:
+            if self.calls > len(self.last):
+                return []
+            out = self._results[place]
+        return list(zip(tensors(out), tensors(self.standing[place].out), strict=True))
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

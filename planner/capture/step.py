@@ -55,7 +55,8 @@ def trace_step(
     a loop are counted once some were equal (`rounds`); where that does not work out, all are traced. Raises TraceError,
     FoldError.
     """
-    tracer = Tracer(module, counts_rounds=True, say=say)
+    shares = micro_batch if plan.shares else None
+    tracer = Tracer(module, counts_rounds=True, say=say, shares=shares)
     try:
         return _traced(module, example, micro_batch, plan, tracer)
     except (FoldError, LeafError, ModelError):
@@ -63,7 +64,8 @@ def trace_step(
     except Exception:
         if not tracer.has_skipped:
             raise
-    return _traced(module, example, micro_batch, plan, Tracer(module, counts_rounds=False, say=say))
+    tracer = Tracer(module, counts_rounds=False, say=say, shares=shares)
+    return _traced(module, example, micro_batch, plan, tracer)
 
 
 def _traced(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.collecting import without_collection
-from autoparallel.planner.capture.errors import ModelError, TraceError
+from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldPlan
 from autoparallel.planner.capture.leaf import LeafError
 from autoparallel.planner.capture.nodes import Meta, Role, outputs
@@ -76,15 +77,33 @@ def checked_inputs(module: torch.nn.Module, example_inputs: Any, name: str) -> A
     return inputs
 
 
-def with_leaves(
-    module: torch.nn.Module, take: Callable[[FoldPlan], _Result]
-) -> tuple[_Result, dict[str, str]]:
-    """What `take` makes of the module with as few modules as leaves (priced whole) as it needs; those, each with why."""
+@dataclass(frozen=True, slots=True)
+class Untraced:
+    """What is priced otherwise than by its own numbers: modules that are priced whole, each with why, and the module that
+    asked what was chosen, where equal shares are taken."""
+
+    leaves: Mapping[str, str]
+    shares: str | None
+
+
+def with_leaves(module: torch.nn.Module, take: Callable[[FoldPlan], _Result]) -> tuple[_Result, Untraced]:
+    """What `take` makes of the module with as few modules as leaves (priced whole) as it needs; those, each with why. Code
+    that looks at values gets equal shares (`choices`) where that is enough, before anything is a leaf."""
     leaves: dict[str, str] = {}
+    shares: tuple[str, str] | None = None  # where and why equal shares are taken
+    tried: set[str] = set()
     while True:
         try:
-            return take(FoldPlan(leaves=tuple(leaves))), leaves
+            plan = FoldPlan(leaves=tuple(leaves), shares=shares is not None)
+            return take(plan), Untraced(leaves, None if shares is None else shares[0])
         except TraceError as error:
+            looked = isinstance(error.__cause__, UntraceableError | NotImplementedError)
+            if looked and shares is None and error.path not in tried:
+                shares = (error.path, error.reason)
+                tried.add(error.path)
+                continue
+            if shares == (error.path, error.reason):
+                shares = None  # of no help: other values are looked at
             leaves |= _more_leaves(module, error, leaves)
         except LeafError as error:
             where = error.path or type(module).__name__

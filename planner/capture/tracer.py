@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +50,17 @@ class Remembered:
 class Tracer(OpenedFunctions):
     """Runs a step and hands what it sees to a `Writer`; see `trace_step`."""
 
-    def __init__(self, module: torch.nn.Module, *, counts_rounds: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        counts_rounds: bool,
+        say: Callable[[str], None],
+        shares: int | None = None,
+    ) -> None:
         super().__init__()
         self._say = say
-        self.meta_mode = MetaMode(self._observe)
+        self.meta_mode = MetaMode(self._observe, shares)
         self.writer = Writer(self.meta_mode)
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._frame = Frame(path="", class_name=type(module).__name__, parent=None)
@@ -84,7 +92,7 @@ class Tracer(OpenedFunctions):
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
         if name in READERS:
-            return self.meta_mode.numbers(name, args[0])
+            return self.meta_mode.numbers(name, *args)
         args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
         if name in JOINS and (joined := self._pieces.joined(args, kwargs)) is not None:
             (func, args), kwargs = joined, {}
@@ -93,13 +101,14 @@ class Tracer(OpenedFunctions):
             args = (args[0], known_index(args[1]))
         given = tensors((args, kwargs))
         place = (name, self._frame.path, *code_place()) if self.rounds else ()
-        if (result := self._skipped(place, given)) is not NotImplemented:
+        run = partial(replacement(name) or func, *args, **kwargs)
+        if (result := self._skipped(place, given, run)) is not NotImplemented:
             return result
         pending = Pending(name, self._frame, _sequence_number())
         before = [t._version for t in given]
         self._pending = pending
         try:
-            out = (replacement(name) or func)(*args, **kwargs)
+            out = run()
         finally:
             self._pending = None
         mutated = [t for t, version in zip(given, before, strict=True) if t._version != version]
@@ -114,19 +123,21 @@ class Tracer(OpenedFunctions):
         self.writer.results(call, out, [*fresh, *mutated, *bases.values()])
         self._pieces.note(name, args, kwargs, out)
         if self.rounds:
-            if any(t.numel() and self.meta_mode.known(t) is not None for t in fresh):
+            known = self.meta_mode.known
+            of_numbers = all(known(t) is not None for t in (*fresh, *mutated))
+            if not of_numbers and any(t.numel() and known(t) is not None for t in fresh):
                 self.rounds.stop()  # the model's code may look at the values
             else:
-                self.rounds.add(Made(key=place, call=call, given=given, out=out))
+                self.rounds.add(Made(key=place, call=call, given=given, out=out, of_numbers=of_numbers))
         return out
 
-    def _skipped(self, place: Key, given: list[torch.Tensor]) -> Any:
+    def _skipped(self, place: Key, given: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         """The result of a call of a round that is not run any more; NotImplemented for a call that is run."""
         skipped = self.rounds.skipped if self.rounds else None
         if skipped is None or not skipped.goes_on(place, given):
             return NotImplemented
-        out = skipped.result(given)
-        for tensor, like in skipped.stands_for():
+        out = skipped.result(given, run)
+        for tensor, like in skipped.stands_for(out):
             if tensor is not like:
                 self.writer.same(tensor, like)
         self.has_skipped = True

@@ -1,0 +1,136 @@
+"""Experts in a loop over those that were hit are traced, each with an equal share of the tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoparallel.costmodel.graph import OpKind
+from autoparallel.planner.capture import capture
+from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
+from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
+
+WIDTH, TOKENS, EACH = 8, 24, 2
+
+
+class _Experts(nn.Module):
+    """A router, and experts that each have a module."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.SiLU(), nn.Linear(16, WIDTH)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, WIDTH)
+        weights, chosen = self.router(rows).softmax(-1).topk(EACH, dim=-1)
+        return self.mixed(rows, weights, chosen).view(x.shape)
+
+    def mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class OverThoseHit(_Experts):
+    """As Mixtral's first code: those hit by a mask, tokens of each by `where`, added up in place."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        mask = functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        out = torch.zeros_like(rows)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, token = torch.where(mask[expert].squeeze(0))
+            out.index_add_(
+                0,
+                token,
+                self.experts[expert](rows[None, token].reshape(-1, WIDTH)) * weights[token, slot, None],
+            )
+        return out
+
+
+class Named(_Experts):
+    """Experts by the names that they have in a dictionary."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleDict({f"expert_{i}": expert for i, expert in enumerate(self.experts)})  # type: ignore[assignment]
+
+    def mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for number in torch.unique(chosen):
+            token, slot = torch.where(chosen == number)
+            expert = self.experts[f"expert_{number}"]  # type: ignore[index]
+            out.index_add_(0, token, expert(rows[token]) * weights[token, slot, None])
+        return out
+
+
+class Counted(_Experts):
+    """As DeepSeek's own code: tokens counted by expert, those without any left out."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        for index, expert in enumerate(self.experts):
+            if not counts[index]:
+                continue
+            token, slot = torch.where(chosen == index)
+            out[token] += expert(rows[token]) * weights[token, slot, None]
+        return out
+
+
+class Masked(_Experts):
+    """As DeepSeek's code for training: every token as often as it has experts, those of one by a mask."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        copies, flat = rows.repeat_interleave(EACH, dim=0), chosen.view(-1)
+        out = torch.empty_like(copies)
+        for index, expert in enumerate(self.experts):
+            out[flat == index] = expert(copies[flat == index])
+        return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+class OfOneParameter(nn.Module):
+    """Experts that are rows of one parameter: rounds of a loop that are all alike."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, experts), experts
+        self.into = nn.Parameter(torch.randn(experts, 16, WIDTH))
+        self.out_of = nn.Parameter(torch.randn(experts, WIDTH, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, WIDTH)
+        weights, chosen = self.router(rows).softmax(-1).topk(EACH, dim=-1)
+        with torch.no_grad():
+            mask = functional.one_hot(chosen, self.experts).permute(2, 1, 0)
+            hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        out = torch.zeros_like(rows)
+        for expert in hit:
+            expert = expert[0]
+            if expert == self.experts:
+                continue
+            slot, token = torch.where(mask[expert])
+            inner = functional.silu(functional.linear(rows[token], self.into[expert]))
+            out.index_add_(
+                0, token, functional.linear(inner, self.out_of[expert]) * weights[token, slot, None]
+            )
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [(OverThoseHit, 4), (Named, 4), (Counted, 4), (Masked, 4), (OfOneParameter, 4), (OfOneParameter, 48)],
+)
+def test_experts_in_a_loop_cost_what_they_cost_when_all_are_hit(kind: type[nn.Module], experts: int) -> None:
+    torch.manual_seed(0)
+    tokens = TOKENS * experts
+    layers = nn.Sequential(kind(experts), kind(experts))
+    x = torch.randn(2, tokens, WIDTH)
+    graph = capture(layers, x, name="experts")
+    assert OpKind.LEAF not in {op.kind for block in graph.blocks for op in block.operators}
+    assert [warning for warning in graph.warnings if "made equally often" in warning], graph.warnings
+    assert graph.parameter_count == sum(p.numel() for p in layers.parameters())
+    assert graph.model_flops(2) == counted_flops(layers, {"input": x})
+    assert saved_bytes(graph, 2) == eager_saved_bytes(layers, {"input": x}), show_saved(graph)
