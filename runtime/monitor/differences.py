@@ -57,8 +57,10 @@ class _Difference:
         return self.measured_s - self.predicted_s
 
     @property
-    def _more(self) -> str:
-        return "longer" if self.costs_s > 0 else "shorter"
+    def _how_much(self) -> str:
+        """`0.2 s longer, 12 %`."""
+        share = f", {100 * abs(self.costs_s) / self.predicted_s:.0f} %" if self.predicted_s > 0 else ""
+        return f"{abs(self.costs_s):.3g} s {'longer' if self.costs_s > 0 else 'shorter'}{share}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +68,10 @@ class Gap(_Difference):
     """Seconds a step of one kind, as predicted and as measured on the slowest rank (median over the steps)."""
 
     def __str__(self) -> str:
-        share = f", {abs(self.costs_s) / self.predicted_s:.0%}" if self.predicted_s > 0 else ""
         advice = f": {_ADVICE[self.kind]}" if self.costs_s > 0 else ""
         return (
             f"{self.kind}: {self.measured_s:.4g} s where {self.predicted_s:.4g} s were predicted "
-            f"({abs(self.costs_s):.3g} s {self._more}{share}){advice}"
+            f"({self._how_much}){advice}"
         )
 
 
@@ -82,12 +83,9 @@ class ActionGap(_Difference):
     rank: int
 
     def __str__(self) -> str:
-        share = (
-            f", {abs(self.costs_s) / self.predicted_s:.0%}".replace("%", " %") if self.predicted_s > 0 else ""
-        )
         return (
             f"pipeline rank {self.rank}, {_KIND_WORDS[self.kind]}: {self.measured_s:.4g} s where {self.predicted_s:.4g} s "
-            f"were predicted ({abs(self.costs_s):.3g} s {self._more}{share})"
+            f"were predicted ({self._how_much})"
         )
 
     @property

@@ -27,7 +27,7 @@ class Straggler:
     costs_s: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank} computes {self.share:.0%} longer than its peers, which costs up to {self.costs_s:.3g} s a step"
+        return f"rank {self.rank} computes {100 * self.share:.0f} % longer than its peers, which costs up to {self.costs_s:.3g} s a step"
 
 
 def stragglers(

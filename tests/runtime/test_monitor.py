@@ -40,7 +40,7 @@ def test_stages_are_not_compared_with_each_other_and_few_steps_say_nothing() -> 
     assert stragglers(steps, [0, 0, 1, 1]) == []
     assert stragglers([[1.0, 1.5]] * (FEWEST - 1), [0, 0]) == []
     (one,) = stragglers([[1.0, 1.5]] * FEWEST, [0, 0])
-    assert str(one) == "rank 1 computes 50% longer than its peers, which costs up to 0.5 s a step"
+    assert str(one) == "rank 1 computes 50 % longer than its peers, which costs up to 0.5 s a step"
     slightly = [[1.0, 1.07]] * FEWEST
     assert stragglers(slightly, [0, 0]) == []
     assert [s.rank for s in stragglers(slightly, [0, 0], frozenset({1}))] == [1], "until it is clearly back"
@@ -81,7 +81,7 @@ def test_a_record_says_where_a_run_differs_from_its_plan(tmp_path: Path) -> None
     first, second, *_ = found["differences"]
     assert first["kind"] == "backward"
     assert first["words"].startswith(
-        "backward: 0.2 s where 0.08 s were predicted (0.12 s longer, 150%): measure this"
+        "backward: 0.2 s where 0.08 s were predicted (0.12 s longer, 150 %): measure this"
     )
     assert second["kind"] in ("communication and waiting", "optimizer")
     with pytest.raises(UserError, match="the folder of a run that Trainer records"):
