@@ -28,7 +28,8 @@ from autoparallel.profiles.likest import device_of_hardware
 from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.experts.modules import expert_modules
 from autoparallel.runtime.experts.parallel import can_share
-from autoparallel.runtime.limits import entered_blocks, on_devices
+from autoparallel.runtime.limits import entered_blocks, kernels_to_choose, on_devices
+from autoparallel.runtime.lowering.compiled import can_compile
 from autoparallel.runtime.lowering.lower import Dtypes, dtype_name, module_dtypes
 from autoparallel.runtime.ranks.accelerator import device_name
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size
@@ -56,6 +57,7 @@ class _Inputs:
     global_batch: int | None
     allow_lossy: bool | Sequence[str]
     time_limit_s: float | None
+    steps: int | None
 
 
 def auto_parallelize(
@@ -72,6 +74,7 @@ def auto_parallelize(
     grad_dtype: str | None = None,
     allow_lossy: bool | Sequence[str] = False,
     time_limit_s: float | None = None,
+    steps: int | None = None,
     weights: str | os.PathLike[str] | None = None,
     progress: Progress = silent,
 ) -> nn.Module:
@@ -86,7 +89,8 @@ def auto_parallelize(
     captures nothing: the caller answers for the module being the same. `global_batch` defaults to the file's, else to the samples of
     `example_inputs` times the number of processes. `dtype`, `param_dtype` and `grad_dtype` (names as in
     strategy files) default to the module's own; `allow_lossy` lets gradients be compressed (by the methods that
-    it lists, if it is a list); `dtype="tf32"` lets torch multiply float32 in TF32, in this process.
+    it lists, if it is a list); with the `steps` of the whole run blocks are compiled where that pays back what compiling takes
+    (else they run as they are, unless the file says so); `dtype="tf32"` lets torch multiply float32 in TF32, in this process.
 
     Without a pipeline the module itself is returned, changed in place: called, trained and saved as before, with the same
     parameter names. It gains `step`, `optimizer`, `synchronise_by`, `data_parallel_rank`, `data_parallel_size`,
@@ -101,23 +105,17 @@ def auto_parallelize(
     plan = _Inputs(
         strategy=strategy, cluster=cluster, cache=Path(cache) if cache is not None else None, time_limit_s=time_limit_s,
         graph=Path(graph) if graph is not None else None, global_batch=global_batch, allow_lossy=allow_lossy,
+        steps=steps,
     )  # fmt: skip
     decision = _on_first_rank(lambda: _decide(module, example_inputs, dtypes, plan, device), rank)
     execution = _with_dtypes(decision.strategy.execution, dtypes)
+    found, known = decision.graph, decision.cluster
     return parallelize(
-        module,
-        example_inputs,
-        replace(decision.strategy, execution=execution),
-        blocks=[link.path for link in decision.graph.chain if link.repeated],
-        dtypes=dtypes,
-        program=_program(decision, execution),
-        level_sizes=tuple(level.size for level in decision.cluster.levels) if decision.cluster else (),
-        weights=weights,
-        experts=expert_modules(decision.graph),
-        entered=entered_blocks(decision.graph),
-        alone=own_units(decision.graph),
-        progress=progress,
-    )
+        module, example_inputs, replace(decision.strategy, execution=execution), dtypes=dtypes,
+        blocks=[link.path for link in found.chain if link.repeated], program=_program(decision, execution),
+        level_sizes=tuple(level.size for level in known.levels) if known else (), weights=weights,
+        experts=expert_modules(found), entered=entered_blocks(found), alone=own_units(found), progress=progress,
+    )  # fmt: skip
 
 
 def _decide(
@@ -149,6 +147,8 @@ def _decide(
         cache=given.cache,
         allow_lossy=given.allow_lossy,
         time_limit_s=given.time_limit_s,
+        kernels=kernels_to_choose(source.constraints) if given.steps and can_compile(device) else {},
+        steps=given.steps,
         # A caller's own optimizer keeps its state where the parameters are, so that no plan relies on another place.
         limits={
             "offload.optimizer": 0.0,

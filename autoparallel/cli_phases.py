@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from autoparallel.planner.problem import Problem
 
 
-def checked_steps(steps: int | None, *, phases: bool) -> int | None:
+def checked_steps(steps: int | None, *, phases: bool, runnable: bool) -> int | None:
     """The steps of a run whose phases are planned; None where none are. Raises UserError for one without the other."""
     from autoparallel.errors import UserError
 
-    if phases != (steps is not None):
+    if phases != (steps is not None) and not (runnable and not phases):
         raise UserError(
             "--phases and --steps N go together: a change pays where enough steps come after it; give both"
         )
-    return steps
+    return steps if phases else None
 
 
 def search_phases(problem: Problem, steps: int, time_limit_s: float | None, console: Console) -> PlanResult:

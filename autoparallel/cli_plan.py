@@ -127,7 +127,12 @@ Phases = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of the whole run, for --phases."),
+    typer.Option(
+        "--steps",
+        min=1,
+        metavar="N",
+        help="Optimizer steps of the whole run, for --phases; with --runnable compiling counts over them.",
+    ),
 ]
 
 
@@ -173,10 +178,11 @@ def plan(
         lossy=split_words(lossy_methods),
         objective=objective,
         runnable=runnable,
+        steps=steps,
     )
     run_plan(
         request, output, save_graph, time_limit, json_=json_, explain=explain, started=started,
-        embed_cluster=embed_cluster, within=within / 100.0, steps=checked_steps(steps, phases=phases),
+        embed_cluster=embed_cluster, within=within / 100.0, steps=checked_steps(steps, phases=phases, runnable=runnable),
     )  # fmt: skip
 
 

@@ -57,6 +57,9 @@ def print_plan(
         console.print(
             f"  batch         {better_batch_words(better, strategy.batch.global_, sample)}", markup=False
         )
+    if others := [one for one in search["alternatives"] if one["kind"].endswith(" kernels")]:
+        told = f"{strategy.execution.kernels}; {others[0]['kind']}: {others[0]['reason']}"
+        console.print(f"  kernels       {told}", markup=False)
     if simpler := simpler_words(search, predicted["step_time_s"]):
         console.print(f"  simpler       {simpler}", markup=False)
 

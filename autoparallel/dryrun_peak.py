@@ -53,6 +53,8 @@ def peak_of(
         if not before and gathers:
             saved -= lowered[action.stage].gathered_bytes
         held = state + lasting + flying + live.peak
+        if forward and not before and gathers:
+            held -= lowered[action.stage].gathered_bytes  # gathered in this very pass, which saw them come
         if held > best.bytes:
             best = Peak(bytes=held, action="F" if forward else "B", module=live.module)
         flying += saved if forward else -saved

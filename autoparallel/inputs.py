@@ -35,7 +35,7 @@ from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import cluster_hash, recorded_cluster, recorded_hash
 from autoparallel.runtime.capabilities.table import limits
-from autoparallel.runtime.limits import graph_limits, refuser
+from autoparallel.runtime.limits import graph_limits, kernels_to_choose, refuser
 
 UNLIMITED_BYTES = 2.0**60  # an exbibyte: more than any model trained, and far from overflowing an integer
 
@@ -55,6 +55,7 @@ class Request:
     lossy: Sequence[str] = ()
     objective: str | None = None
     runnable: bool = False
+    steps: int | None = None  # of the whole run
 
 
 def files_of(request: Request) -> tuple[str, ...]:
@@ -281,6 +282,8 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         allow_lossy=checked.request.allow_lossy or bool(checked.request.lossy),
         lossy=tuple(checked.request.lossy),
         refuses=refuser(graph, checked.cluster, said=True) if checked.request.runnable else None,
+        kernels=kernels_to_choose(checked.constraints) if checked.request.runnable else {},
+        steps=checked.request.steps,
     )
 
 

@@ -86,10 +86,13 @@ def find_strategy(
     allow_lossy: bool | Sequence[str],
     time_limit_s: float | None,
     limits: Mapping[str, object] | None = None,
+    kernels: Mapping[str, Mapping[str, object]] | None = None,
+    steps: int | None = None,
 ) -> Strategy:
     """The strategy as given, or planned where it leaves something open; plans are kept in `cache`.
 
-    `limits` are constraints of who runs the plan, where the source does not say otherwise.
+    `limits` are constraints of who runs the plan, where the source does not say otherwise; `kernels` and `steps` as in a
+    `Problem`.
     """
     if source.strategy is not None:
         return _complete(graph, cluster, source.strategy)
@@ -114,6 +117,8 @@ def find_strategy(
         lossy=() if isinstance(allow_lossy, bool) else tuple(allow_lossy),
         all_devices=True,
         refuses=refuser(graph, cluster),
+        kernels=kernels or {},
+        steps=steps,
     )
     if cache is None:
         return _plan(problem, None, time_limit_s)
@@ -168,6 +173,8 @@ def plan_key(problem: Problem) -> str:
         "execution": asdict(problem.execution),
         "allow_lossy": problem.allow_lossy,
         "lossy": problem.lossy,
+        "kernels": sorted(problem.kernels),
+        "steps": problem.steps,
         "all_devices": problem.all_devices,
         "version": __version__,
     }

@@ -11,6 +11,7 @@
 - `heterogeneous/`, `embedding/`: searches made of that one, over unlike machines and over where embedding tables stand.
 - `recovery.py`: how a plan recovers from failures, where the cluster says how often it fails; `recovering.py` looks for one
   that recovers better.
+- `kernels.py`: eager or compiled kernels, the better by its price.
 - `local_updates.py`: whether replicas train by themselves, and on how many islands.
 - `phases.py`: where a change of strategy between phases of training pays.
 - `check.py`: a plan checked without a solver.

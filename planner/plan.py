@@ -23,6 +23,7 @@ from autoparallel.planner.explain.infeasible import explain_empty, explain_infea
 from autoparallel.planner.explain.result import result_of
 from autoparallel.planner.heterogeneous.irregular import has_parts
 from autoparallel.planner.heterogeneous.plan_parts import plan_parts
+from autoparallel.planner.kernels import plan_kernels
 from autoparallel.planner.local_updates import asks_outer, plan_outer, without_outer
 from autoparallel.planner.outcome import (
     ADVISING,
@@ -88,9 +89,10 @@ def plan(
     where the constraints allow no legal strategy at all.
     """
     started_s = time.monotonic()
+    each = max(len(problem.kernels), 1)  # searches that share time and work
     again = partial(
-        plan, time_limit_s=time_limit_s, progress=progress, explain=explain, advise=advise, processes=processes, within=within,
-        most_work=most_work,
+        plan, time_limit_s=None if time_limit_s is None else time_limit_s / each, progress=progress, explain=explain, advise=advise, processes=processes, within=within,
+        most_work=most_work / each,
     )  # fmt: skip
     if (wider := _wider(problem, again)) is not None:
         return replace(wider, seconds=time.monotonic() - started_s)
@@ -123,12 +125,14 @@ def plan(
 
 
 def _wider(problem: Problem, search: Callable[[Problem], PlanResult]) -> PlanResult | None:
-    """The plan of a problem that is made of others: phases, of which the first is planned, and local updates."""
+    """The plan of a problem that is made of others: phases, of which the first is planned, kinds of kernels, and local updates."""
     if phases := problem.constraints.get("phase"):
         assert isinstance(phases, tuple)
         kept = {k: v for k, v in problem.constraints.items() if k != "phase"}
         found = search(replace(problem, constraints=kept))
         return replace(found, strategy=replace(found.strategy, phases=phases))
+    if problem.kernels:
+        return plan_kernels(problem, search)
     if asks_outer(problem):
         return replace(plan_outer(problem, search), space=space_of(problem))
     return None

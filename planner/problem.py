@@ -45,6 +45,10 @@ class Problem:
         str, ...
     ] = ()  # the methods of compression that it allows; empty: those of the search's own list
     all_devices: bool = False  # every one must work: processes that run already wait for a part in the plan
+    # Kernels of which the better are chosen (`execution.kernels`), each with the constraints that it needs; empty: as `execution`
+    # says. `steps` of the whole run, over which compiling counts; None where nobody said.
+    kernels: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    steps: int | None = None
     # Why whoever runs the plan refuses a strategy, None where it does not: such strategies are left out of the search.
     refuses: Callable[[Strategy], str | None] | None = None
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.planner.strategy.stacks import OWN_STACK, STACK
 from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
 from autoparallel.profiles.hardware import Cluster
+from autoparallel.profiles.stacks import PLAIN
 from autoparallel.runtime.capabilities.rows import GLOO, Case
-from autoparallel.runtime.capabilities.table import UNSHARABLE, refusals
+from autoparallel.runtime.capabilities.table import UNSHARABLE, limits, refusals
 from autoparallel.runtime.experts.modules import expert_modules
 
+KERNELS = "execution.kernels"
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # of embedding tables
 
 
@@ -23,6 +26,13 @@ def on_devices(constraints: Mapping[str, object]) -> dict[str, object]:
 def graph_limits(graph: ModelGraph) -> dict[str, object]:
     """The constraints that the model makes: where tokens cannot be sent to its experts they are whole on every rank."""
     return {} if expert_modules(graph) is not None else dict.fromkeys(UNSHARABLE, 1)
+
+
+def kernels_to_choose(constraints: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """The kernels that run here, each with the constraints that it needs; none where the user said which, or the only ones."""
+    if KERNELS in constraints or constraints.get(STACK, OWN_STACK) not in (OWN_STACK, PLAIN):
+        return {}
+    return {kind: limits({KERNELS: kind}) for kind in ("eager", "compiled")}
 
 
 def entered_blocks(graph: ModelGraph) -> frozenset[str]:

@@ -83,6 +83,10 @@ TABLE: tuple[Row, ...] = (
         "execution.kernels", ("compiled",), ({"mesh.tp": (1,), "mesh.cp": (1,)},), holds="`mesh.tp = 1`, `mesh.cp = 1`",
         why="the runtime does not compile blocks that compute on shards yet", instead='write "eager"',
     ),
+    only_with(
+        "recompute.mode", ("operators",), ({"execution.kernels": ("eager", "fused")},), holds='`execution.kernels = "eager"`',
+        why="compiled blocks choose themselves what they keep", instead='use selective or full, or kernels = "eager"',
+    ),
     *(
         only_with(
             f"execution.{flag}", (True,), (), holds="", why=f"the runtime {instead}", instead="set it to false",

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import nn
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile finds what it makes code with: a C++ compiler, or Triton beside an accelerator."""
+    if device.type != "cpu":
+        return find_spec("triton") is not None
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
 
 
 def compile_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
