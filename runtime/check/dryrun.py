@@ -195,6 +195,7 @@ class _Step:
         self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
         self._axes = _group_names(mesh, strategy.shard.zero)
+        self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._sharded = unit_axes(mesh.sizes, strategy.shard.zero, casts=dtypes.compute != dtypes.param)
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
@@ -299,7 +300,7 @@ class _Step:
     def _counting(self, stage: int, action: str, often: int = 1) -> Iterator[None]:
         gc.collect()  # what the action before left in cycles
         self._live.begin()
-        with TrafficRecorder(self._axes, self._module) as recorder:
+        with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
             yield
         self._lived[stage][action] = self._live.end()
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
@@ -362,7 +363,9 @@ def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
     for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
         found[mesh.expert_axis(axis).get_group().group_name] = axis
     for group in mesh.levels or ():
-        found[group.group_name] = "dp_replicate"
+        found[group.group_name] = " x ".join(replica_axes(mesh.sizes, zero))
+    for group in mesh.shard_levels or ():
+        found[group.group_name] = " x ".join(sharding_axes(mesh.sizes, zero))
     return found
 
 

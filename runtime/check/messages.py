@@ -21,11 +21,13 @@ _PASSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One kind of collective: `size_bytes` is the full tensor, as in `costmodel.program.Collective`."""
+    """One kind of collective: `size_bytes` is the full tensor, as in `costmodel.program.Collective`; `ranks` take part, 0
+    for all along the axis."""
 
     op: CollectiveOp
     axis: str
     size_bytes: int
+    ranks: int = 0
 
 
 def sent_bytes(message: Message, sizes: Mapping[str, int]) -> float:
@@ -33,8 +35,8 @@ def sent_bytes(message: Message, sizes: Mapping[str, int]) -> float:
     reduce-scatter and all-gather that it can be made of."""
     if message.op is CollectiveOp.SEND:
         return message.size_bytes
-    ranks = 1
-    for name in message.axis.split(" x "):
+    ranks = message.ranks or 1
+    for name in () if message.ranks else message.axis.split(" x "):
         ranks *= sizes.get(name, 1)
     return _PASSES[message.op] * message.size_bytes * (ranks - 1) / ranks
 

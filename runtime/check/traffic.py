@@ -37,11 +37,13 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 
 class TrafficRecorder(TorchDispatchMode):
     """Counts collectives while it is active; `axes` names the mesh axis of each process group, by its name, and `where`
-    says in which module the process is."""
+    says in which module the process is; `parts` has the sizes of groups that are a part of their axis."""
 
-    def __init__(self, axes: Mapping[str, str], where: Callable[[], str] = str) -> None:
+    def __init__(
+        self, axes: Mapping[str, str], where: Callable[[], str] = str, parts: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
-        self._axes, self._where = axes, where
+        self._axes, self._where, self._parts = axes, where, parts or {}
         self.found: Counter[Message] = Counter()
         self.modules: dict[Message, Counter[str]] = {}
 
@@ -56,7 +58,8 @@ class TrafficRecorder(TorchDispatchMode):
             group = _group_of(args)
             size = sum(leaf.nbytes for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
             axis = self._axes.get(group, "other")
-            message = Message(op=op, axis=axis, size_bytes=size)
+            part = 0 if op is CollectiveOp.SEND else self._parts.get(group, 0)
+            message = Message(op=op, axis=axis, size_bytes=size, ranks=part)
             self.found[message] += 1
             self.modules.setdefault(message, Counter())[self._where()] += 1
         return result

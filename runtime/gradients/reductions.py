@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoparallel.costmodel.compression import parse_method
-from autoparallel.runtime.gradients.exchanges import Exchange
+from autoparallel.runtime.gradients.exchanges import Exchange, Scatter
 from autoparallel.runtime.gradients.feedback import Memory, corrected, keep
 
 _SEED = 0x10C
@@ -107,12 +107,17 @@ class _ScatterReduction:
     def __init__(self, buffer: Tensor, inside: Exchange, across: Reducer | None, memory: Memory) -> None:
         self._buffer, self._inside, self._across, self._memory = buffer, inside, across, memory
         size = inside.group.size()
-        rows = buffer.new_zeros(size, ceil(buffer.numel() / size))
-        rows.view(-1)[: buffer.numel()].copy_(buffer.view(-1))
-        self._scatter = inside.scatter(rows, memory)
+        if buffer.numel() % size == 0:  # nothing else writes into the buffer until the mean is there
+            rows = buffer.view(size, -1)
+        else:
+            rows = buffer.new_zeros(size, ceil(buffer.numel() / size))
+            rows.view(-1)[: buffer.numel()].copy_(buffer.view(-1))
+        self._scatter: Scatter | None = inside.scatter(rows, memory)
 
     def wait(self) -> None:
+        assert self._scatter is not None
         mean = self._scatter.wait().div_(self._inside.group.size())
+        self._scatter = None  # what was received is not wanted any more
         if self._across is not None:
             self._across.start(mean, self._memory.across).wait()
         rows = self._inside.gather(mean, self._memory)
