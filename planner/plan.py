@@ -58,7 +58,7 @@ __all__ = [
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
 # machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, the second in any
 # case. Kind: formula: a few seconds where little is left to find, some ten where much may be.
-ENOUGH_WORK, MOST_WORK = 4000.0, 12_000.0
+ENOUGH_WORK, MOST_WORK = 4000.0, 10_000.0
 SMALL_GAP = 0.02
 RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
 REPORT_EVERY_S = 0.1

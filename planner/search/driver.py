@@ -33,7 +33,7 @@ CLIMBS = 6  # neighbourhoods looked at before the incumbent is polished
 TRIES = 4  # variants of one size tried until one fits
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 STARTS = 12  # strategies simulated before the search proper
-DUAL_SHARE = 2.0  # work of the dual half for each unit of the local search. Kind: measured
+DUAL_SHARE = 1.0  # work of the dual half for each unit of the local search. Kind: measured
 SMALL = 512  # actions of a schedule that is simulated in a millisecond or two. Kind: measured
 FIRST_DUAL = 150.0  # work of the dual half before the local search begins: easy problems are proved by then
 

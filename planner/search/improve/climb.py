@@ -26,7 +26,7 @@ from autoparallel.planner.strategy.types import Offload
 
 BEAM = 3  # strategies of different shapes whose neighbours are looked at
 VARIANTS_EACH = 3  # of a neighbouring shape, that are simulated
-MOST_TRIED = 32  # simulations in one step
+MOST_TRIED = 16  # simulations in one step
 MOST_BOUNDED = 4096  # variants of a step that are bounded rank by rank
 MOST_ACTIONS = 40_000  # of a schedule that is simulated here: a third of a second. Kind: measured
 

@@ -20,6 +20,8 @@ from autoparallel.planner.search.partition.problem import Form, Row, StageProble
 from autoparallel.planner.search.space.meshes import Floats
 
 GIB = 2.0**30
+# Rows are added one by one: the dual simplex goes on from where it was, which presolve would undo.
+GOES_ON = "use_preprocessing: false use_dual_simplex: true"
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class Relaxation:
     def of(problem: StageProblem, *, memory: bool) -> Relaxation:
         """The relaxation without any path."""
         solver = pywraplp.Solver.CreateSolver("GLOP")
+        solver.SetSolverSpecificParametersAsString(GOES_ON)
         kinds = tuple(dict.fromkeys(problem.kinds))
         counts = [float(problem.kinds.count(kind)) for kind in kinds]
         every = [solver.Constraint(count, count) for count in counts]
