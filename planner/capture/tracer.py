@@ -78,6 +78,7 @@ class Tracer(OpenedFunctions):
         self._entered: list[
             dict[int, fx.Node | None]
         ] = []  # of each open module call: its tensors' nodes on entry
+        self._followed: list[torch.Tensor] = []  # inputs that the model's code makes autograd follow
         self._returned: list[fx.Node | None] = []  # what the repeated module that ran last returned
 
     # -- calls -------------------------------------------------------------------------------------------------
@@ -113,6 +114,13 @@ class Tracer(OpenedFunctions):
             self._pending = None
         mutated = [t for t, version in zip(given, before, strict=True) if t._version != version]
         fresh = [t for t in tensors(out) if all(t is not m for m in mutated)]
+        if (
+            name in ("requires_grad", "requires_grad_")
+            and given
+            and given[0].requires_grad
+            and given[0].is_leaf
+        ):
+            self._followed.append(given[0])
         if not pending.kernels and all(map(self.writer.knows, fresh)) and not mutated:
             return out  # a size, a flag, or the argument itself: nothing ran
         self.end_rounds()
@@ -336,6 +344,8 @@ class Tracer(OpenedFunctions):
         self._runs_backward = True
         with self.meta_mode:
             ones = [torch.ones_like(t) for t in outputs]
-            found = torch.autograd.grad(outputs, list(wanted.values()), ones, allow_unused=True)
-        pairs = zip(wanted, found, strict=True)
+            # A backward pass computes the gradients of all that it follows.
+            sources = [*wanted.values(), *self._followed]
+            found = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        pairs = zip(wanted, found, strict=False)
         return {name: self.writer.gradient(t, name) for name, t in pairs if t is not None}

@@ -17,7 +17,8 @@ class Attention(torch.autograd.Function):
     """scaled_dot_product_attention as flash attention keeps it: query, key, value, output and the log-sum-exp.
 
     Source: the saved tensors of aten::_scaled_dot_product_flash_attention in torch's derivatives.yaml. Seed and
-    offset of the random generator (32 bytes) are left out; a mask is kept, as the memory-efficient kernel does.
+    offset of the random generator (32 bytes) are left out; a mask is kept, as the memory-efficient kernel does, one of flags
+    as the numbers that scaled_dot_product_attention makes of it (convert_boolean_attn_mask in attention.cpp).
     """
 
     @staticmethod
@@ -76,6 +77,8 @@ def attention(
 ) -> torch.Tensor:
     """Same signature as torch.nn.functional.scaled_dot_product_attention."""
     _shapes_meet(query, key, value, grouped=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = query.new_empty(attn_mask.shape)  # each call makes numbers of its flags, and keeps these
     if query.dim() == 3:  # heads are folded into the batch: one head each
         out: torch.Tensor = Attention.apply(query[None], key[None], value[None], attn_mask)
         return out[0]
@@ -125,7 +128,7 @@ class CtcLoss(torch.autograd.Function):
     """The loss of each sample of ctc_loss, and what it keeps: the probabilities and those of every prefix.
 
     Source: native_ctc_loss in torch's LossCTC.cpp (log_alpha is samples x time x (2 longest target + 1)) and its saved
-    tensors in derivatives.yaml.
+    tensors in derivatives.yaml, the targets among them.
     """
 
     @staticmethod
@@ -133,7 +136,8 @@ class CtcLoss(torch.autograd.Function):
         time, samples = log_probs.shape[0], log_probs.shape[1]
         longest = targets.shape[-1] if targets.dim() == 2 else -(-targets.shape[0] // samples)
         losses = log_probs.new_empty(samples)
-        ctx.save_for_backward(log_probs, losses, log_probs.new_empty((samples, time, 2 * longest + 1)))
+        log_alpha = log_probs.new_empty((samples, time, 2 * longest + 1))
+        ctx.save_for_backward(log_probs, targets, losses, log_alpha)
         return losses
 
     @staticmethod
@@ -152,6 +156,8 @@ def ctc_loss(
 ) -> torch.Tensor:
     """Same signature as torch.ctc_loss, whose reductions are none, mean and sum."""
     losses: torch.Tensor = CtcLoss.apply(log_probs, targets)
+    if reduction == 1:  # the mean of the losses by the lengths of their targets
+        losses = losses / losses.new_empty(losses.shape)
     return (losses.clone, losses.mean, losses.sum)[reduction]()
 
 

@@ -27,6 +27,7 @@ class Split:
         self.nodes = list(outer.graph.nodes)
         self.stages = len(stage_blocks)
         self.outer = outer
+        _check_called(self.nodes, repeated_paths)
         self.placed = self._place(module, frozenset(repeated_paths), stage_blocks)
         self.writers = _writers(self.nodes)
         wants = [self._wanted(s) for s in range(self.stages)]
@@ -126,6 +127,18 @@ class Split:
         if writes(node):
             return [str(parent) for parent in node.all_input_nodes]
         return self.outer.written.get(node.name, ())
+
+
+def _check_called(nodes: Sequence[fx.Node], repeated_paths: Sequence[str]) -> None:
+    """Refuse blocks that the outer graph does not call one by one: what runs without gradients is a graph within it."""
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    missing = [path for path in repeated_paths if path not in called]
+    if missing:
+        raise UserError(
+            f"cannot cut into pipeline stages: {missing[0]} and {len(missing) - 1} other repeated blocks run inside of a part "
+            "of the forward pass that is whole, as under torch.no_grad(): freeze that part's parameters instead "
+            "(requires_grad_(False)), or set mesh.pp = 1"
+        )
 
 
 def _writers(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.planner.capture import capture
+from benchmarks.coverage.eager import graph_saved_bytes
+from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
 
 
 class _Guarded(nn.Module):
@@ -157,3 +159,56 @@ def test_the_attention_of_what_cannot_be_traced_counts() -> None:
     graph = capture(_Choosing(), torch.randn(2, 6, 8), name="x")
     assert graph.warnings
     assert graph.model_flops(2) == 2 * (2 * 2 * 6 * 8 * 8) + 3 * 2 * (2 * 2 * 6 * 6 * 8)
+
+
+class _Attending(nn.Module):
+    """Attention of a mask of flags, which every call makes numbers of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        flags = mask[:, None, None, :] & mask[:, None, :, None]
+        for layer in (self.first, self.second):
+            heads = layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            x = (
+                F.scaled_dot_product_attention(heads, heads, heads, attn_mask=flags)
+                .transpose(1, 2)
+                .flatten(2)
+            )
+        return x
+
+
+class _Heard(nn.Module):
+    """As recognisers of speech: convolutions whose input autograd is made to follow, and a loss over alignments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv1d(1, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, sound: Tensor, targets: Tensor) -> Tensor:
+        sound = sound[:, None]
+        sound.requires_grad = True
+        return self.linear(self.conv(sound).transpose(1, 2)).sum() + 0 * targets.sum()
+
+
+def test_attention_keeps_the_numbers_of_a_mask_of_flags() -> None:
+    module, inputs = _Attending(), {"x": torch.randn(2, 6, 8), "mask": torch.ones(2, 6, dtype=torch.bool)}
+    graph = capture(module, inputs, name="x")
+    assert graph_saved_bytes(graph, 2) == eager_saved_bytes(module, inputs), show_saved(graph)
+
+
+def test_the_gradient_of_an_input_that_autograd_is_made_to_follow_counts() -> None:
+    module, inputs = _Heard(), {"sound": torch.randn(2, 30), "targets": torch.ones(2, 3)}
+    assert capture(module, inputs, name="x").model_flops(2) == counted_flops(module, inputs)
+
+
+def test_a_loss_over_alignments_keeps_its_targets() -> None:
+    class Twice(_Recognised):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(x, targets * 2)
+
+    inputs = {"x": torch.randn(2, 6, 4), "targets": torch.ones(2, 3, dtype=torch.int64)}
+    graph = capture(Twice(), inputs, name="x")
+    assert graph_saved_bytes(graph, 2) == eager_saved_bytes(Twice(), inputs), show_saved(graph)

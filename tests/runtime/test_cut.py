@@ -370,3 +370,25 @@ def test_other_inputs_than_the_examples_are_refused_in_words() -> None:
     stages = cut(module, inputs, repeated_paths=paths, stage_blocks=(2, 2))
     with pytest.raises(UserError, match="pass the same arguments"):
         _chain(stages, {"input_ids": inputs["input_ids"]})
+
+
+class _Looking(nn.Module):
+    """Looks at its input through blocks that do not learn, and goes on with others that do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eyes, self.layers = (nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for eye in self.eyes:
+                x = eye(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_that_run_without_gradients_are_refused_by_name() -> None:
+    paths = [f"{name}.{i}" for name in ("eyes", "layers") for i in range(3)]
+    with pytest.raises(UserError, match=r"eyes\.0 and 2 other repeated blocks .* torch\.no_grad\(\)"):
+        cut(_Looking(), torch.randn(2, 4), repeated_paths=paths, stage_blocks=(3, 3))
