@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from autoparallel.costmodel.program import (
     Action,
@@ -15,9 +16,11 @@ from autoparallel.costmodel.program import (
 )
 from autoparallel.dryrun import compare
 from autoparallel.dryrun_findings import findings
-from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Strategy
+from autoparallel.dryrun_peak import peak_of
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.runtime.check.dryrun import LoweredStage
-from autoparallel.runtime.check.messages import Message, Place
+from autoparallel.runtime.check.live_bytes import Live
+from autoparallel.runtime.check.messages import Message, Place, sent_bytes
 
 STRATEGY = Strategy(
     batch=Batch(global_=2, micro=1), mesh=Mesh(pp=2, tp=2), execution=Execution(kernels="eager"),
@@ -83,3 +86,24 @@ def test_a_collective_that_does_not_run_is_told_with_the_block_that_was_priced()
         parameter_bytes=1000, gathered_bytes=0, gradient_bytes=1000, optimizer_bytes=2000, traffic=Counter()
     )
     assert found(none, lowered()) == [((0,), "bytes sent over tp", "F", "Block")]
+
+
+def test_what_a_part_of_an_axis_sends_is_counted_by_its_own_size() -> None:
+    assert sent_bytes(replace(SUM, ranks=2), {"tp": 8}) == sent_bytes(SUM, {"tp": 2})
+
+
+def test_parameters_that_the_only_micro_batch_gathers_are_counted_once() -> None:
+    """Its forward pass saw them come; in the backward pass they are there."""
+    strategy = replace(
+        STRATEGY, batch=Batch(global_=2, micro=1), mesh=Mesh(pp=2, dp_shard=2), shard=Shard(zero=1)
+    )
+    forward = Live(begin=0, kept=700, peak=800, module="f")  # 600 of them gathered
+    for backward, most in ((50, 1200.0 + 800), (500, 1200.0 + 600 + 100 + 500)):
+        live = {"F": forward, "B": Live(begin=0, kept=0, peak=backward, module="b")}
+        stage = LoweredStage(
+            parameter_bytes=200, gathered_bytes=600, gradient_bytes=0, optimizer_bytes=1000, traffic=Counter(), live=live,
+        )  # fmt: skip
+        row = (Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0))
+        found = peak_of(strategy, replace(program(), ranks=(row, row)), (stage, stage), 0, (0,))
+        assert found is not None
+        assert found.bytes == most
