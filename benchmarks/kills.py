@@ -50,15 +50,29 @@ def _done(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _until(folder: Path, agent: subprocess.Popen[bytes], step: int, known: int) -> float:
-    """Seconds until a step that far is done that was not among the `known` entries."""
+def _since(folder: Path, known: set[int]) -> list[dict[str, Any]]:
+    """What processes other than the `known` have done."""
+    return [entry for entry in _done(folder) if entry["pid"] not in known]
+
+
+def _until(folder: Path, agent: subprocess.Popen[bytes], step: int, known: set[int]) -> float:
+    """Seconds until a step that far is done by a process that is not among the `known`."""
     begun = time.monotonic()
-    while not any(entry["step"] >= step for entry in _done(folder)[known:]):
+    while not any(entry["step"] >= step for entry in _since(folder, known)):
         if agent.poll() not in (None, 0) or time.monotonic() - begun > WAIT_S:
             agent.kill()
             raise SystemExit(f"step {step} was not done: {(folder / 'said').read_text()[-3000:]}")
         time.sleep(0.02)
     return time.monotonic() - begun
+
+
+def _gone(ranks: set[int]) -> None:
+    """Wait for processes to end: they end with their agent, a moment after it."""
+    begun = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        if time.monotonic() - begun > WAIT_S:
+            raise SystemExit(f"processes {sorted(ranks)} outlived their agent")
+        time.sleep(0.02)
 
 
 def _start(folder: Path, world: int, steps: int) -> subprocess.Popen[bytes]:
@@ -94,20 +108,21 @@ def campaign(folder: Path, seed: int, phases: int, steps: int) -> Iterator[dict[
         (folder / f"strategy-{world}.toml").write_text(strategy)
         hold = folder / f"hold-{world}"
         hold.write_text(str(stop))
-        known = len(_done(folder))
+        known = {entry["pid"] for entry in _done(folder)}
         agent = _start(folder, world, steps)
         back_s = _until(folder, agent, stop, known)
         time.sleep(draw.uniform(0, 0.5))  # the checkpoint is being written, or is not
-        now = _done(folder)[known:]
-        ranks = sorted({entry["pid"] for entry in now})
-        before = len(_done(folder))
-        _kill(victim, agent, ranks, draw)
+        now = _since(folder, known)
+        ranks = {entry["pid"] for entry in now}
         first = min(entry["step"] for entry in now)
+        _kill(victim, agent, sorted(ranks), draw)
         if victim == "rank":
-            back_s = _until(folder, agent, 1, before)
+            back_s = _until(folder, agent, 1, known | ranks)
+            ranks = {entry["pid"] for entry in _since(folder, known)}
             agent.kill()
-        hold.unlink()
         agent.wait()
+        _gone(ranks)
+        hold.unlink()
         yield {
             "world": world,
             "strategy": strategy,
@@ -125,6 +140,7 @@ def same(interrupted: list[dict[str, Any]], straight: list[dict[str, Any]]) -> l
     """Where a run differs from one that nothing interrupted."""
     losses = {entry["step"]: entry["loss"] for entry in straight}
     ids = {entry["step"]: set(entry["ids"]) for entry in straight}
+    consumed: dict[int, set[int]] = {step: set() for step in ids}
     found = []
     for entry in interrupted:
         step = entry["step"]
@@ -132,8 +148,11 @@ def same(interrupted: list[dict[str, Any]], straight: list[dict[str, Any]]) -> l
             found.append(f"step {step}: loss {entry['loss']} instead of {losses[step]}")
         if not set(entry["ids"]) <= ids[step]:
             found.append(f"step {step}: samples {entry['ids']} are not of {sorted(ids[step])}")
+        consumed[step] |= set(entry["ids"])
     return found + [
-        f"step {step} was not done" for step in losses if step not in {e["step"] for e in interrupted}
+        f"step {step}: samples {sorted(ids[step] - of)} were left out"
+        for step, of in consumed.items()
+        if of != ids[step]
     ]
 
 

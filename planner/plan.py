@@ -37,7 +37,7 @@ from autoparallel.planner.outcome import (
     SearchTimeout,
 )
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.recovering import with_recovery, without_recovery
+from autoparallel.planner.recovering import Expanders, with_recovery, without_recovery
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.space.certificate import space_of
@@ -113,13 +113,17 @@ def plan(
         )  # fmt: skip
     else:
         bare = without_tables(problem)
+        if expander is None and problem.cluster.failures is not None:
+            expander = Expander(bare.graph, bare.cluster)
         result = _plan(bare, watch, expander, processes, within, explain=explain, advise=advise)
 
     watch.share(RECOVERY_SHARE)
-    recovers = partial(
-        _plan, watch=watch, expander=None, processes=processes, within=within, explain=False, advise=False
-    )
-    result = with_recovery(stated, result, recovers)
+    known = Expanders(expander)
+
+    def recovers(other: Problem) -> PlanResult:
+        return _plan(other, watch, known.of(other), processes, within, explain=False, advise=False)
+
+    result = with_recovery(stated, result, recovers, known)
     space = space_of(stated, tables=tables)
     return replace(result, seconds=time.monotonic() - started_s, space=space)
 

@@ -2,8 +2,8 @@
 
 What counts is the step divided by the goodput of its way to recover. Waiting, copies and planning anew cost nearly the same
 under every strategy, so the fastest one is the best for them. Two ways ask for strategies of their own: replicas to drop, and
-nodes that wait. Each gets searches where it could win: the step's lower bound with the best goodput that it could have is
-compared with the best found. An outer branch and bound, whose inner search is `plan`'s.
+nodes that wait. Each gets searches where it could win by more than predictions can tell: the step's lower bound with the best
+goodput that it could have is compared with the best found. An outer branch and bound, whose inner search is `plan`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,24 @@ from autoparallel.profiles.resize import resized
 _PREFIX = "recovery."
 # Numbers of replicas that get a search of their own. Kind: choice; each takes as long as a plan.
 MOST_REPLICAS = 3
+# A search is worth its time where it could win more than this. Kind: choice; below it predictions tell no plans apart.
+LEAST_GAIN = 0.02
 Search = Callable[[Problem], PlanResult]
+
+
+class Expanders:
+    """One for each graph and cluster that is planned for, so that searches share their prices."""
+
+    def __init__(self, first: Expander | None = None) -> None:
+        self._known = [first] if first is not None else []
+
+    def of(self, problem: Problem) -> Expander:
+        """The expander of a problem's graph and cluster."""
+        for known in self._known:
+            if known.graph is problem.graph and known.cluster == problem.cluster:
+                return known
+        self._known.append(Expander(problem.graph, problem.cluster))
+        return self._known[-1]
 
 
 def asked_of(constraints: Mapping[str, object]) -> dict[str, Any]:
@@ -50,16 +67,16 @@ class _Found:
     value: float
 
 
-def with_recovery(problem: Problem, result: PlanResult, search: Search) -> PlanResult:
+def with_recovery(problem: Problem, result: PlanResult, search: Search, known: Expanders) -> PlanResult:
     """The result with its way to recover, or one that recovers better. `search` plans another problem; what it raises is
     taken for nothing found. Raises UserError where no strategy recovers as the constraints say."""
     asked = asked_of(problem.constraints)
     if problem.cluster.failures is None:
         return _as_asked(problem, result, asked) if asked else result
-    found = list(_own(problem, result, asked))
+    found = list(_own(problem, result, asked, known))
     for other in (_replicated, _spared):
         best = min((one.value for one in found), default=float("inf"))
-        found += other(problem, result, asked, best, search)
+        found += other(problem, result, asked, best, search, known)
     if not found:
         return _as_asked(problem, result, asked)
     best_one = min(found, key=lambda one: one.value)
@@ -82,9 +99,11 @@ def _with_rule(problem: Problem, result: PlanResult, rule: RecoveryRule) -> Plan
     return replace(result, strategy=strategy)
 
 
-def _own(problem: Problem, result: PlanResult, asked: Mapping[str, Any]) -> Iterator[_Found]:
+def _own(
+    problem: Problem, result: PlanResult, asked: Mapping[str, Any], known: Expanders
+) -> Iterator[_Found]:
     """The ways that the fastest plan itself has."""
-    planned = _planned(problem, result)
+    planned = _planned(problem, result, known)
     for policy in _policies(asked):
         way = planned.way(policy)
         idle = problem.cluster.nodes - planned.saved.nodes
@@ -94,7 +113,12 @@ def _own(problem: Problem, result: PlanResult, asked: Mapping[str, Any]) -> Iter
 
 
 def _replicated(
-    problem: Problem, result: PlanResult, asked: Mapping[str, Any], best: float, search: Search
+    problem: Problem,
+    result: PlanResult,
+    asked: Mapping[str, Any],
+    best: float,
+    search: Search,
+    known: Expanders,
 ) -> Iterator[_Found]:
     """The fastest plan with replicas to drop, where the fastest of all has none."""
     mesh = result.strategy.mesh
@@ -104,16 +128,21 @@ def _replicated(
         return
     if "mesh.dp_replicate" in problem.constraints:
         return
-    expander, least = Expander(problem.graph, problem.cluster), best
+    expander, least = known.of(problem), best / (1 + _least_gain(asked))
     for replicas in _divisors(nodes_of(problem.cluster, mesh.devices))[:MOST_REPLICAS]:
         bound = plan_recovery(expander, result.strategy, result.prediction, replicas=replicas)
         way = bound.way("drop-replica") if bound else None
         if way is None or _worth(problem, result.lower_bound_s, mesh.devices, way.goodput) >= least:
             continue
         held = replace(problem, constraints={**problem.constraints, "mesh.dp_replicate": replicas})
-        for one in _searched(problem, held, search, "drop-replica"):
-            least = min(least, one.value)
+        for one in _searched(problem, held, search, known, "drop-replica"):
+            least = min(least, one.value / (1 + LEAST_GAIN))
             yield one
+
+
+def _least_gain(asked: Mapping[str, Any]) -> float:
+    """What is asked for by name is looked for, however little it wins."""
+    return 0.0 if "policy" in asked else LEAST_GAIN
 
 
 def _divisors(nodes: int) -> list[int]:
@@ -122,7 +151,12 @@ def _divisors(nodes: int) -> list[int]:
 
 
 def _spared(
-    problem: Problem, result: PlanResult, asked: Mapping[str, Any], best: float, search: Search
+    problem: Problem,
+    result: PlanResult,
+    asked: Mapping[str, Any],
+    best: float,
+    search: Search,
+    known: Expanders,
 ) -> Iterator[_Found]:
     """A plan for the nodes that do not wait, where the fastest takes all: with as many spares as would pay if work were in
     proportion to the nodes."""
@@ -131,7 +165,7 @@ def _spared(
         return
     if problem.constraints.get("mesh.placement"):
         return
-    planned = _planned(problem, result)
+    planned = _planned(problem, result, known)
     way, nodes = planned.way("spares"), planned.saved.nodes
     spares = asked.get("spares", way.spares if way else 0)
     if way is None or not isinstance(spares, int) or not spares or nodes + spares <= cluster.nodes:
@@ -140,23 +174,21 @@ def _spared(
     if fewer < 1:
         return
     goodput = way.goodput * (nodes + way.spares) / nodes
-    if (
-        "policy" not in asked
-        and _worth(problem, result.lower_bound_s, fewer * per_node(cluster), goodput) * nodes >= best * fewer
-    ):
+    bound = _worth(problem, result.lower_bound_s, fewer * per_node(cluster), goodput) * nodes / fewer
+    if "policy" not in asked and bound * (1 + LEAST_GAIN) >= best:
         return
     smaller = replace(problem, cluster=_smaller(cluster, fewer))
-    yield from _searched(problem, smaller, search, "spares", spares)
+    yield from _searched(problem, smaller, search, known, "spares", spares)
 
 
 def _searched(
-    problem: Problem, other: Problem, search: Search, policy: str, spares: int | None = None
+    problem: Problem, other: Problem, search: Search, known: Expanders, policy: str, spares: int | None = None
 ) -> Iterator[_Found]:
     try:
         result = search(without_recovery(other))
     except (InfeasiblePlan, SearchTimeout, UserError):
         return
-    planned = _planned(other, result)
+    planned = _planned(other, result, known)
     way = planned.way(policy)
     if way is None:
         return
@@ -183,11 +215,10 @@ def _agrees(way: Recovery, asked: Mapping[str, Any]) -> bool:
     return bool(asked.get("spares", way.spares) == way.spares and asked.get("peers", copies) == copies)
 
 
-def _planned(problem: Problem, result: PlanResult) -> RecoveryPlan:
+def _planned(problem: Problem, result: PlanResult, known: Expanders) -> RecoveryPlan:
     every_s = asked_of(problem.constraints).get("checkpoint_every_s", 0.0)
     assert isinstance(every_s, int | float)
-    expander = Expander(problem.graph, problem.cluster)
-    planned = plan_recovery(expander, result.strategy, result.prediction, every_s=float(every_s))
+    planned = plan_recovery(known.of(problem), result.strategy, result.prediction, every_s=float(every_s))
     assert planned is not None, "only asked where the cluster states failures"
     return planned
 

@@ -96,7 +96,7 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "grad_sync.bucket_mib": "sizes but the smallest that wastes little of the network, unless for the plan itself",
         "grad_sync.overlap": "reductions that wait for the end, unless for the plan itself",
         "grad_sync.compression": f"methods other than {', '.join(problem.lossy or METHODS)}, and several at once",
-        "recovery.policy": "plans of slower steps, but for replicas of whole nodes to drop (the three smallest numbers) and nodes that wait",
+        "recovery.policy": "plans of slower steps, but for replicas of whole nodes to drop (the three smallest numbers) and nodes that wait, where they could win 2 %",
         "recovery.checkpoint_every_s": "others than Daly's optimum in whole steps",
         "recovery.peers": "more copies than one",
         "recovery.spares": "more than eight, and numbers that would not pay were work in proportion to nodes",
