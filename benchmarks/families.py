@@ -43,8 +43,9 @@ class Home:
     parent: str
     files: tuple[Path, ...]
     prior: Mapping[str, FigureTable]
-    written: bool = True  # by the fit; else its files keep what was tuned by hand
     follows: bool = False  # its generation: its priors are that one's by a formula
+    between: tuple[str, ...] = ()  # homes whose mean the constants `means` are
+    means: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ def read_priors(path: Path = PRIORS) -> Priors:
         Family(name=f["name"], keys=tuple(f["keys"]), shared=f["shared"], between=f["between"])
         for f in table["family"]
     )
+    every = table["prior"].get("", {})  # of all generations that say nothing else
     homes = {
         name: Home(
             name=name,
@@ -79,14 +81,24 @@ def read_priors(path: Path = PRIORS) -> Priors:
             files=tuple(ROOT / file for file in entry["files"]),
             prior={
                 key: check_figure(figure, f"{path.name}: {name}")
-                for key, figure in table["prior"].get(name, {}).items()
+                for key, figure in (({} if "of" in entry else every) | table["prior"].get(name, {})).items()
             },
-            written=entry.get("written", True),
             follows=entry.get("follows", False),
+            between=tuple(entry.get("between", ())),
+            means=tuple(entry.get("means", ())),
         )
         for name, entry in table["home"].items()
     }
     return Priors(families=families, homes=homes)
+
+
+def a_device(path: Path) -> str:
+    """A device whose constants of a file are the file's."""
+    of_architecture = {
+        "volta": "v100-sxm2-16gb", "ampere": "a100-pcie-80gb", "hopper": "h100-sxm", "ada": "rtx4090",
+        "blackwell": "b200", "cdna3": "mi300x",
+    }  # fmt: skip
+    return of_architecture.get(path.stem, path.stem)
 
 
 Moves = Mapping[tuple[str, str], float]  # log factors on priors, by family and home

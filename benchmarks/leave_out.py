@@ -13,8 +13,8 @@ from statistics import mean
 from typing import TypedDict
 
 from autoparallel.profiles import load_device
-from benchmarks.accuracy import Graphs, with_device
-from benchmarks.families import Priors, moved, read_priors, unknown_of
+from benchmarks.accuracy import DEVICES, Graphs, with_device
+from benchmarks.families import Priors, a_device, moved, read_priors, unknown_of
 from benchmarks.fit import ROWS_A_SOURCE, priced, solve
 from benchmarks.publishers import generation_of, publisher_of, publishers
 from benchmarks.rows import Row, Run
@@ -40,19 +40,10 @@ def shipped(priors: Priors) -> Moves:
         for family in priors.families:
             keys = [key for key in home.prior if family.holds(key)]
             if keys and unknown_of(priors, home.name) == home.name:
-                device = load_device(_a_device(home.files[0]))
+                device = load_device(a_device(home.files[0]), dirs=(DEVICES,))
                 ratios = [log(device.constants[key] / home.prior[key].value) for key in keys]
                 found[family.name, home.name] = mean(ratios)
     return found
-
-
-def _a_device(path: Path) -> str:
-    """A device whose constants of a file are the file's."""
-    of_architecture = {
-        "volta": "v100-sxm2-16gb", "ampere": "a100-pcie-80gb", "hopper": "h100-sxm", "ada": "rtx4090",
-        "blackwell": "b200", "cdna3": "mi300x",
-    }  # fmt: skip
-    return of_architecture.get(path.stem, path.stem)
 
 
 def left_out(

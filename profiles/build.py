@@ -43,15 +43,19 @@ HOST_TIMES = ("launch_s.", "kernel.start_s", "optimizer.tensor_s", "collective.s
 
 
 def build_device(
-    table: DeviceFile, inherited: Mapping[str, Any], where: str, *, publishers: int = 0
+    table: DeviceFile, inherited: Sequence[Mapping[str, Any]], where: str, *, publishers: int = 0
 ) -> Device:
-    """The device of a checked file; `inherited` are the constants of its architecture, which saw rows of so many `publishers`."""
+    """The device of a checked file; `inherited` are the constants of its architecture, which saw rows of so many
+    `publishers`, and of those that it is like, nearest first."""
     figures = Figures(where, table.provenance)
     for dtype in table.peak_flops:
         if dtype not in DTYPES:
             hint = nearest(dtype, DTYPES)
             raise UserError(f"{where}: `peak_flops.{dtype}`: unknown dtype{hint}; known: {', '.join(DTYPES)}")
-    constants = _completed(_constants(inherited, where) | _constants(table.constants, where))
+    stated: dict[str, FigureTable] = {}
+    for tree in (*reversed(inherited), table.constants):
+        stated |= _constants(tree, where)
+    constants = _completed(stated)
     missing = sorted(set(CONSTANTS) - set(constants))
     if missing:
         raise UserError(
@@ -298,6 +302,10 @@ def _completed(constants: dict[str, FigureTable]) -> dict[str, FigureTable]:
             found[key] = FigureTable(value=default, kind=ValueKind.FORMULA, source=UNSTATED)
         elif default in found:
             found[key] = found[default].model_copy()
+            if found[key].kind is ValueKind.USER:  # a bare number, whose source is listed under its own key
+                found[key] = FigureTable(
+                    value=found[key].value, kind=ValueKind.FORMULA, source=f"as {default}"
+                )
     return found
 
 

@@ -97,6 +97,11 @@ UNSTATED = "stated by no file: the default of profiles/constants.py"
 # What a constant is where no file sets it: another constant's value, or a number.
 UNLESS_SET: dict[str, str | float] = {
     **{f"compress.{method}": 1.0 for method in COMPRESSIONS},  # fused kernels. Kind: formula
+    # A device without a peak in such a dtype never asks; one with it whose products nobody measured is as good at them.
+    "gemm.efficiency.full": "gemm.efficiency.half",
+    "gemm.efficiency.fp8": "gemm.efficiency.half",
+    "gemm.efficiency.nvfp4": "gemm.efficiency.fp8",
+    "gemm.conv_efficiency": 1.0,  # an implicit product. Kind: formula
     "launch_s.expert": "launch_s.fused",
     # Kind: measured, on other hosts. Source: veScale (arXiv:2509.07003), DTensor's dispatch in C++, as torch has it since 2.10.
     "launch_s.dtensor": 30e-6,

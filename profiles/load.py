@@ -71,13 +71,24 @@ def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
 def parse_device(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Device:
     """A device from a file's table; `where` is what error messages call it."""
     table = check(DeviceFile, data, where)
-    inherited: Mapping[str, Any] = {}
-    publishers = 0
-    if table.architecture:
-        path = _resolve(table.architecture, _files("architectures", dirs, "constants"), "architecture")
-        above = check(ArchitectureFile, read_toml(path), str(path))
-        inherited, publishers = above.constants, above.publishers
-    return build_device(table, inherited, where, publishers=publishers)
+    above = _lineage(table.architecture, dirs) if table.architecture else []
+    publishers = above[0].publishers if above else 0
+    return build_device(table, [one.constants for one in above], where, publishers=publishers)
+
+
+def _lineage(name: str, dirs: Sequence[Path]) -> list[ArchitectureFile]:
+    """An architecture and those whose constants it takes where it states none, nearest first."""
+    files, found, seen = _files("architectures", dirs, "constants"), [], [name]
+    while name:
+        path = _resolve(name, files, "architecture")
+        found.append(check(ArchitectureFile, read_toml(path), str(path)))
+        name = found[-1].like
+        if name in seen:
+            raise UserError(
+                f"{path}: `like`: {' -> '.join([*seen, name])} comes back to itself; leave one out"
+            )
+        seen.append(name)
+    return found
 
 
 def parse_cluster(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Cluster:

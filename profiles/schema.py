@@ -157,10 +157,11 @@ class DeviceFile(Strict):
 
 
 class ArchitectureFile(Strict):
-    """Constants that the devices of one generation share."""
+    """Constants that the devices of one generation share; those it does not state are of the one that it is `like`."""
 
     schema_: int = Field(alias="schema", default=SCHEMA)
     name: str
+    like: str = ""
     publishers: int = 0
     constants: dict[str, Any]
 

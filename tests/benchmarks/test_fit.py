@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import re
+import tomllib
+from collections.abc import Iterator
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoparallel.profiles import load_device
 from benchmarks import rows
 from benchmarks.accuracy import DEVICES
-from benchmarks.families import Priors, moved, read_priors
+from benchmarks.families import ROOT, Priors, moved, read_priors
 from benchmarks.fit import rewritten, solve
 from benchmarks.publishers import publishers
 from benchmarks.sensitivity import Sensitive, Timed
@@ -91,3 +95,50 @@ def test_writing_changes_the_constants_named_and_nothing_else() -> None:
         '[constants.launch_s]\neager = { value = 1e-05, kind = "fitted", source = "rows" }\n'
     )
     assert rewritten(changed, {"gemm.boost": (0.5, "rows"), "launch_s.eager": (1e-5, "rows")}) == changed
+
+
+# Words of a guess, and what a constant that the fit does not write must name: what somebody measured, published or counted.
+GUESSES = re.compile(r"estimate|assum|by the author|by hand|to be (corrected|fitted)", re.IGNORECASE)
+FITTED_TO = re.compile(
+    r"published/(kernels|collectives)\.csv|arXiv|paper|datasheet|measured:|autoparallel profile|SemiAnalysis|stas00|runs that died"
+)
+HOMES = {file: home for home in PRIORS.homes.values() for file in home.files}
+
+
+@pytest.mark.parametrize("folder", ["architectures", "devices"])
+def test_every_constant_is_written_by_the_fit_or_carries_a_source(folder: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / "profiles" / folder).glob("*.toml")):
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        listed = {key: entry for entry in table.get("provenance", ()) for key in entry["keys"]}
+        home = HOMES.get(path)
+        for key, figure in _figures(table):
+            known = figure if isinstance(figure, dict) else listed.get(key, {})
+            kind, source = known.get("kind"), known.get("source", "")
+            name = key.removeprefix("constants.")
+            fits = home is not None and (name in home.means or name in home.prior)
+            guessed = GUESSES.search(source) or (kind == "fitted" and not FITTED_TO.search(source))
+            if fits != source.startswith("benchmarks/fit.py") or (guessed and not fits):
+                wrong.append((path.name, key, source))
+            elif fits and home is not None and name in home.prior:
+                prior = home.prior[name]
+                if not source.endswith(f"from {prior.value:g} ({prior.kind}: {prior.source})"):
+                    wrong.append((path.name, key, f"{source}: the prior is another now"))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def _figures(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The constants, rates and sizes that a file states, by dotted key."""
+    for name, value in table.items():
+        if isinstance(value, dict) and "value" not in value and name not in ("residuals", "posterior"):
+            yield from _figures(value, f"{prefix}{name}.")
+        elif isinstance(value, float | dict) and name not in ("residuals", "posterior"):
+            yield f"{prefix}{name}", value
+
+
+def test_no_prior_is_a_guess() -> None:
+    for home in PRIORS.homes.values():
+        for key, figure in home.prior.items():
+            assert not GUESSES.search(figure.source), (home.name, key)
+            if figure.kind == "fitted":
+                assert "proportions" in figure.source, (home.name, key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, log
+from math import exp, log, sqrt
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def test_three_rows_of_a_source_teach_what_they_did() -> None:
     before = publisher_mean(after.rows, [abs(exp(row.missed) - 1) for row in after.rows])
     assert publisher_mean(after.rows, errors) < min(0.068, 0.65 * before)
     covered, width = coverage(after.missed, after.spread, weights(after.rows), QUANTILE_CALIBRATED)
-    assert 0.86 <= covered <= 0.94
+    assert 0.87 <= covered <= 0.93
     assert width < 0.18
 
 
@@ -53,7 +53,8 @@ def test_runs_fit_as_often_as_is_said() -> None:
         some = [row for row in judged if log(low) <= row.room < log(high)]
         ran = sum(row.outcome == "ok" for row in some) / len(some)
         said = sum(fit_probability(row.room) for row in some) / len(some)
-        assert abs(ran - said) < 0.1, (low, high, ran, said)
+        scatter = 1.5 * sqrt(said * (1 - said) / len(some))  # of so few runs
+        assert abs(ran - said) < max(0.1, scatter), (low, high, ran, said)
 
 
 def test_nine_of_ten_peaks_lie_within_what_is_said_of_memory() -> None:

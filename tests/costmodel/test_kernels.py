@@ -219,5 +219,5 @@ def test_every_shipped_device_prices_every_kind_of_kernel(name: str) -> None:
 def test_a_large_product_runs_near_its_published_rate() -> None:
     # At best 268 (A100 SXM) and 794 TFLOP/s (H100) by Stas Bekman's table; sustained in training less.
     kernel = product(1, 8192, 8192, 8192, "bf16")
-    for name, low, high in (("a100-sxm-80gb", 210e12, 268e12), ("h100-sxm", 600e12, 794e12)):
+    for name, low, high in (("a100-sxm-80gb", 210e12, 268e12), ("h100-sxm", 570e12, 794e12)):
         assert low < kernel.flops / kernel_s(kernel, DEVICES[name], "fused") < high, name
