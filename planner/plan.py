@@ -113,8 +113,7 @@ def plan(
         )  # fmt: skip
     else:
         bare = without_tables(problem)
-        if expander is None and problem.cluster.failures is not None:
-            expander = Expander(bare.graph, bare.cluster)
+        expander = expander or (Expander(bare.graph, bare.cluster) if problem.cluster.failures else None)
         result = _plan(bare, watch, expander, processes, within, explain=explain, advise=advise)
 
     watch.share(RECOVERY_SHARE)
