@@ -23,7 +23,8 @@ KEY = "execution.kernels"
 COMPILED = "compiled"
 TOLERANCE = 1e-6  # of the gap of a proof, as the searches'
 # Seconds in which torch.compile makes an operator of a block, both passes; equal blocks are compiled once. Kind: measured.
-# Source: torch 2.13's Inductor, C++ code, two busy cores: Llama's layer 29 s (55 calls), GPT-2's 41 s (76), 2 layers or 12.
+# Source: torch 2.13's Inductor, C++ code, two busy cores: twelve layers of Llama 29 s (55 calls in each), of GPT-2 41 s (76;
+# two layers take as long). A first run in a fresh process took 135 s: once on a machine, not counted.
 COMPILE_S_PER_OPERATOR = 0.5
 Search = Callable[[Problem], PlanResult]
 
