@@ -21,7 +21,15 @@ from autoparallel.report.figures import cluster_figures, device_figures, kinds
 from autoparallel.report.placement import places
 from autoparallel.report.recovery import POLICIES, recovery_words
 from autoparallel.report.tables import rule_words
-from autoparallel.report.words import choices, cluster_words, constraint_words, short, sureness, why
+from autoparallel.report.words import (
+    bound_words,
+    choices,
+    cluster_words,
+    constraint_words,
+    short,
+    sureness,
+    why,
+)
 from autoparallel.runtime.gradients.groups import process_groups
 from autoparallel.stamp import check_stamp
 
@@ -215,7 +223,8 @@ def warnings(
     elif any(c != "none" for c in strategy.grad_sync.compression):
         found.append("Gradients are rounded to 16 bits for synchronisation.")
     if search.get("status") == "feasible":
-        found.append("The search ended before its proof; a better strategy may exist.")
+        known = f", but {bound_words(search)}" if search.get("lower_bound_s") else ""
+        found.append(f"The search ended before its proof: a better strategy may exist{known}.")
     if idle := idle_words(cluster, strategy):
         found.append(f"Not all of the cluster works: {idle}.")
     elif predicted["devices"] < cluster.devices:
