@@ -67,16 +67,28 @@ class _Found:
     value: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """Which way to recover is wanted for a problem whose fastest plan is `result`, and what plans another one."""
+
+    problem: Problem
+    result: PlanResult
+    asked: Mapping[str, Any]  # keys of `[recovery]` that the user gave
+    search: Search
+    known: Expanders
+
+
 def with_recovery(problem: Problem, result: PlanResult, search: Search, known: Expanders) -> PlanResult:
     """The result with its way to recover, or one that recovers better. `search` plans another problem; what it raises is
     taken for nothing found. Raises UserError where no strategy recovers as the constraints say."""
     asked = asked_of(problem.constraints)
     if problem.cluster.failures is None:
         return _as_asked(problem, result, asked) if asked else result
-    found = list(_own(problem, result, asked, known))
+    question = _Question(problem=problem, result=result, asked=asked, search=search, known=known)
+    found = list(_own(question))
     for other in (_replicated, _spared):
         best = min((one.value for one in found), default=float("inf"))
-        found += other(problem, result, asked, best, search, known)
+        found += other(question, best)
     if not found:
         return _as_asked(problem, result, asked)
     best_one = min(found, key=lambda one: one.value)
@@ -99,11 +111,10 @@ def _with_rule(problem: Problem, result: PlanResult, rule: RecoveryRule) -> Plan
     return replace(result, strategy=strategy)
 
 
-def _own(
-    problem: Problem, result: PlanResult, asked: Mapping[str, Any], known: Expanders
-) -> Iterator[_Found]:
+def _own(question: _Question) -> Iterator[_Found]:
     """The ways that the fastest plan itself has."""
-    planned = _planned(problem, result, known)
+    problem, result, asked = question.problem, question.result, question.asked
+    planned = _planned(problem, result, question.known)
     for policy in _policies(asked):
         way = planned.way(policy)
         idle = problem.cluster.nodes - planned.saved.nodes
@@ -112,15 +123,9 @@ def _own(
         yield _found(problem, result, planned, way)
 
 
-def _replicated(
-    problem: Problem,
-    result: PlanResult,
-    asked: Mapping[str, Any],
-    best: float,
-    search: Search,
-    known: Expanders,
-) -> Iterator[_Found]:
+def _replicated(question: _Question, best: float) -> Iterator[_Found]:
     """The fastest plan with replicas to drop, where the fastest of all has none."""
+    problem, result, asked = question.problem, question.result, question.asked
     mesh = result.strategy.mesh
     if "drop-replica" not in _policies(asked) or mesh.dp_replicate > 1:
         return
@@ -128,14 +133,14 @@ def _replicated(
         return
     if "mesh.dp_replicate" in problem.constraints:
         return
-    expander, least = known.of(problem), best / (1 + _least_gain(asked))
+    expander, least = question.known.of(problem), best / (1 + _least_gain(asked))
     for replicas in _divisors(nodes_of(problem.cluster, mesh.devices))[:MOST_REPLICAS]:
         bound = plan_recovery(expander, result.strategy, result.prediction, replicas=replicas)
         way = bound.way("drop-replica") if bound else None
         if way is None or _worth(problem, result.lower_bound_s, mesh.devices, way.goodput) >= least:
             continue
         held = replace(problem, constraints={**problem.constraints, "mesh.dp_replicate": replicas})
-        for one in _searched(problem, held, search, known, "drop-replica"):
+        for one in _searched(question, held, "drop-replica"):
             least = min(least, one.value / (1 + LEAST_GAIN))
             yield one
 
@@ -150,22 +155,16 @@ def _divisors(nodes: int) -> list[int]:
     return [n for n in range(2, nodes + 1) if nodes % n == 0]
 
 
-def _spared(
-    problem: Problem,
-    result: PlanResult,
-    asked: Mapping[str, Any],
-    best: float,
-    search: Search,
-    known: Expanders,
-) -> Iterator[_Found]:
+def _spared(question: _Question, best: float) -> Iterator[_Found]:
     """A plan for the nodes that do not wait, where the fastest takes all: with as many spares as would pay if work were in
     proportion to the nodes."""
+    problem, result, asked = question.problem, question.result, question.asked
     cluster = problem.cluster
     if "spares" not in _policies(asked) or problem.all_devices or not _alike(cluster):
         return
     if problem.constraints.get("mesh.placement"):
         return
-    planned = _planned(problem, result, known)
+    planned = _planned(problem, result, question.known)
     way, nodes = planned.way("spares"), planned.saved.nodes
     spares = asked.get("spares", way.spares if way else 0)
     if way is None or not isinstance(spares, int) or not spares or nodes + spares <= cluster.nodes:
@@ -178,23 +177,23 @@ def _spared(
     if "policy" not in asked and bound * (1 + LEAST_GAIN) >= best:
         return
     smaller = replace(problem, cluster=_smaller(cluster, fewer))
-    yield from _searched(problem, smaller, search, known, "spares", spares)
+    yield from _searched(question, smaller, "spares", spares)
 
 
 def _searched(
-    problem: Problem, other: Problem, search: Search, known: Expanders, policy: str, spares: int | None = None
+    question: _Question, other: Problem, policy: str, spares: int | None = None
 ) -> Iterator[_Found]:
     try:
-        result = search(without_recovery(other))
+        result = question.search(without_recovery(other))
     except (InfeasiblePlan, SearchTimeout, UserError):
         return
-    planned = _planned(other, result, known)
+    planned = _planned(other, result, question.known)
     way = planned.way(policy)
     if way is None:
         return
     if spares is not None and way.spares != spares:
         way = planned.with_spares(spares)
-    yield _found(problem, result, planned, way)
+    yield _found(question.problem, result, planned, way)
 
 
 def _alike(cluster: Cluster) -> bool:
