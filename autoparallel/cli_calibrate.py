@@ -79,16 +79,20 @@ def print_calibration(console: Console, runs: tuple[Measured, ...], result: Cali
         rows.add_row(
             run.name,
             f"{run.step_time_s:.4g} s",
-            f"{result.errors_before[i]:+.1%}",
-            f"{result.errors_after[i]:+.1%}",
-            f"{result.errors_held_out[i]:+.1%}",
+            f"{100 * result.errors_before[i]:+.1f} %",
+            f"{100 * result.errors_after[i]:+.1f} %",
+            f"{100 * result.errors_held_out[i]:+.1f} %",
         )
     console.print(rows)
     parts = Table("part", "found", "known to", "was", title="what the steps tell")
     for one in result.learnt:
         word = "faster" if one.factor > 1 else "slower"
-        moved = "little" if one.left > UNTOLD else f"{abs(one.factor - 1):.1%} {word} than the profile said"
-        parts.add_row(one.says, moved, f"±{one.after:.0%}", f"±{one.before:.0%}")
+        moved = (
+            "little"
+            if one.left > UNTOLD
+            else f"{100 * abs(one.factor - 1):.1f} % {word} than the profile said"
+        )
+        parts.add_row(one.says, moved, f"±{100 * one.after:.0f} %", f"±{100 * one.before:.0f} %")
     console.print(parts)
     if untold := [one.says for one in result.learnt if one.left > UNTOLD]:
         console.print(f"not told by these steps: {', '.join(untold)}", markup=False)
@@ -97,7 +101,7 @@ def print_calibration(console: Console, runs: tuple[Measured, ...], result: Cali
         for errors in (result.errors_before, result.errors_after, result.errors_held_out)
     ]
     console.print(
-        f"mean error: {means[0]:.1%} before, {means[1]:.1%} after; {means[2]:.1%} on rows held out of the fit "
+        f"mean error: {100 * means[0]:.1f} % before, {100 * means[1]:.1f} % after; {100 * means[2]:.1f} % on rows held out of the fit "
         f"({times(len(runs), 'row')})",
         markup=False,
     )
@@ -113,6 +117,4 @@ def next_words(runs: tuple[Measured, ...], device: Device) -> str:
         return "measure next: any run unlike these (another model, micro-batch or number of nodes)"
     wanted = slopes_of((*runs, *(run for _, run in candidates)), device)
     best, share = most_telling(device.posterior, wanted[len(runs) :], wanted)
-    return (
-        f"measure next: {candidates[best][0]}; it would take {share:.0%} of what is left unknown of such runs"
-    )
+    return f"measure next: {candidates[best][0]}; it would take {100 * share:.0f} % of what is left unknown of such runs"

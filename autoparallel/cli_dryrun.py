@@ -96,4 +96,4 @@ def _difference(pair: Pair) -> str:
     if not pair.predicted:
         return "not predicted"
     share = pair.lowered / pair.predicted - 1.0
-    return f"{share:+.1%}" if abs(share) >= 0.0005 else "<0.1%"
+    return f"{100 * share:+.1f} %" if abs(share) >= 0.0005 else "<0.1 %"

@@ -45,6 +45,6 @@ def search_phases(problem: Problem, steps: int, time_limit_s: float | None, cons
     )
     console.print(
         f"{steps} steps take {found.total_s:.4g} s{kept}; no phases of these keys take less than {found.bound_s:.4g} s "
-        f"({apart:.1%} less)", markup=False,
+        f"({100 * apart:.1f} % less)", markup=False,
     )  # fmt: skip
     return found.first

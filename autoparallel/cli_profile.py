@@ -267,7 +267,12 @@ def print_profile(console: Console, base: Device, device: Device, changed: tuple
 
     fits = Table("measured", "samples", "mean error", "nine of ten within", title="how well the fit says it")
     for family, r in device.residuals.items():
-        fits.add_row(family, str(r.samples), f"{r.mean_absolute_error:.1%}", f"{r.p90_absolute_error:.1%}")
+        fits.add_row(
+            family,
+            str(r.samples),
+            f"{100 * r.mean_absolute_error:.1f} %",
+            f"{100 * r.p90_absolute_error:.1f} %",
+        )
     console.print(fits)
     values = Table("constant", "before", "now", title="what changed")
     for key in changed:

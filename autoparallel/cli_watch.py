@@ -83,7 +83,7 @@ def _shown(records: Sequence[Record]) -> Group:
         return Group(Text(f"{head}; no step is done yet"))
     head += f"; step {last['step']}, loss {last['loss']:.6g}, {last['seconds']:.4g} s"
     if found["efficiency"] is not None:
-        head += f"; {found['efficiency']:.0%} of the predicted speed ({found['predicted_step_time_s']:.4g} s a step)"
+        head += f"; {100 * found['efficiency']:.0f} % of the predicted speed ({found['predicted_step_time_s']:.4g} s a step)"
     table = Table("rank", "computing", "communicating", "waiting", "memory")
     ranks = sorted(range(found["world"]), key=lambda r: -last["computing_s"][r])[:_MOST_RANKS]
     for rank in ranks:

@@ -47,9 +47,7 @@ class Without:
         if self.expected_s is None:
             return f"{slow}; without it nothing fits on {self.world - 1} devices"
         gain = self.gain or 0.0
-        verdict = f"{abs(gain):.1%} {'shorter: leave it out' if gain > 0 else 'longer: keep it'}".replace(
-            "%", " %"
-        )
+        verdict = f"{100 * abs(gain):.1f} % {'shorter: leave it out' if gain > 0 else 'longer: keep it'}"
         return f"{slow}; without it {self.world - 1} devices would take {self.expected_s:.4g} s ({self.label}), {verdict}"
 
     def table(self) -> dict[str, Any]:

@@ -177,5 +177,5 @@ def _rejected(kind: str, other: PlanResult, best: PlanResult) -> Alternative:
     return Alternative(
         kind=f"{kind} on {islands} islands" if kind == LOCAL else kind, strategy=other.strategy, step_time_s=seconds,
         peak_memory_gib=other.prediction.peak_bytes / GIB, feasible=True, value=(seconds, 0.0),
-        reason=f"takes {seconds / chosen_s - 1:.1%} longer",
+        reason=f"takes {100 * (seconds / chosen_s - 1):.1f} % longer",
     )  # fmt: skip

@@ -133,7 +133,8 @@ def _replicated(question: _Question, best: float) -> Iterator[_Found]:
         return
     if "mesh.dp_replicate" in problem.constraints:
         return
-    expander, least = question.known.of(problem), best / (1 + _least_gain(asked))
+    expander, gain = question.known.of(problem), _least_gain(asked)
+    least = best / (1 + gain)
     for replicas in _divisors(nodes_of(problem.cluster, mesh.devices))[:MOST_REPLICAS]:
         bound = plan_recovery(expander, result.strategy, result.prediction, replicas=replicas)
         way = bound.way("drop-replica") if bound else None
@@ -141,7 +142,7 @@ def _replicated(question: _Question, best: float) -> Iterator[_Found]:
             continue
         held = replace(problem, constraints={**problem.constraints, "mesh.dp_replicate": replicas})
         for one in _searched(question, held, "drop-replica"):
-            least = min(least, one.value / (1 + LEAST_GAIN))
+            least = min(least, one.value / (1 + gain))
             yield one
 
 
@@ -243,10 +244,8 @@ def _alternative(result: PlanResult, chosen: _Found, own: _Found | None) -> Alte
     reason = f"does not allow {what}, which was asked for"
     if own is not None:
         reason = (
-            f"shorter steps, but with failures {own.way.policy} keeps {own.way.goodput:.1%} of them".replace(
-                "%", " %"
-            )
-            + f": {own.value / chosen.value - 1:.1%} worse than {what}".replace("%", " %")
+            f"shorter steps, but with failures {own.way.policy} keeps {100 * own.way.goodput:.1f} % of them"
+            + f": {100 * (own.value / chosen.value - 1):.1f} % worse than {what}"
         )
     return Alternative(
         kind="the fastest step", strategy=result.strategy, step_time_s=step_s,
