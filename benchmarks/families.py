@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
+from statistics import mean
 
+from autoparallel.profiles import load_device
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.schema import FigureTable, check_figure
 
@@ -119,9 +121,15 @@ def values(priors: Priors, moves: Moves, home: str) -> dict[str, float]:
     return found
 
 
+def means(priors: Priors, home: str) -> dict[str, float]:
+    """The constants of a home that are the mean of what other generations' files state."""
+    between = [load_device(a_device(priors.homes[name].files[0])) for name in priors.homes[home].between]
+    return {key: mean(device.constants[key] for device in between) for key in priors.homes[home].means}
+
+
 def moved(device: Device, generation: str, priors: Priors, moves: Moves) -> Device:
-    """A device with the constants that stand in its homes under `moves`."""
-    found: dict[str, float] = {}
+    """A device with the constants that stand in its homes under `moves`, whatever its file has for them."""
+    found = means(priors, generation) if generation in priors.homes else {}
     for family in priors.families:
         home = priors.home_of(family, device.name, generation)
         if home is not None:

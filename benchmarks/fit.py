@@ -18,16 +18,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from autoparallel.profiles import load_device
 from benchmarks.accuracy import DEVICES, Graphs, Scorer
-from benchmarks.families import ROOT, Home, Moves, Priors, a_device, read_priors, unknown_of, values
+from benchmarks.families import ROOT, Home, Moves, Priors, means, read_priors, unknown_of, values
 from benchmarks.publishers import publishers
 from benchmarks.rows import read_rows
 from benchmarks.sensitivity import Repricer, Sensitive, Timed, sensitive, timed_runs
@@ -165,20 +163,14 @@ def rewritten(text: str, constants: Mapping[str, tuple[float, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def means(home: Home, priors: Priors) -> dict[str, tuple[float, str]]:
-    """The constants of a home that are the mean of what other generations' files state."""
-    between = [load_device(a_device(priors.homes[name].files[0])) for name in home.between]
-    names = " and ".join(home.between)
-    source = f"benchmarks/fit.py: the mean of {names}, whose kernels are published"
-    return {key: (mean(device.constants[key] for device in between), source) for key in home.means}
-
-
 def write_home(home: Home, priors: Priors, at: Moves, rows: Sequence[Timed]) -> None:
     """The constants of a home into its files."""
     devices = {path.stem for path in home.files}
     own = [r for r in rows if r.generation == home.name or r.run.cluster.device.name in devices]
     said = f"rows of {len({r.publisher for r in own})} publishers" if own else "rows of other generations"
-    found = means(home, priors)
+    between = " and ".join(home.between)
+    source = f"benchmarks/fit.py: the mean of {between}, whose kernels are published"
+    found = {key: (value, source) for key, value in means(priors, home.name).items()}
     for key, value in values(priors, at, home.name).items():
         figure = home.prior[key]
         source = f"benchmarks/fit.py: {said}, from {figure.value:g} ({figure.kind}: {figure.source})"

@@ -6,6 +6,7 @@ import csv
 import re
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from benchmarks import rows
 from benchmarks.accuracy import DEVICES
 from benchmarks.families import ROOT, Priors, moved, read_priors
 from benchmarks.fit import rewritten, solve
-from benchmarks.publishers import publishers
+from benchmarks.publishers import generation_of, publishers
 from benchmarks.sensitivity import Sensitive, Timed
 
 PUBLISHED = Path(rows.__file__).parent / "published"
@@ -82,6 +83,18 @@ def test_a_device_that_follows_its_generation_moves_with_it() -> None:
     prior = PRIORS.homes["h100-sxm-96gb"].prior["attention.forward"].value
     slower = moved(device, "hopper", PRIORS, {("attention", "hopper"): -0.2})
     assert slower.constants["attention.forward"] == pytest.approx(prior * exp(-0.2), rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80gb", "h100-sxm-96gb"])
+def test_what_the_fit_writes_is_priced_whatever_the_files_hold(name: str) -> None:
+    device = load_device(name, dirs=[DEVICES])
+    generation = generation_of(name, [DEVICES])
+    homes = [h for h in PRIORS.homes.values() if h.name == generation or name in [f.stem for f in h.files]]
+    written = {key for home in homes for key in (*home.prior, *home.means)}
+    other = {key: value * 1.3 if key in written else value for key, value in device.constants.items()}
+    assert moved(replace(device, constants=other), generation, PRIORS, {}) == moved(
+        device, generation, PRIORS, {}
+    )
 
 
 def test_writing_changes_the_constants_named_and_nothing_else() -> None:
