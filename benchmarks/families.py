@@ -10,14 +10,17 @@ a generation is what all generations share, so that one of which nothing was mea
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import exp
 from pathlib import Path
 from statistics import mean
 
 from autoparallel.profiles import load_device
+from autoparallel.profiles.constants import UNLESS_SET
 from autoparallel.profiles.hardware import Device
+from autoparallel.profiles.load import stated_constants
 from autoparallel.profiles.schema import FigureTable, check_figure
 
 PRIORS = Path(__file__).with_name("priors.toml")
@@ -127,15 +130,25 @@ def means(priors: Priors, home: str) -> dict[str, float]:
     return {key: mean(device.constants[key] for device in between) for key in priors.homes[home].means}
 
 
-def moved(device: Device, generation: str, priors: Priors, moves: Moves) -> Device:
-    """A device with the constants that stand in its homes under `moves`, whatever its file has for them."""
-    found = means(priors, generation) if generation in priors.homes else {}
-    for family in priors.families:
-        home = priors.home_of(family, device.name, generation)
-        if home is not None:
-            own = values(priors, moves, home)
-            found |= {key: value for key, value in own.items() if family.holds(key)}
+def moved(device: Device, priors: Priors, moves: Moves, dirs: Sequence[Path] = ()) -> Device:
+    """A device with the constants that its files would have under `moves`, whatever they have for them now."""
+    found: dict[str, float] = {}
+    stated: set[str] = set()
+    for file, keys in reversed(_stated(device.name, tuple(dirs))):
+        stated |= set(keys)
+        found = {key: value for key, value in found.items() if key not in keys}
+        for home in priors.homes.values():
+            if file in home.files:
+                found |= means(priors, home.name) | values(priors, moves, home.name)
+    for key, other in UNLESS_SET.items():  # constants that are another's where no file states them
+        if isinstance(other, str) and key not in stated | found.keys():
+            found[key] = found.get(other, device.constants[other])
     return replace(device, constants={**device.constants, **found})
+
+
+@cache
+def _stated(device: str, dirs: tuple[Path, ...]) -> tuple[tuple[Path, tuple[str, ...]], ...]:
+    return stated_constants(device, dirs=dirs)
 
 
 def scaled(device: Device, family: Family, factor: float) -> Device:

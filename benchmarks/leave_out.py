@@ -64,8 +64,7 @@ def left_out(
     found = []
     for run in runs:
         label = labels[run.source, run.cluster.device.name]
-        device = run.cluster.device
-        device = moved(device, generation_of(device.name, dirs), priors, moves[label])
+        device = moved(run.cluster.device, priors, moves[label], dirs)
         found.append(replace(run, cluster=with_device(run.cluster, device)))
     return found
 

@@ -34,6 +34,7 @@ class Timed:
     run: Run
     publisher: str
     generation: str
+    dirs: tuple[Path, ...] = ()  # of device files, beside those that ship
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,12 @@ def timed_runs(rows: Sequence[Row], known: dict[str, str], dirs: Sequence[Path],
             groups.setdefault((run.source, run.cluster.device.name), []).append(run)
     generations = {device: generation_of(device, dirs) for _, device in groups}
     return [
-        Timed(run=runs[i], publisher=publisher_of(source, known), generation=generations[device])
+        Timed(
+            run=runs[i],
+            publisher=publisher_of(source, known),
+            generation=generations[device],
+            dirs=tuple(dirs),
+        )
         for (source, device), runs in groups.items()
         for i in spread(len(runs), most)
     ]
@@ -98,7 +104,7 @@ def timed_runs(rows: Sequence[Row], known: dict[str, str], dirs: Sequence[Path],
 def sensitive(timed: Timed, priors: Priors, moves: Moves, repricer: Repricer) -> Sensitive | None:
     """A run priced under `moves`, and with each family stronger; None where it cannot be priced."""
     run = timed.run
-    device = moved(run.cluster.device, timed.generation, priors, moves)
+    device = moved(run.cluster.device, priors, moves, timed.dirs)
     assert run.step_time_s
     try:
         program, prepared = repricer.expanded(run, with_device(run.cluster, device))

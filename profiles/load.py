@@ -43,6 +43,19 @@ def own_constants(name_or_path: str, *, dirs: Sequence[Path] = ()) -> tuple[str,
     return table.architecture, constant_keys(table.constants, str(path))
 
 
+def stated_constants(
+    name_or_path: str, *, dirs: Sequence[Path] = ()
+) -> tuple[tuple[Path, tuple[str, ...]], ...]:
+    """The files that a device has its constants from, each with those that it states: the device's own first, then its
+    architecture's and those that this one is like. A file's go before those of the files after it."""
+    path = _resolve(name_or_path, _files("devices", dirs, "memory"), "device")
+    table = check(DeviceFile, read_toml(path), str(path))
+    trees = [(path, table.constants)]
+    for above, architecture in _lineage(table.architecture, dirs) if table.architecture else ():
+        trees.append((above, architecture.constants))
+    return tuple((file.resolve(), constant_keys(tree, str(file))) for file, tree in trees)
+
+
 def load_cluster(spec: str, *, dirs: Sequence[Path] = ()) -> Cluster:
     """A cluster from a file, from a shipped file's name, or from `DEVICE:NODESxPER_NODE`.
 
@@ -72,17 +85,17 @@ def parse_device(data: object, where: str, *, dirs: Sequence[Path] = ()) -> Devi
     """A device from a file's table; `where` is what error messages call it."""
     table = check(DeviceFile, data, where)
     above = _lineage(table.architecture, dirs) if table.architecture else []
-    publishers = above[0].publishers if above else 0
-    return build_device(table, [one.constants for one in above], where, publishers=publishers)
+    publishers = above[0][1].publishers if above else 0
+    return build_device(table, [one.constants for _, one in above], where, publishers=publishers)
 
 
-def _lineage(name: str, dirs: Sequence[Path]) -> list[ArchitectureFile]:
-    """An architecture and those whose constants it takes where it states none, nearest first."""
+def _lineage(name: str, dirs: Sequence[Path]) -> list[tuple[Path, ArchitectureFile]]:
+    """An architecture's file and those whose constants it takes where it states none, nearest first."""
     files, found, seen = _files("architectures", dirs, "constants"), [], [name]
     while name:
         path = _resolve(name, files, "architecture")
-        found.append(check(ArchitectureFile, read_toml(path), str(path)))
-        name = found[-1].like
+        found.append((path, check(ArchitectureFile, read_toml(path), str(path))))
+        name = found[-1][1].like
         if name in seen:
             raise UserError(
                 f"{path}: `like`: {' -> '.join([*seen, name])} comes back to itself; leave one out"

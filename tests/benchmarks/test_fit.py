@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from autoparallel.profiles import load_device
+from autoparallel.profiles.constants import UNLESS_SET
+from autoparallel.profiles.load import stated_constants
 from benchmarks import rows
 from benchmarks.accuracy import DEVICES
 from benchmarks.families import ROOT, Priors, moved, read_priors
 from benchmarks.fit import rewritten, solve
-from benchmarks.publishers import generation_of, publishers
+from benchmarks.publishers import publishers
 from benchmarks.sensitivity import Sensitive, Timed
 
 PUBLISHED = Path(rows.__file__).parent / "published"
@@ -81,20 +83,20 @@ def test_a_generation_without_rows_follows_the_others() -> None:
 def test_a_device_that_follows_its_generation_moves_with_it() -> None:
     device = load_device("h100-sxm-96gb", dirs=[DEVICES])
     prior = PRIORS.homes["h100-sxm-96gb"].prior["attention.forward"].value
-    slower = moved(device, "hopper", PRIORS, {("attention", "hopper"): -0.2})
+    slower = moved(device, PRIORS, {("attention", "hopper"): -0.2}, [DEVICES])
     assert slower.constants["attention.forward"] == pytest.approx(prior * exp(-0.2), rel=5e-3)
 
 
-@pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80gb", "h100-sxm-96gb"])
+@pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80gb", "h100-sxm-96gb", "v100-sxm2-16gb", "mi300x"])
 def test_what_the_fit_writes_is_priced_whatever_the_files_hold(name: str) -> None:
-    device = load_device(name, dirs=[DEVICES])
-    generation = generation_of(name, [DEVICES])
-    homes = [h for h in PRIORS.homes.values() if h.name == generation or name in [f.stem for f in h.files]]
-    written = {key for home in homes for key in (*home.prior, *home.means)}
+    device, written = load_device(name, dirs=[DEVICES]), set[str]()
+    for file, _ in stated_constants(name, dirs=[DEVICES]):
+        homes = [home for home in PRIORS.homes.values() if file in home.files]
+        written |= {key for home in homes for key in (*home.prior, *home.means)}
+    written |= {key for key, other in UNLESS_SET.items() if other in written}
     other = {key: value * 1.3 if key in written else value for key, value in device.constants.items()}
-    assert moved(replace(device, constants=other), generation, PRIORS, {}) == moved(
-        device, generation, PRIORS, {}
-    )
+    changed = moved(replace(device, constants=other), PRIORS, {}, [DEVICES])
+    assert changed == moved(device, PRIORS, {}, [DEVICES])
 
 
 def test_writing_changes_the_constants_named_and_nothing_else() -> None:
