@@ -39,7 +39,7 @@ from autoparallel.planner.outcome import (
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.recovering import Expanders, with_recovery, without_recovery
 from autoparallel.planner.search.bounds.outer import outer_of
-from autoparallel.planner.search.driver import Search, Stopped
+from autoparallel.planner.search.driver import Search, Stopped, WorkDone
 from autoparallel.planner.search.space.certificate import space_of
 from autoparallel.planner.search.tensor_plans import search_tensor_plans
 
@@ -221,7 +221,7 @@ class _Watch:
         """Called before every step of the search."""
         self.check_limits(search)
         if self.limit_s is None and self.worked_enough(search):
-            raise Stopped
+            raise WorkDone
 
     def check_limits(self, search: Search) -> None:
         """Likewise, of a search whose work is counted elsewhere."""

@@ -42,6 +42,10 @@ class Stopped(Exception):
     """A limit ended the search."""
 
 
+class WorkDone(Stopped):
+    """That limit is one of work: what was found may still be polished."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Search:
     """The state of a search. `check` is called before every step and raises `Stopped` at a limit."""
@@ -81,6 +85,16 @@ class Search:
 
     def run(self, rows: Ints | None = None) -> None:
         """Search the shapes `rows` (all of them if None) to the end; go on where an earlier call was stopped."""
+        try:
+            self._run(rows)
+        except WorkDone:
+            if self.incumbent is not self._polished and self.climbs:
+                work = self.work
+                self._polish()
+                self.sims.work = work  # what other searches have left is as it was
+            raise
+
+    def _run(self, rows: Ints | None) -> None:
         if not self._begun:
             self.open(rows)
             self._begun = True
@@ -110,7 +124,8 @@ class Search:
         return self.sims.chosen is not None and self.sims.chosen.actions <= SMALL
 
     def _polish(self) -> None:
-        """Improve what of the incumbent no candidate tells apart: its partition, and details."""
+        """Improve what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details."""
+        self._climb.try_schedules()
         if self.incumbent is not None and self.sims.chosen is not None:
             improve_partition(self.sims, self.sims.chosen, self.incumbent)
         improve_details(self.sims)

@@ -2,7 +2,7 @@
 
 Each step takes the best strategy whose neighbourhood has not been looked at, out of the `BEAM` best, and simulates of its
 neighbours those that promise most. Bounds order them and drop those that cannot win; where bounds are weak, simulation
-decides.
+decides: most of all between schedules, where links are slow. So its own shape is tried under each.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from autoparallel.planner.search.improve.neighbours import neighbours
 from autoparallel.planner.search.improve.starts import first_of_each
 from autoparallel.planner.search.open import values_of
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Shapes, Variants, shape_row
+from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, shape_row
 from autoparallel.planner.search.space.candidates import Candidate, candidate
-from autoparallel.planner.search.space.meshes import Bools
+from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.strategy.types import Offload
 
 BEAM = 3  # strategies of different shapes whose neighbours are looked at
-VARIANTS_EACH = 3  # of a neighbouring shape, that are simulated
-MOST_TRIED = 16  # simulations in one step
+SCHEDULES_EACH = 3  # of a neighbouring shape, that are simulated
+VARIANTS_EACH = 2  # of the shape itself, under each schedule: numbers of chunks, most of all
+MOST_TRIED = 16  # simulations of one step, of the shape itself and of its neighbours
 MOST_BOUNDED = 4096  # variants of a step that are bounded rank by rank
 MOST_ACTIONS = 40_000  # of a schedule that is simulated here: a third of a second. Kind: measured
 
@@ -39,6 +40,7 @@ class Climb:
     only: Callable[[Variants, Shapes], Bools] | None = None
     most_actions: int | None = None
     _looked_at: set[int] = field(default_factory=set)  # shapes
+    _scheduled: set[int] = field(default_factory=set)  # likewise, tried under every schedule
 
     def step(self) -> bool:
         """Look at one more neighbourhood; False where those of the best strategies have all been seen."""
@@ -46,10 +48,32 @@ class Climb:
         if row is None:
             return False
         self._looked_at.add(row)
-        for chosen, bound in self._promising(row)[:MOST_TRIED]:
+        self._try_schedules(row)
+        self._try(self._promising(neighbours(self.sims.outer.space.shapes, row), 1, SCHEDULES_EACH))
+        return True
+
+    def try_schedules(self) -> None:
+        """Simulate the shape of the incumbent under every schedule."""
+        row = self._row(self.sims.chosen) if self.sims.chosen is not None else None
+        if row is not None:
+            self._try_schedules(row)
+
+    def _try_schedules(self, row: int) -> None:
+        if row not in self._scheduled:
+            self._scheduled.add(row)
+            self._try(self._promising(np.array([row]), VARIANTS_EACH, len(SCHEDULES)))
+
+    def _try(self, promising: list[tuple[Candidate, Value]]) -> None:
+        for chosen, bound in promising:
             if self.sims.may_win(bound) and not self._offloads_needlessly(chosen):
                 self.sims.try_quickly(chosen, bound)
-        return True
+
+    def _row(self, chosen: Candidate) -> int | None:
+        """A candidate's shape."""
+        shapes = self.sims.outer.space.shapes
+        return shape_row(
+            shapes, chosen.mesh, chosen.micro, chosen.sequence_parallel, chosen.mode, chosen.offload
+        )
 
     def _offloads_needlessly(self, chosen: Candidate) -> bool:
         """Whether the same with less on the host was simulated and fits: copies only take time."""
@@ -62,13 +86,11 @@ class Climb:
 
     def _next(self) -> int | None:
         """The shape of the best strategy that has not been looked at, of the `BEAM` best shapes."""
-        problem, shapes = self.sims.outer.problem, self.sims.outer.space.shapes
+        problem = self.sims.outer.problem
         ranked = sorted(self.sims.candidates.items(), key=lambda one: objective_value(problem, one[1]))
         rows: list[int] = []
         for chosen, _ in ranked:
-            row = shape_row(
-                shapes, chosen.mesh, chosen.micro, chosen.sequence_parallel, chosen.mode, chosen.offload
-            )
+            row = self._row(chosen)
             if row is None or row in rows:
                 continue
             rows.append(row)
@@ -78,11 +100,11 @@ class Climb:
                 break
         return None
 
-    def _promising(self, row: int) -> list[tuple[Candidate, Value]]:
-        """Neighbours that could win, the least bound first: of each shape the best few, and of its schedules."""
+    def _promising(self, near: Ints, each: int, schedules: int) -> list[tuple[Candidate, Value]]:
+        """Variants of shapes that could win, the least bound first: of each shape the best few `schedules`, of each of these
+        the best `each`; at most `MOST_TRIED`."""
         outer = self.sims.outer
         shapes = outer.space.shapes
-        near = np.append(neighbours(shapes, row), row)
         near = near[outer.bounds.memory_bytes[near] <= outer.capacity_bytes]
         found, bounds = expand_quickly(outer, near)
         self.sims.work += spending.PER_VARIANT * len(found)
@@ -103,8 +125,8 @@ class Climb:
         values = values_of(outer.problem, bounds, shapes.devices[found.shape])
         order = values.order()
         order = order[np.isfinite(values.first[order]) & self.sims.rows_that_may_win(values.take(order))]
-        kinds = found.shape[order] * len(outer.space.schedules) + found.schedule[order]
-        order = first_of_each(kinds, order, 1)
-        order = first_of_each(found.shape[order], order, VARIANTS_EACH)
+        order = first_of_each(found.shape[order] * len(SCHEDULES) + found.schedule[order], order, each)
+        order = first_of_each(found.shape[order], order, each * schedules)
         tried = [(candidate(outer.space, found, int(i)), values.at(int(i))) for i in order[: 2 * MOST_TRIED]]
-        return [(one, bound) for one, bound in tried if one not in self.sims.candidates]
+        new = [(one, bound) for one, bound in tried if one not in self.sims.candidates]
+        return new[:MOST_TRIED]
