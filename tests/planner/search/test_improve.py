@@ -36,7 +36,7 @@ def one_block_moved(strategy: Strategy) -> Iterator[Strategy]:
 
 
 @pytest.mark.parametrize(
-    "cluster, batch", [("v100-sxm2-16gb:4x4", 16), ("rtx4090:4x4", 16), ("a100-pcie-80gb:8x2", 16)]
+    ("cluster", "batch"), [("v100-sxm2-16gb:4x4", 16), ("rtx4090:4x4", 16), ("a100-pcie-80gb:8x2", 16)]
 )
 def test_no_other_schedule_and_no_block_moved_is_better(cluster: str, batch: int) -> None:
     execution = Execution(dtype="fp16", param_dtype="fp16")
