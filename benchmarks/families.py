@@ -1,7 +1,7 @@
 """The constants that training rows decide, and what they start from (`priors.toml`), before any row is seen.
 
-    log(constant) = log(prior) + x[family, home],    x[family, home] ~ N(x[family, parent], between^2)
-                                                     x[family]       ~ N(0, shared^2)
+    log(constant) = log(prior) + sum of x[family, home] over the families that hold it
+    x[family, home] ~ N(x[family, parent], between^2),    x[family] ~ N(0, shared^2)
 
 A home is the file that a constant stands in: a generation's, or a device's own, whose parent is its generation. The parent of
 a generation is what all generations share, so that one of which nothing was measured follows the others.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Constants that move together, by one factor."""
+    """Constants that move together, by one factor; one may be in several families, and has the product of their factors."""
 
     name: str
     keys: tuple[str, ...]
@@ -68,7 +68,11 @@ class Priors:
         return generation if self.states(generation, family) else None
 
     def states(self, home: str, family: Family) -> bool:
-        return home in self.homes and any(map(family.holds, self.homes[home].prior))
+        return bool(self.keys(home, family))
+
+    def keys(self, home: str, family: Family) -> tuple[str, ...]:
+        """The constants of a family that a home states."""
+        return tuple(filter(family.holds, self.homes[home].prior)) if home in self.homes else ()
 
 
 def read_priors(path: Path = PRIORS) -> Priors:
@@ -118,9 +122,10 @@ def values(priors: Priors, moves: Moves, home: str) -> dict[str, float]:
     """The constants of a home under `moves`, to three digits."""
     factor_of, found = unknown_of(priors, home), {}
     for key, figure in priors.homes[home].prior.items():
-        for family in priors.families:
-            if family.holds(key):
-                found[key] = float(f"{figure.value * exp(moves.get((family.name, factor_of), 0.0)):.3g}")
+        factor = sum(
+            moves.get((family.name, factor_of), 0.0) for family in priors.families if family.holds(key)
+        )
+        found[key] = float(f"{figure.value * exp(factor):.3g}")
     return found
 
 
@@ -151,7 +156,7 @@ def _stated(device: str, dirs: tuple[Path, ...]) -> tuple[tuple[Path, tuple[str,
     return stated_constants(device, dirs=dirs)
 
 
-def scaled(device: Device, family: Family, factor: float) -> Device:
-    """A device with the constants of one family times a factor."""
-    changed = {key: value * factor for key, value in device.constants.items() if family.holds(key)}
+def scaled(device: Device, keys: Sequence[str], factor: float) -> Device:
+    """A device with some constants times a factor."""
+    changed = {key: device.constants[key] * factor for key in keys}
     return replace(device, constants={**device.constants, **changed})

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TypedDict
 
+import numpy as np
+
 from autoparallel.profiles import load_device
 from benchmarks.accuracy import DEVICES, Graphs, with_device
 from benchmarks.families import Priors, a_device, moved, read_priors, unknown_of
@@ -37,12 +39,14 @@ def shipped(priors: Priors) -> Moves:
     """The factors of the constants that the profiles hold now."""
     found: Moves = {}
     for home in priors.homes.values():
-        for family in priors.families:
-            keys = [key for key in home.prior if family.holds(key)]
-            if keys and unknown_of(priors, home.name) == home.name:
-                device = load_device(a_device(home.files[0]), dirs=(DEVICES,))
-                ratios = [log(device.constants[key] / home.prior[key].value) for key in keys]
-                found[family.name, home.name] = mean(ratios)
+        if unknown_of(priors, home.name) != home.name:
+            continue
+        device = load_device(a_device(home.files[0]), dirs=(DEVICES,))
+        families = [family for family in priors.families if priors.states(home.name, family)]
+        holds = np.array([[float(family.holds(key)) for family in families] for key in home.prior])
+        ratios = [log(device.constants[key] / figure.value) for key, figure in home.prior.items()]
+        factors = np.linalg.lstsq(holds, np.array(ratios))[0]
+        found |= {(family.name, home.name): float(x) for family, x in zip(families, factors, strict=True)}
     return found
 
 

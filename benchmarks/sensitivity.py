@@ -113,7 +113,11 @@ def sensitive(timed: Timed, priors: Priors, moves: Moves, repricer: Repricer) ->
     predicted_s = repricer.step_s(program, prepared, "", device)
     slopes = []
     for family in priors.families:
-        stronger = scaled(device, family, exp(STRONGER))
+        home = priors.home_of(family, device.name, timed.generation)
+        if home is None:
+            slopes.append(0.0)  # nothing that a fit may move
+            continue
+        stronger = scaled(device, priors.keys(home, family), exp(STRONGER))
         moved_s = repricer.step_s(program, prepared, family.name, stronger)
         slopes.append(log(moved_s / predicted_s) / STRONGER)
     return Sensitive(timed=timed, measured_s=run.step_time_s, predicted_s=predicted_s, slopes=tuple(slopes))

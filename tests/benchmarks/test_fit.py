@@ -18,8 +18,9 @@ from autoparallel.profiles.constants import UNLESS_SET
 from autoparallel.profiles.load import stated_constants
 from benchmarks import rows
 from benchmarks.accuracy import DEVICES
-from benchmarks.families import ROOT, Priors, moved, read_priors
+from benchmarks.families import ROOT, Priors, a_device, moved, read_priors, values
 from benchmarks.fit import rewritten, solve
+from benchmarks.leave_out import shipped
 from benchmarks.publishers import publishers
 from benchmarks.sensitivity import Sensitive, Timed
 
@@ -66,7 +67,7 @@ def test_every_prior_is_a_constant_of_a_family_that_says_where_it_is_from() -> N
         for key, figure in home.prior.items():
             assert key in constants, key
             assert figure.source, (home.name, key)
-            assert sum(family.holds(key) for family in PRIORS.families) == 1, key
+            assert any(family.holds(key) for family in PRIORS.families), key
 
 
 def test_slower_rows_make_slower_products_but_not_all_the_way() -> None:
@@ -78,6 +79,20 @@ def test_a_generation_without_rows_follows_the_others() -> None:
     found = solve(sensitives("h100-sxm", "hopper", 1.1, slopes_of(PRIORS, "products", -0.5)), PRIORS, {})
     assert found["products", "hopper"] < found["products", ""] < 0.0
     assert found["products", "cdna3"] == pytest.approx(found["products", ""])
+
+
+def test_slower_products_in_16_bits_are_slower_in_8_too() -> None:
+    moves = {("products", "hopper"): -0.2, ("products-8", "hopper"): 0.05}
+    prior, found = PRIORS.homes["hopper"].prior, values(PRIORS, moves, "hopper")
+    for key, factor in (("gemm.efficiency.half", -0.2), ("gemm.efficiency.fp8", -0.15)):
+        assert found[key] == pytest.approx(prior[key].value * exp(factor), rel=5e-3)
+
+
+@pytest.mark.parametrize("home", PRIORS.homes)
+def test_the_factors_of_what_ships_give_what_ships(home: str) -> None:
+    device = load_device(a_device(PRIORS.homes[home].files[0]), dirs=[DEVICES])
+    for key, value in values(PRIORS, shipped(PRIORS), home).items():
+        assert value == pytest.approx(device.constants[key], rel=0.03), key
 
 
 def test_a_device_that_follows_its_generation_moves_with_it() -> None:
