@@ -26,7 +26,7 @@ from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import device_names, load_cluster, load_device
 from benchmarks.accuracy import DEVICES, Graphs, Scorer, score_rows
 from benchmarks.models import Shape
-from benchmarks.rows import Row, read_rows, shape_of
+from benchmarks.rows import DTYPES, Row, read_rows, shape_of
 from benchmarks.summary import Scored
 
 LEAST, SHARE = 3, 0.1
@@ -82,7 +82,7 @@ def executed_share(shape: Shape, layers: int) -> float:
 
 def by_device(rows: Sequence[Row], scored: Sequence[Scored]) -> dict[tuple[str, str], Winners]:
     """Winners of each device and dtype that has enough rows."""
-    place = {row["id"]: (row["device"], row["dtype"]) for row in rows}
+    place = {row["id"]: (row["device"], DTYPES.get(row["dtype"], row["dtype"])) for row in rows}
     share = {row["id"]: executed_share(shape_of(row), int(row["layers"])) for row in rows if row["layers"]}
     groups: dict[tuple[str, str], list[Scored]] = {}
     for one in scored:
