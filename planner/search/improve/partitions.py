@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
 from autoparallel.planner.search.partition.problem import Partition, Row, StageProblem, partition_fits
@@ -13,8 +12,10 @@ from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import Candidate
 
-MOST_SIMULATED = 24  # partitions in all. Kind: formula
-MOVES_TRIED = 8  # moves of a partition that are simulated. Kind: formula
+MOST_SIMULATED = 24  # partitions in all,
+MOVES_TRIED = 8  # and moves of each that are simulated; further ones as long as these took no more than
+LITTLE_WORK = 100.0  # of all, and
+LITTLE_EACH = 40.0  # of each. Kind: formula
 
 
 def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:
@@ -27,13 +28,16 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
         blocks=strategy.pipeline.stage_blocks,
         recomputed=strategy.recompute.per_stage or (0,) * problem.chunks,
     )
-    better, left = True, MOST_SIMULATED
-    while better and left > 0:
+    better, left, begun = True, MOST_SIMULATED, sims.work
+    while better and (left > 0 or sims.work - begun < LITTLE_WORK):
         better = False
         if found.path is None:
             return
         (path,) = on_devices(problem, [found.path])
-        for moved in islice(moves(problem, partition, path), MOVES_TRIED):
+        work = sims.work
+        for number, moved in enumerate(moves(problem, partition, path)):
+            if number >= MOVES_TRIED and sims.work - work >= LITTLE_EACH:
+                break
             tried, left = sims.simulate(chosen, problem, moved), left - 1
             if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
                 found, partition, better = tried, moved, True
