@@ -65,7 +65,11 @@ ModelArgs = Annotated[
     ),
 ]
 AllowLossy = Annotated[
-    bool, typer.Option("--allow-lossy", help="Gradient compression that changes numbers may be chosen.")
+    bool,
+    typer.Option(
+        "--allow-lossy",
+        help="Compression of gradients and gathered parameters that changes numbers may be chosen.",
+    ),
 ]
 LossyMethods = Annotated[
     str | None,

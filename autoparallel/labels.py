@@ -56,6 +56,8 @@ def strategy_label(strategy: Strategy) -> str:
     lossy = [c for c in strategy.grad_sync.compression if c != "none"]
     if lossy:
         words.append("gradients " + "/".join(strategy.grad_sync.compression))
+    if strategy.grad_sync.weights != "none" and strategy.shard.zero == 3:
+        words.append(f"gathers {strategy.grad_sync.weights}")
     return ", ".join(words)
 
 

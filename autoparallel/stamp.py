@@ -19,6 +19,8 @@ def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cl
     decided = asdict(_plain(strategy))
     if strategy.recovery == RecoveryRule():  # as files said before there was such a section
         del decided["recovery"]
+    if strategy.grad_sync.weights == "none":  # likewise
+        del decided["grad_sync"]["weights"]
     made_for = {
         "strategy": decided, "graph": graph_hash, "seq_len": seq_len, "cluster": cluster_hash,
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """What compressed gradients cost in loss: `python benchmarks/compressed_training.py [--steps N] [METHOD ...]`.
 
 A small Llama learns a source of tokens (each is followed by one of a few, with unlike chances) on two processes with Gloo,
-once with every method of `grad_sync.compression`, over replicas and over ranks that shard (ZeRO-3). Prints the loss on
+once with every method of `grad_sync.compression`, over replicas and over ranks that shard (ZeRO-3), and once with every one
+of `grad_sync.weights`, as `gathers METHOD`. Prints the loss on
 tokens not seen before, relative to the uncompressed run's, and the source's own entropy, below which no model comes.
 """
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoparallel.costmodel.compression import WEIGHTS
 from autoparallel.planner.strategy.types import Batch, Execution, GradSync, Mesh, Shard, Strategy
 from autoparallel.runtime.start import parallelize
 
@@ -68,13 +70,15 @@ def language_loss(output: Any, target: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
-def final_loss(rank: int, world_size: int, method: str, zero: int, steps: int) -> float:
-    """Loss on unseen tokens after `steps` of AdamW under `method`; zero 0 is replicas."""
+def final_loss(
+    rank: int, world_size: int, method: str, zero: int, steps: int, weights: str = "none"
+) -> float:
+    """Loss on unseen tokens after `steps` of AdamW under `method`, parameters gathered as `weights`; zero 0 is replicas."""
     axis = "dp_shard" if zero else "dp_replicate"
     strategy = Strategy(
         batch=Batch(global_=PER_RANK * world_size, micro=PER_RANK), mesh=Mesh(**{axis: world_size}),
         shard=Shard(zero=zero), execution=Execution(dtype="fp32", param_dtype="fp32", kernels="eager"),
-        grad_sync=GradSync(compression=(method,), bucket_mib=1.0),
+        grad_sync=GradSync(compression=(method,), bucket_mib=1.0, weights=weights),
     )  # fmt: skip
     module = small_llama()
     blocks = [f"model.layers.{n}" for n in range(2)]
@@ -107,6 +111,11 @@ def _serve(rank: int, store: str, methods: Sequence[str], steps: int) -> None:
             loss = final_loss(rank, 2, method, zero, steps)
             how = "ZeRO-3" if zero else "replicas"
             print_row(f"{how:9} {method:14} loss {loss:.4f}  {loss / exact - 1:+.2%}", flush=True)
+    for weights in [method for method in WEIGHTS if method in methods]:
+        loss = final_loss(rank, 2, "none", 3, steps, weights)
+        print_row(
+            f"{'ZeRO-3':9} {'gathers ' + weights:14} loss {loss:.4f}  {loss / exact - 1:+.2%}", flush=True
+        )
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2, sqrt
 
-from autoparallel.costmodel.compression import coding_s, parse_method, wire_bytes
+from autoparallel.costmodel.compression import coding_s, gathering_s, parse_method, wire_bytes
 from autoparallel.costmodel.links import pattern_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.costmodel.topology import Crossing, crossings, message_bytes_per_s
@@ -322,6 +322,10 @@ def _compressed_s(
     size = float(collective.size_bytes)
     wires = [wire_bytes(method, size, item) for method in methods]
     coding = 0.0
+    if collective.op is CollectiveOp.ALL_GATHER and len(set(methods)) == 1:
+        ranks = path[-1].inside * path[-1].fan
+        coding = gathering_s(methods[0], size, item, ranks, device)
+        return coding + _plain_s(collective.op, wires[0], path, collective.algorithm, constants)
     for crossing, method in zip(path, methods, strict=True):
         again = 1 if parse_method(method).summable or collective.op not in _REDUCING else 2
         coding += again * coding_s(method, size / crossing.inside, item, device)

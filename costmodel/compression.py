@@ -17,6 +17,7 @@ GROUP = 128  # numbers that share one 16-bit scale, methods of 8 bits and less
 _SCALE_BITS = 16
 _INDEX_BITS = 32  # of a number that top-k keeps
 _LOSSLESS = ("none", "")
+WEIGHTS = ("none", "fp16", "bf16", "fp8", "int8", "int4")  # what ZeRO-3's gathers of parameters may travel as
 _BIASED = ("sign", "topk", "powersgd")
 _SUMMABLE = ("none", "fp16", "bf16", "powersgd")  # a reduction may add the encoded numbers as they are
 
@@ -68,6 +69,13 @@ def _with_amount(name: str, amount: str) -> Method:
     return Method(name=name, amount=high, least=low)
 
 
+def parse_weights(text: str) -> Method:
+    """The method of `grad_sync.weights`; UserError where parameters cannot travel so."""
+    if text not in WEIGHTS:
+        raise UserError(f"grad_sync.weights = `{text}`; one of {', '.join(WEIGHTS)}")
+    return Method(name=text)
+
+
 def is_lossy(text: str) -> bool:
     """Whether the method changes numbers, so that the user must allow it."""
     return parse_method(text).name != "none"
@@ -117,6 +125,22 @@ def coding_s(text: str, size_bytes: float, item_bytes: int, device: Device) -> f
     coded = wire_bytes(text, size_bytes, item_bytes)
     passes = {"fp16": 2.0, "bf16": 2.0, "topk": 6.0, "powersgd": 6.0}.get(method.name, 4.0)
     moved = passes * size_bytes + 2.0 * coded
+    bandwidth = device.hbm_bytes_per_s * device.constants["memory.efficiency.compress"]
+    each = device.constants[f"compress.{method.name}"]
+    return each * (2 * device.constants["kernel.start_s"] + moved / bandwidth)
+
+
+def gathering_s(text: str, size_bytes: float, item_bytes: int, ranks: int, device: Device) -> float:
+    """Seconds of coding around a gather of `size_bytes`: every rank encodes its share, and decodes all of it.
+
+        (size + coded) * (1 + 1 / ranks)    bytes moved
+
+    `compress.METHOD` times, as `coding_s`.
+    """
+    method = parse_method(text)
+    if method.name == "none" or not size_bytes:
+        return 0.0
+    moved = (size_bytes + wire_bytes(text, size_bytes, item_bytes)) * (1.0 + 1.0 / ranks)
     bandwidth = device.hbm_bytes_per_s * device.constants["memory.efficiency.compress"]
     each = device.constants[f"compress.{method.name}"]
     return each * (2 * device.constants["kernel.start_s"] + moved / bandwidth)

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import numpy as np
 
+from autoparallel.costmodel.compression import wire_bytes
 from autoparallel.costmodel.prediction import StageMemory
 from autoparallel.costmodel.program import Action, ActionKind, BlockWork, CollectiveOp, StageWork
 
@@ -134,6 +136,16 @@ def _gather_bytes(block: BlockWork) -> int:
     return sum(gather.size_bytes for gather in gathers if gather is not None)
 
 
+def _message_bytes(block: BlockWork) -> int:
+    """Of encoded parameters, which stand beside those that they are decoded to until the gather is over."""
+    gathers = (block.gather, block.expert_gather)
+    return sum(
+        ceil(wire_bytes(gather.compression[-1], gather.size_bytes, gather.item_bytes))
+        for gather in gathers
+        if gather is not None and any(gather.compression)
+    )
+
+
 def _reduce_bytes(block: BlockWork) -> int:
     """Whole gradients of a block: what its reduce-scatters take in."""
     return sum(c.size_bytes for c in block.reduce if c.op is CollectiveOp.REDUCE_SCATTER)
@@ -142,11 +154,12 @@ def _reduce_bytes(block: BlockWork) -> int:
 def _forward_peak(links: Sequence[BlockWork], unmade: int) -> Peak:
     """Largest moment of a forward: a block runs on top of what the blocks before it saved, and before there are
     gradients, of which `unmade` bytes are counted elsewhere."""
-    gathers = [*map(_gather_bytes, links), 0]
+    gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
     peaks, held = [Peak()], -unmade
     for number, block in enumerate(links):
         held += block.saved_bytes
-        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + gathers[number + 1]))
+        coming = gathers[number + 1] + messages[number + 1]
+        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + coming))
     return max(peaks, key=_total)
 
 
@@ -154,13 +167,13 @@ def _backward_peak(
     links: Sequence[BlockWork], saved: int, reductions: Sequence[int], unmade: Sequence[int], flat: bool
 ) -> Peak:
     """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done."""
-    gathers = [*map(_gather_bytes, links), 0]
+    gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
     peaks, held, reducing = [Peak()], saved - sum(unmade), 0
     for number, block in enumerate(links):
         temp = block.backward_temp_bytes
         if flat and block.standing_temp_bytes is not None:
             temp = max(block.standing_temp_bytes - reductions[number], block.left_bytes)
-        beside = gathers[number + 1] + (0 if flat else reducing)
+        beside = gathers[number + 1] + messages[number + 1] + (0 if flat else reducing)
         whole = gathers[number] + reductions[number] + beside + min(temp, 0)  # not all of it at one moment
         peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole))
         held += unmade[number] - block.saved_bytes

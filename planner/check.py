@@ -39,6 +39,17 @@ def _violated(problem: Problem, strategy: Strategy) -> Iterator[str]:
         yield f"batch.global = {strategy.batch.global_}, but {problem.global_batch} was asked for"
     if strategy.execution != problem.execution:
         yield "execution differs from what was asked for"
+    yield from _lossy_problems(problem, strategy)
+
+
+def _lossy_problems(problem: Problem, strategy: Strategy) -> Iterator[str]:
+    """Compression that nobody allowed, of gradients and of gathered parameters."""
+    weights = strategy.grad_sync.weights
+    if is_lossy(weights) and "grad_sync.weights" not in problem.constraints:
+        if not problem.allow_lossy:
+            yield f"parameters gathered as {weights}, which nobody allowed"
+        elif problem.lossy and weights not in problem.lossy:
+            yield f"parameters gathered as {weights}, but {', '.join(problem.lossy)} was allowed"
     lossy = any(map(is_lossy, strategy.grad_sync.compression))
     if lossy and not problem.allow_lossy and "grad_sync.compression" not in problem.constraints:
         yield "lossy compression that nobody allowed"

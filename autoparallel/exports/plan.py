@@ -101,6 +101,8 @@ def unsaid_everywhere(plan: Plan) -> list[str]:
     found = unsaid_hosts(plan)
     if any(c != "none" for c in strategy.grad_sync.compression):
         found.append(f"grad_sync.compression = {list(strategy.grad_sync.compression)}")
+    if strategy.grad_sync.weights != "none" and strategy.shard.zero == 3:
+        found.append(f'grad_sync.weights = "{strategy.grad_sync.weights}"')
     if strategy.grad_sync.algorithm != "auto":
         found.append(f'grad_sync.algorithm = "{strategy.grad_sync.algorithm}" (NCCL chooses)')
     if strategy.embedding:

@@ -222,6 +222,8 @@ def warnings(
         found.append("Gradients are compressed with loss beyond rounding: watch convergence.")
     elif any(c != "none" for c in strategy.grad_sync.compression):
         found.append("Gradients are rounded to 16 bits for synchronisation.")
+    if (weights := strategy.grad_sync.weights) != "none" and strategy.shard.zero == 3:
+        found.append(f"Parameters are computed with as they were gathered, in {weights}: watch convergence.")
     if search.get("status") == "feasible":
         known = f", but {bound_words(search)}" if search.get("lower_bound_s") else ""
         found.append(f"The search ended before its proof: a better strategy may exist{known}.")

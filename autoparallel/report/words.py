@@ -178,6 +178,12 @@ def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str
     if lossy and found:
         text = f"Gradients travel as {', '.join(strategy.grad_sync.compression)} (per network level, innermost first)."
         found.append(Choice(name="Gradient compression", setting=", ".join(lossy), text=text))
+    weights = strategy.grad_sync.weights
+    if weights != "none" and found and strategy.shard.zero == 3:
+        text = (
+            f"Parameters are gathered as {weights}; their shards, and what the optimizer updates, stay whole."
+        )
+        found.append(Choice(name="Compressed gathers", setting=weights, text=text))
     return found
 
 

@@ -152,9 +152,14 @@ def meets(problem: Problem, strategy: Strategy) -> bool:
         found = getattr(getattr(strategy, section), "global_" if name == "global" else name)
         if (tuple(found) != tuple(wanted)) if isinstance(wanted, (list, tuple)) else found != wanted:
             return False
-    lossy = any(is_lossy(method) for method in strategy.grad_sync.compression)
-    allowed = problem.allow_lossy or "grad_sync.compression" in problem.constraints
-    return strategy.batch.global_ == problem.global_batch and (allowed or not lossy)
+    sync = strategy.grad_sync
+    lossy = {"compression": any(map(is_lossy, sync.compression)), "weights": is_lossy(sync.weights)}
+    allowed = all(
+        problem.allow_lossy or f"grad_sync.{key}" in problem.constraints
+        for key, is_so in lossy.items()
+        if is_so
+    )
+    return strategy.batch.global_ == problem.global_batch and allowed
 
 
 def same_but(strategy: Strategy, base: Strategy | None, left_out: Collection[str]) -> bool:

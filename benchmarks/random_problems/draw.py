@@ -185,10 +185,12 @@ def draw_recompute(rng: Random, strategy: Strategy, choices: Choices) -> Recompu
 def draw_sync(problem: Problem, rng: Random, choices: Choices) -> GradSync:
     """Mostly the defaults."""
     methods: tuple[str, ...] = ()
+    weights = "int8" if problem.allow_lossy and rng.random() < 0.3 else "none"
     if problem.allow_lossy and rng.random() < 0.5:
         levels = len(problem.cluster.levels)
         methods = tuple(rng.choice(("none", "bf16", *choices.methods)) for _ in range(levels))
     return GradSync(
         algorithm="auto" if rng.random() < 0.6 else rng.choice(choices.algorithms),
         bucket_mib=rng.choice(choices.buckets_mib), overlap=rng.random() < 0.85, compression=methods,
+        weights=weights,
     )  # fmt: skip

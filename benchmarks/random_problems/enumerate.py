@@ -8,6 +8,7 @@ from itertools import permutations, product
 
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.state import zero_level
 from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.legal import strategy_problems
@@ -166,10 +167,17 @@ def _synchronised(problem: Problem, staged: Strategy, choices: Choices) -> Itera
     compressions: list[tuple[str, ...]] = [()]
     if problem.allow_lossy:
         compressions += [c for c in product(("none", *choices.methods), repeat=levels) if set(c) != {"none"}]
-    for algorithm, bucket, overlap, compression in product(
-        choices.algorithms, choices.buckets_mib, choices.overlaps, compressions
+    gathers = zero_level(staged) == 3 and problem.allow_lossy
+    for algorithm, bucket, overlap, compression, weights in product(
+        choices.algorithms,
+        choices.buckets_mib,
+        choices.overlaps,
+        compressions,
+        ("none", "int8") if gathers else ("none",),
     ):
-        sync = GradSync(algorithm=algorithm, bucket_mib=bucket, overlap=overlap, compression=compression)
+        sync = GradSync(
+            algorithm=algorithm, bucket_mib=bucket, overlap=overlap, compression=compression, weights=weights
+        )
         strategy = replace(staged, grad_sync=sync)
         if meets(problem, strategy):
             yield strategy

@@ -203,13 +203,19 @@ def _offload(_: Problem, rng: Random, strategy: Strategy, choices: Choices) -> S
 
 def _sync(problem: Problem, rng: Random, strategy: Strategy, choices: Choices) -> Strategy | None:
     """One key of `[grad_sync]`."""
-    sync, key = strategy.grad_sync, rng.choice(("algorithm", "bucket_mib", "overlap", "compression"))
+    sync, key = (
+        strategy.grad_sync,
+        rng.choice(("algorithm", "bucket_mib", "overlap", "compression", "weights")),
+    )
     if key == "compression":
         if not problem.allow_lossy:
             return None
         methods = list(sync.compression or ("none",) * len(problem.cluster.levels))
         methods[rng.randrange(len(methods))] = rng.choice(("none", *choices.methods))
         return replace(strategy, grad_sync=replace(sync, compression=tuple(methods)))
+    if key == "weights":
+        other = "none" if sync.weights != "none" else "int8"
+        return replace(strategy, grad_sync=replace(sync, weights=other)) if problem.allow_lossy else None
     value = {
         "algorithm": rng.choice(choices.algorithms), "bucket_mib": rng.choice(choices.buckets_mib), "overlap": not sync.overlap,
     }[key]  # fmt: skip

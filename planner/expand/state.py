@@ -15,6 +15,7 @@ from autoparallel.planner.expand.offload import host_copy
 from autoparallel.planner.strategy.types import Execution, Strategy
 
 FP32_BYTES = 4
+MOST_LEVELS = 8  # of a network; a method for those that are not there says nothing
 MIB = 2**20
 # Numbers of optimizer state per parameter. Kind: formula. Source: torch.optim's state (Adam, AdamW:
 # exp_avg and exp_avg_sq; SGD: momentum_buffer). Adafactor factors the second moment of a matrix into a row and
@@ -130,10 +131,12 @@ def expert_shards(strategy: Strategy) -> Shards:
     )
 
 
-def _gather(parameters: int, item_bytes: int, shards: Shards) -> Collective:
+def _gather(parameters: int, item_bytes: int, shards: Shards, method: str = "none") -> Collective:
+    """`method` on every level of the network: what is gathered is encoded once."""
     return Collective(
-        op=CollectiveOp.ALL_GATHER, axes=shards.axes, size_bytes=parameters * item_bytes, label="dp"
-    )
+        op=CollectiveOp.ALL_GATHER, axes=shards.axes, size_bytes=parameters * item_bytes, label="dp",
+        compression=() if method == "none" else (method,) * MOST_LEVELS, item_bytes=item_bytes,
+    )  # fmt: skip
 
 
 def gathers_of(
@@ -142,7 +145,9 @@ def gathers_of(
     """ZeRO-3: so many parameters on this rank, in the dtype they are computed with; the `experts` among them apart."""
 
     def gather(own: int, shards: Shards) -> Collective | None:
-        return _gather(own, computed_bytes(strategy), shards) if shards.zero == 3 and own else None
+        if shards.zero < 3 or not own:
+            return None
+        return _gather(own, computed_bytes(strategy), shards, strategy.grad_sync.weights)
 
     return (
         gather(parameters - experts, dense_shards(strategy)),
@@ -152,7 +157,11 @@ def gathers_of(
 
 def computed_bytes(strategy: Strategy) -> int:
     """Bytes of a parameter in the dtype that it is computed with."""
-    execution = strategy.execution
+    return item_bytes(strategy.execution)
+
+
+def item_bytes(execution: Execution) -> int:
+    """As `computed_bytes`."""
     return min(dtype_bytes(execution.param_dtype), ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
 
 

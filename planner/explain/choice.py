@@ -24,7 +24,7 @@ def complexity(strategy: Strategy, held: Held | None = None) -> tuple[float, ...
     """How much there is to a plan: less is simpler. With `held` also how tight it is."""
     mesh, pipeline, recompute = strategy.mesh, strategy.pipeline, strategy.recompute
     kinds = sum(size > 1 for size in (mesh.pp, mesh.cp, mesh.tp, mesh.ep, mesh.data_parallel))
-    lossy = any(method != "none" for method in strategy.grad_sync.compression)
+    lossy = any(method != "none" for method in (*strategy.grad_sync.compression, strategy.grad_sync.weights))
     return (
         float(held is not None and is_tight(held)),
         float((strategy.offload.optimizer > 0) + (strategy.offload.activations > 0)),

@@ -77,5 +77,7 @@ def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
         yield replace(strategy, offload=Offload())
     if any(method != "none" for method in strategy.grad_sync.compression):
         yield replace(strategy, grad_sync=replace(strategy.grad_sync, compression=()))
+    if strategy.grad_sync.weights != "none":
+        yield replace(strategy, grad_sync=replace(strategy.grad_sync, weights="none"))
     if mesh.order != AXES:
         yield replace(strategy, mesh=replace(mesh, order=AXES))

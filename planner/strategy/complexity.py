@@ -12,6 +12,7 @@ Complexity = tuple[int, int, int, int, int, int, int, int]
 def complexity(strategy: Strategy) -> Complexity:
     """How much there is to a strategy; less is simpler."""
     mesh, recompute, pipeline = strategy.mesh, strategy.recompute, strategy.pipeline
+    sync = strategy.grad_sync
     model_axes = (mesh.pp, mesh.cp, mesh.tp, mesh.ep)
     return (
         sum(size > 1 for size in model_axes),
@@ -19,7 +20,7 @@ def complexity(strategy: Strategy) -> Complexity:
         (recompute.mode != "none") + any(recompute.per_stage),
         (pipeline.virtual_stages > 1) + (pipeline.schedule not in ("none", "gpipe", "1f1b")),
         (strategy.offload.optimizer > 0) + (strategy.offload.activations > 0),
-        len({method for method in strategy.grad_sync.compression if method != "none"}),
+        len({method for method in sync.compression if method != "none"}) + (sync.weights != "none"),
         int(strategy.shard.sequence_parallel),
         strategy.shard.zero,
     )

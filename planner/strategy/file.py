@@ -77,7 +77,7 @@ IN_PHASES = ("batch", "mesh", "shard", "pipeline", "recompute", "offload", "grad
 # Keys whose absence from a complete file means their default, not a decision left open: `[execution]` and
 # batch.global are inputs with defaults, these are marked optional in the file format.
 # (nor does a complete file say how to recover where nothing is known of failures)
-_DEFAULTED = ("mesh.groups", "mesh.placement", "mesh.per_node", "recompute.per_stage")
+_DEFAULTED = ("mesh.groups", "mesh.placement", "mesh.per_node", "recompute.per_stage", "grad_sync.weights")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,6 +163,9 @@ class GradSyncSection(Section):
     bucket_mib: Annotated[float, Field(gt=0.0)] | None = Field(None, description="MiB per bucket")
     overlap: bool | None = Field(None, description="beside the backward pass")
     compression: list[Compression] | None = Field(None, description="per network level, innermost first")
+    weights: Literal["none", "fp16", "bf16", "fp8", "int8", "int4"] | None = Field(
+        None, description="what ZeRO-3 gathers parameters as"
+    )
 
 
 class RecoverySection(Section):

@@ -128,6 +128,7 @@ class GradSync:
     bucket_mib: float = 25.0
     overlap: bool = True
     compression: tuple[str, ...] = ()  # per network level, innermost first
+    weights: str = "none"  # what parameters travel as where ZeRO-3 gathers them, on all levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoparallel.costmodel.compression import parse_method
+from autoparallel.costmodel.compression import WEIGHTS, parse_method, parse_weights
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.islands import is_local
 from autoparallel.planner.strategy.types import Strategy
@@ -32,6 +32,13 @@ def _methods(case: Case) -> Iterator[str]:
             f"{where} has {len(compression)} entries, one per network level from the innermost, but the cluster has {levels}; "
             f"leave out those after the first {levels}"
         )
+
+
+def _weights(case: Case) -> Iterator[str]:
+    try:
+        parse_weights(case.strategy.grad_sync.weights)
+    except UserError as error:
+        yield str(error)
 
 
 def _factors(case: Case) -> Iterator[str]:
@@ -133,6 +140,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         key="grad_sync.compression", values='"powersgd:RANK" below the outermost level', found=_factors,
         holds="all levels have it, and `algorithm` is not hierarchical", why="its factors are summed over all ranks at once",
+    ),
+    Row(
+        key="grad_sync.weights", values="others than " + ", ".join(WEIGHTS), holds="", found=_weights,
+        why="every rank must compute with the same numbers, which error feedback would change from gather to gather",
     ),
     Row(
         key="outer.algorithm", values='others than "none"', holds="`mesh.dp_replicate` is 2 or more, `mesh.ep = 1`",

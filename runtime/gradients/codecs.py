@@ -48,9 +48,11 @@ class Codec(ABC):
         """[rows, numbers] in `dtype` of bytes [rows, size(numbers)]."""
 
 
-def codec_of(text: str, item_bytes: int, ratio: float | None = None) -> Codec | None:
+def codec_of(
+    text: str, item_bytes: int, ratio: float | None = None, *, nearest: bool = False
+) -> Codec | None:
     """The codec of a method, for numbers of `item_bytes`; None for those that have none (none, powersgd). `ratio` is
-    top-k's, where it is not fixed. Raises UserError for an unknown method."""
+    top-k's, where it is not fixed; `nearest` rounds alike on every rank and at every time, not stochastically. Raises UserError for an unknown method."""
     method = parse_method(text)
     if method.name in ("none", "powersgd"):
         return None
@@ -58,7 +60,7 @@ def codec_of(text: str, item_bytes: int, ratio: float | None = None) -> Codec | 
         return TopK(ratio or method.amount, item_bytes)
     if method.name in _NARROW:
         return _NARROW[method.name]
-    return _SCALED[method.name]
+    return (_NEAREST if nearest else _SCALED)[method.name]
 
 
 class Narrow(Codec):
@@ -81,8 +83,8 @@ class Narrow(Codec):
 class Scaled(Codec):
     """Groups of numbers with a scale each, and a few bits a number."""
 
-    def __init__(self, bits: int) -> None:
-        self._bits = bits
+    def __init__(self, bits: int, *, nearest: bool = False) -> None:
+        self._bits, self._nearest = bits, nearest
 
     def size(self, numbers: int) -> int:
         return 2 * ceil(numbers / GROUP) + ceil(numbers * self._bits / 8)
@@ -112,8 +114,14 @@ class Scaled(Codec):
     def _codes(self, grouped: Tensor, scales: Tensor) -> Tensor:
         """uint8 below 2^bits."""
         half = (self._levels() - 1) / 2
-        places = _noise(grouped).addcmul_(grouped, torch.where(scales > 0, half / scales, 0.0)).add_(half)
+        places = (
+            self._shift(grouped).addcmul_(grouped, torch.where(scales > 0, half / scales, 0.0)).add_(half)
+        )
         return places.clamp_(max=2 * half).to(torch.uint8)  # which cuts what is behind the point off
+
+    def _shift(self, like: Tensor) -> Tensor:
+        """What is added before the rest behind the point is cut off."""
+        return torch.full_like(like, 0.5) if self._nearest else _noise(like)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
         """float32 of codes [rows, groups, GROUP] and scales [rows, groups, 1]."""
@@ -152,14 +160,14 @@ class Signs(Scaled):
 class Float8(Scaled):
     """float8_e4m3fn of numbers whose group's largest becomes the largest that it has."""
 
-    def __init__(self) -> None:
-        super().__init__(8)
+    def __init__(self, *, nearest: bool = False) -> None:
+        super().__init__(8, nearest=nearest)
 
     def _codes(self, grouped: Tensor, scales: Tensor) -> Tensor:
         values = torch.where(scales > 0, grouped / scales, torch.zeros_like(grouped)) * _FP8_MOST
         exponents = torch.frexp(values).exponent - 1
         steps = torch.ldexp(torch.ones_like(values), exponents.clamp(min=_FP8_LEAST_EXPONENT) - _FP8_MANTISSA)
-        rounded = (values / steps + _noise(values)).floor_() * steps
+        rounded = (values / steps + self._shift(values)).floor_() * steps
         return rounded.clamp_(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -198,6 +206,9 @@ _NARROW = {"fp16": Narrow(torch.float16), "bf16": Narrow(torch.bfloat16)}
 _SCALED = {
     "fp8": Float8(), "int8": Scaled(BITS["int8"]), "int4": Scaled(BITS["int4"]), "int2": Scaled(BITS["int2"]),
     "sign": Signs(),
+}  # fmt: skip
+_NEAREST = {
+    "fp8": Float8(nearest=True), "int8": Scaled(BITS["int8"], nearest=True), "int4": Scaled(BITS["int4"], nearest=True),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
+from autoparallel.runtime.gradients.gathered import UnitGather
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.ranks.mesh import RankMesh
@@ -34,6 +35,7 @@ from autoparallel.runtime.torch_private import parts_of
 
 _LONG = 32  # so many rows a rank, and padding is no more than 3 % of them
 _told: WeakSet[FSDPModule] = WeakSet()  # units that no longer reduce in the backend's own way
+_gathering: WeakSet[FSDPModule] = WeakSet()  # nor gather
 
 
 def shard_data(
@@ -112,6 +114,17 @@ def set_scatters(
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # by its shape
         _told.add(unit)
     return found
+
+
+def set_gathers(module: nn.Module, method: str) -> None:
+    """What the parameters of each unit travel as from the next gather on; nothing where no other way than the backend's was
+    ever asked for."""
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    if method == "none" and not any(unit in _gathering for unit in units):
+        return
+    for unit in units:
+        unit.set_custom_all_gather(UnitGather(method))  # type: ignore[arg-type]  # by its shape
+        _gathering.add(unit)
 
 
 def _shard_experts(

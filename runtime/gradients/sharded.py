@@ -1,7 +1,7 @@
 """What FSDP2's units do instead of the backend's reduce-scatter: encoded, level by level of the network, or both.
 
 One `UnitScatter` a unit, because a unit's residuals are its own. It is FSDP2's public hook (`set_custom_reduce_scatter`);
-gathers of parameters stay FSDP2's.
+gathers of parameters are `gathered.UnitGather`'s.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from autoparallel.planner.strategy.types import GradSync, Strategy
 from autoparallel.runtime.capabilities.rows import Case
 from autoparallel.runtime.capabilities.table import check_capabilities
 from autoparallel.runtime.gradients.agreement import replicated_gradients
-from autoparallel.runtime.gradients.fsdp import set_scatters
+from autoparallel.runtime.gradients.fsdp import set_gathers, set_scatters
 from autoparallel.runtime.gradients.owed import OwedGradients
 from autoparallel.runtime.gradients.reductions import Reducer
 from autoparallel.runtime.gradients.replicas import (
@@ -84,6 +84,7 @@ class Synchronisation:
         self._syncs = self._gradient_syncs(strategy, mesh)
         self._replicated = replicated_gradients(self._module, strategy, mesh)
         self.owed.follow(self._syncs, set_scatters(self._module, shard_wire(strategy, mesh), self._experts))
+        set_gathers(self._module, strategy.grad_sync.weights if strategy.shard.zero == 3 else "none")
 
     def _gradient_syncs(self, strategy: Strategy, mesh: RankMesh) -> list[GradientSync]:
         """Over the replicas. Where FSDP2 does not shard, experts have other ones than the rest."""

@@ -25,7 +25,7 @@ COMPLETE: Mapping[str, Mapping[str, Any]] = {
     "pipeline": {"schedule": "1f1b", "virtual_stages": 1, "stage_blocks": [2, 2]},
     "recompute": {"mode": "none", "per_stage": []},
     "offload": {"optimizer": 0.0, "activations": 0.0},
-    "grad_sync": {"algorithm": "auto", "bucket_mib": 25.0, "overlap": True, "compression": []},
+    "grad_sync": {"algorithm": "auto", "bucket_mib": 25.0, "overlap": True, "compression": [], "weights": "none"},
 }  # fmt: skip
 
 

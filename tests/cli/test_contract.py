@@ -85,6 +85,7 @@ CHOICES = {
     "execution.attention": ["flash", "unfused"],
     "execution.kernels": ["eager", "fused", "compiled"],
     "grad_sync.algorithm": ["auto", "ring", "tree", "hierarchical", "parameter-server"],
+    "grad_sync.weights": ["none", "fp16", "bf16", "fp8", "int8", "int4"],
     "grad_sync.compression": [
         f'["{name}"]'
         for name in ("none", "fp16", "bf16", "fp8", "int8", "int4", "int2", "sign", "topk:0.01", "powersgd:4")

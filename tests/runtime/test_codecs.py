@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoparallel.costmodel.compression import GROUP, parse_method, wire_bytes
+from autoparallel.costmodel.compression import GROUP, WEIGHTS, parse_method, wire_bytes
 from autoparallel.runtime.gradients.codecs import codec_of
 from autoparallel.runtime.gradients.feedback import Memory, current_codec, encoded
 
@@ -75,6 +75,22 @@ def test_what_is_lost_is_less_than_what_was_sent(method: str, seed: int, size: i
             else (whole.abs() / 8).clamp(min=2**-9 / 448) + most / 2**8
         )
         assert (lost.abs() <= step * (1 + 1e-5)).all()
+
+
+@given(st.sampled_from([m for m in WEIGHTS if m != "none"]), seeds, numbers)
+def test_rounding_to_nearest_is_the_same_again_and_errs_by_half_a_step(
+    method: str, seed: int, size: int
+) -> None:
+    rows = drawn(seed, size).clamp(-6e4, 6e4)
+    codec = codec_of(method, 4, nearest=True)
+    assert codec is not None
+    once, again = (codec.decode(codec.encode(rows), size, rows.dtype) for _ in range(2))
+    assert torch.equal(once, again)
+    assert codec.size(size) == codec_of(method, 4).size(size)  # type: ignore[union-attr]
+    if method in STEPS:
+        padded = torch.nn.functional.pad(rows, (0, -size % GROUP)).view(2, -1, GROUP)
+        most = padded.abs().amax(2, keepdim=True).expand_as(padded).reshape(2, -1)[:, :size] * (1 + 2**-6)
+        assert ((once - rows).abs() <= STEPS[method] / 2 * most * (1 + 1e-4)).all()
 
 
 @pytest.mark.parametrize("method", ["fp8", *STEPS])

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoparallel.costmodel.compression import wire_bytes
+from autoparallel.costmodel.compression import WEIGHTS, wire_bytes
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import GradSync, Pipeline
 from autoparallel.runtime.check.messages import sent_bytes
 from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.gradients.exchanges import Exchange
 from autoparallel.runtime.gradients.feedback import Memory
+from autoparallel.runtime.gradients.gathered import UnitGather
 from autoparallel.runtime.gradients.reductions import Reducer, ScatterReducer, make_reducer
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.lowering.parallel_module import gather_full
@@ -143,6 +144,78 @@ def test_what_is_left_out_is_owed_to_the_last_digit(gloo: Processes) -> None:
             assert lost < (0.02 if "int8" in name else 1e-5), name
 
 
+@dataclass(frozen=True)
+class Gathered:
+    found: Tensor
+    error: float  # relative to the whole
+    sent: float  # bytes
+
+
+def _gathers(rank: int, world_size: int) -> dict[str, Gathered]:
+    """What each method makes of the numbers of all ranks, gathered as FSDP2 does: the own part stands in the output."""
+    found, whole = {}, torch.cat([_numbers(r, 0) for r in range(world_size)])
+    for method in WEIGHTS:
+        output = torch.zeros(world_size * SIZE)
+        own = output[rank * SIZE : (rank + 1) * SIZE].copy_(_numbers(rank, 0))
+        recorder = TrafficRecorder({dist.group.WORLD.group_name: "dp_shard"})
+        with recorder:
+            UnitGather(method)(output, own, dist.group.WORLD)
+        sent = sum(n * sent_bytes(message, {"dp_shard": world_size}) for message, n in recorder.found.items())
+        found[method] = Gathered(output, ((output - whole).norm() / whole.norm()).item(), sent)
+    bits = torch.arange(8 * world_size).to(torch.uint8)  # several dtypes, as bytes
+    output = bits.clone().zero_()
+    output[8 * rank : 8 * rank + 8] = bits[8 * rank : 8 * rank + 8]
+    UnitGather("int8")(output, output[8 * rank : 8 * rank + 8], dist.group.WORLD)
+    assert torch.equal(output, bits)
+    return found
+
+
+def test_every_rank_computes_with_the_same_parameters_and_sends_the_bytes_that_are_priced(
+    gloo: Processes,
+) -> None:
+    errors = {"none": 0.0, "fp16": 3e-4, "bf16": 3e-3, "fp8": 0.04, "int8": 0.01, "int4": 0.15}
+    results = gloo.run(4, _gathers)
+    for method in WEIGHTS:
+        first = results[0][method]
+        assert all(torch.equal(result[method].found, first.found) for result in results), method
+        assert errors[method] / 4 <= first.error <= errors[method], (method, first.error)
+        assert first.sent == 3 * wire_bytes(method, 4 * SIZE, 4), method
+
+
+def _regathered(rank: int, world_size: int) -> tuple[float, float, float]:
+    """Relative difference of gradients from those of plain gathers, with `grad_sync.weights` and after it is taken back;
+    and the largest difference of what the optimizer holds, for which nothing may change."""
+    example = build("llama", 4, torch.float32)
+    share = part(example.inputs, 2 * rank, 2 * rank + 2), part(example.targets, 2 * rank, 2 * rank + 2)
+    strategy = strategy_of(example, micro=1, micro_batches=2, dp_shard=2, zero=3)
+    model = parallelize(example.module, share[0], strategy, blocks=example.blocks, program=no_program)
+    held = [p.detach().to_local().clone() for p in model.parameters()]
+
+    def gradients(weights: str) -> Tensor:
+        model.synchronise_by(GradSync(weights=weights))
+        model.zero_grad()
+        model.step(*share, loss_fn=example.loss_fn)
+        return torch.cat([p.grad.to_local().reshape(-1) for p in model.parameters()])
+
+    plain, coded, back = gradients("none"), gradients("int8"), gradients("none")
+    after = [p.detach().to_local() for p in model.parameters()]
+    moved = max((a - b).abs().max().item() for a, b in zip(held, after, strict=True) if a.numel())
+    with pytest.raises(UserError, match="weights"):
+        model.synchronise_by(GradSync(weights="sign"))
+    return (
+        ((coded - plain).norm() / plain.norm()).item(),
+        ((back - plain).norm() / plain.norm()).item(),
+        moved,
+    )
+
+
+def test_gathers_are_compressed_and_plain_again_between_steps(gloo: Processes) -> None:
+    for off, back, moved in gloo.run(2, _regathered):
+        assert 1e-5 < off < 0.1
+        assert back < 1e-6
+        assert moved == 0.0
+
+
 @pytest.fixture(scope="module")
 def exact(gloo: Processes) -> float:
     """The loss after as many steps without compression, the same at every level of ZeRO."""
@@ -151,12 +224,14 @@ def exact(gloo: Processes) -> float:
     return loss
 
 
-@pytest.mark.parametrize(("method", "zero"), [("int4", 3), ("topk:0.1", 0)])
+@pytest.mark.parametrize(
+    ("method", "zero", "weights"), [("int4", 3, "none"), ("topk:0.1", 0, "none"), ("none", 3, "int8")]
+)
 def test_a_small_llama_reaches_the_uncompressed_loss(
-    gloo: Processes, exact: float, method: str, zero: int
+    gloo: Processes, exact: float, method: str, zero: int, weights: str
 ) -> None:
     """All methods: benchmarks/compressed_training.py."""
-    found = gloo.run(2, final_loss, method=method, zero=zero, steps=150)[0]
+    found = gloo.run(2, final_loss, method=method, zero=zero, steps=150, weights=weights)[0]
     assert found < 1.01 * exact
 
 

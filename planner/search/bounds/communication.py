@@ -125,7 +125,7 @@ class CommunicationPrices:
         owners = np.repeat(rows[first], orders)
         for zero in self.space.zeros:
             legal = self.space.zero_fits(shapes.take(owners), zero)
-            for compression in range(len(self.space.compressions)):
+            for compression in range(self.space.methods(zero)):
                 found = Variants(
                     shape=owners, order=np.tile(np.arange(orders), len(first)), zero=np.full_like(owners, zero),
                     schedule=np.zeros_like(owners), virtual_stages=np.ones_like(owners),

@@ -4,7 +4,7 @@ The space is a product in two levels, so that millions of strategies need no mil
 
     Shapes      mesh sizes x micro-batch x sequence parallelism x recomputation x offloading: what memory and work
                 depend on
-    Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression
+    Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression of gradients and gathers
 
 What is left to `planner/search/stages/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
 The bucket size follows from the rest (`planner/search/space/syncs.py`).
@@ -40,7 +40,7 @@ from autoparallel.planner.search.space.meshes import (
     most_chunks,
     only,
 )
-from autoparallel.planner.search.space.syncs import open_compressions
+from autoparallel.planner.search.space.syncs import Compressed, open_compressions
 from autoparallel.planner.strategy.types import Mesh, Offload
 
 MODES = ("none", "selective", "full", "operators")  # recompute.mode
@@ -103,7 +103,7 @@ class Space:
 
     meshes: Meshes
     shapes: Shapes
-    compressions: tuple[tuple[str, ...], ...]
+    compressions: tuple[Compressed, ...]  # those of gathered parameters last
     zeros: tuple[int, ...]
     zero_fixed: int | None  # the user's level
     alone: bool  # the user says that no rank shares its state: mesh.dp_shard = 1
@@ -143,14 +143,21 @@ class Space:
             return np.asarray(~one)
         return np.asarray(one & (self.alone | (shapes.dp_replicate == 1) | (self.zero_fixed is None)))
 
+    def methods(self, zero: int) -> int:
+        """How many of the compressions say something at a level of ZeRO, where gradients are summed: 3 alone gathers
+        parameters for each pass."""
+        if zero == 3:
+            return len(self.compressions)
+        return sum(one.weights == self.compressions[0].weights for one in self.compressions)
+
     def counts(self) -> Ints:
         """Number of variants of each shape."""
         shard, replicas = self.shapes.dp_shard, self.shapes.dp_replicate
         orders = self.meshes.placed.sum(axis=1)[self.shapes.mesh]
-        zeros = sum(self.zero_fits(self.shapes, z).astype(np.int64) for z in self.zeros)
         plans = sum(self.plan_fits(self.shapes, s, v).astype(np.int64) for s, v in self.schedules)
-        methods = np.where(shard * replicas * self.shapes.cp > 1, len(self.compressions), 1)
-        return np.asarray(orders * zeros * plans * methods, dtype=np.int64)
+        alone = shard * replicas * self.shapes.cp == 1
+        synced = sum(self.zero_fits(self.shapes, z) * np.where(alone, 1, self.methods(z)) for z in self.zeros)
+        return np.asarray(orders * synced * plans, dtype=np.int64)
 
 
 def shape_row(
@@ -198,7 +205,7 @@ def variants(space: Space, rows: Ints) -> Variants:
                 hit = sharded[placed[:, order]]
                 columns.append((hit, zero, schedule, chunks, int(order), 0))
                 reduces = hit[_data_parallel(space.shapes, hit) > 1]
-                for method in range(1, len(space.compressions)):
+                for method in range(1, space.methods(zero)):
                     columns.append((reduces, zero, schedule, chunks, int(order), method))
     lengths = [len(column[0]) for column in columns]
     named = [np.repeat(np.array([c[i] for c in columns], dtype=np.int64), lengths) for i in range(1, 6)]

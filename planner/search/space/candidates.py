@@ -9,7 +9,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, Variants
-from autoparallel.planner.search.space.syncs import with_bucket
+from autoparallel.planner.search.space.syncs import Compressed, with_bucket
 from autoparallel.planner.strategy.types import (
     Batch,
     EmbeddingAccess,
@@ -39,6 +39,7 @@ class Candidate:
     mode: str
     offload: Offload
     compression: tuple[str, ...]
+    weights: str = "none"
 
     @property
     def chunks(self) -> int:
@@ -58,6 +59,7 @@ class Candidate:
 def candidate(space: Space, variants: Variants, row: int) -> Candidate:
     """Row `row` of the columns."""
     s, shape = space.shapes, int(variants.shape[row])
+    compressed = space.compressions[int(variants.compression[row])]
     sizes: dict[str, Any] = {
         name: int(getattr(s, name)[shape]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     }
@@ -73,7 +75,8 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
         offload=Offload(
             optimizer=float(s.optimizer_offloaded[shape]), activations=float(s.activations_offloaded[shape])
         ),
-        compression=space.compressions[int(variants.compression[row])],
+        compression=compressed.gradients,
+        weights=compressed.weights,
     )  # fmt: skip
 
 
@@ -96,7 +99,7 @@ def strategy_of(
         recompute=Recompute(mode=chosen.mode, per_stage=partition.recomputed if keeps else ()),
         offload=chosen.offload,
         execution=problem.execution,
-        grad_sync=sync_of(problem, chosen.compression),
+        grad_sync=sync_of(problem, Compressed(gradients=chosen.compression, weights=chosen.weights)),
         tensor=rules_of(problem),
         embedding_access=access_of(problem),
         servers=servers_of(problem),
@@ -106,7 +109,7 @@ def strategy_of(
     return with_bucket(strategy, problem.graph.parameter_count, problem.cluster)
 
 
-def sync_of(problem: Problem, compression: tuple[str, ...]) -> GradSync:
+def sync_of(problem: Problem, compressed: Compressed) -> GradSync:
     """How gradients are synchronised with this compression: as the user says, or as it is by default."""
     fixed = problem.constraints
     given: dict[str, Any] = {
@@ -114,7 +117,7 @@ def sync_of(problem: Problem, compression: tuple[str, ...]) -> GradSync:
         for key in ("algorithm", "bucket_mib", "overlap")
         if f"grad_sync.{key}" in fixed
     }
-    return GradSync(**given, compression=compression)
+    return GradSync(**given, compression=compressed.gradients, weights=compressed.weights)
 
 
 def access_of(problem: Problem) -> EmbeddingAccess:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.build import MAX_VIRTUAL_STAGES
 from autoparallel.planner.search.space.meshes import LEAST_TOKENS, MOST_TENSOR_RANKS
-from autoparallel.planner.search.space.syncs import METHODS
+from autoparallel.planner.search.space.syncs import METHODS, open_weights
 from autoparallel.planner.strategy.schema import SECTIONS, keys_of
 
 _RECOVERY = tuple(f"recovery.{key}" for key in keys_of(SECTIONS["recovery"]))
@@ -69,6 +69,8 @@ def _left_out(problem: Problem, *, tables: bool) -> Mapping[str, str]:
         found["mesh.per_node"] = "nodes are joined alike: all of their devices are taken"
     if not problem.allow_lossy and any_lossless_alone(problem):
         found["grad_sync.compression"] = "compression loses digits: allow_lossy permits it"
+    if not problem.allow_lossy and "grad_sync.weights" not in problem.constraints:
+        found["grad_sync.weights"] = "compression loses digits: allow_lossy permits it"
     if cluster.failures is None:
         found |= dict.fromkeys(_RECOVERY, "the cluster states no failures")
     if not tables:
@@ -96,6 +98,7 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "grad_sync.bucket_mib": "sizes but the smallest that wastes little of the network, unless for the plan itself",
         "grad_sync.overlap": "reductions that wait for the end, unless for the plan itself",
         "grad_sync.compression": f"methods other than {', '.join(problem.lossy or METHODS)}, and several at once",
+        "grad_sync.weights": f"methods other than {', '.join(open_weights(problem))}",
         "recovery.policy": "plans of slower steps, but for replicas of whole nodes to drop (the three smallest numbers) and nodes that wait, where they could win 2 %",
         "recovery.checkpoint_every_s": "others than Daly's optimum in whole steps",
         "recovery.peers": "more copies than one",

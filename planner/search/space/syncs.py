@@ -1,10 +1,14 @@
-"""How gradients are synchronised: compression per network level is searched, the bucket size follows from the rest."""
+"""How gradients are synchronised: compression per network level, and of gathered parameters, is searched; the bucket size
+follows from the rest."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 from autoparallel.costmodel.collectives import collective_s
+from autoparallel.costmodel.compression import BITS
+from autoparallel.costmodel.compression import WEIGHTS as PARAMETERS
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import mesh_axes
 from autoparallel.planner.problem import Problem
@@ -19,9 +23,37 @@ WASTE = 0.25  # share of the network's time that a bucket may lose against the l
 # Methods tried where lossy ones are allowed and none is named: those that cost a small Llama less than 0.1 % of its loss
 # (benchmarks/compressed_training.py) and are no longer on the wire than another (fp16, fp8). Kind: measured.
 METHODS = ("bf16", "int8")
+# Likewise of parameters that ZeRO-3 gathers. Kind: published. Source: ZeRO++ (Wang et al., 2023), whose qwZ is int8 by blocks.
+WEIGHTS = ("int8",)
 
 
-def open_compressions(problem: Problem) -> tuple[tuple[str, ...], ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """What of data parallelism's messages is compressed: gradients by network level, and ZeRO-3's parameters."""
+
+    gradients: tuple[str, ...] = ()
+    weights: str = "none"
+
+
+def open_compressions(problem: Problem) -> tuple[Compressed, ...]:
+    """What the constraints leave, none first, those that compress parameters last."""
+    pairs = product(open_weights(problem), _open_gradients(problem))
+    return tuple(Compressed(gradients=gradients, weights=weights) for weights, gradients in pairs)
+
+
+def open_weights(problem: Problem) -> tuple[str, ...]:
+    """What ZeRO-3's parameters may travel as: as they are, or shorter where lossy methods are allowed."""
+    fixed = problem.fixed.grad_sync.weights
+    if fixed is not None:
+        return (fixed,)
+    if not problem.allow_lossy or problem.execution.parameter_gathers:
+        return ("none",)
+    bits = 8 * state.item_bytes(problem.execution)
+    tried = (m for m in problem.lossy or WEIGHTS if m in BITS and m in PARAMETERS and BITS[m] < bits)
+    return ("none", *dict.fromkeys(tried))
+
+
+def _open_gradients(problem: Problem) -> tuple[tuple[str, ...], ...]:
     """What the constraints leave, none first; where lossy methods are allowed, each on each outer part of the
     network levels."""
     fixed = problem.fixed.compression

@@ -226,6 +226,19 @@ def test_compression_and_algorithm_reach_the_gradient_collectives() -> None:
     assert found == {("ring", ("none", "bf16"))}
 
 
+def test_gathers_of_zero_3_are_compressed_on_every_level_and_no_others() -> None:
+    def gathers(zero: int) -> set[str]:
+        sync = GradSync(weights="int8")
+        (stage,) = program(replace(plan(zero=zero, dp_shard=8), grad_sync=sync)).stages
+        every = [c for w, _ in stage.blocks for c in (w.gather, w.expert_gather, *w.reduce) if c is not None]
+        coded = [c for c in (*every, *stage.after_step) if c.compression]
+        assert all(set(c.compression) == {"int8"} and c.item_bytes == 2 for c in coded)
+        return {c.op.value for c in coded}
+
+    assert gathers(3) == {"all_gather"}
+    assert gathers(2) == set()
+
+
 def test_an_expander_made_anew_gives_the_same_program() -> None:
     strategy = plan(pp=2, tp=2, dp_shard=2, zero=1)
     assert program(strategy) == Expander(GRAPH, CLUSTER).program(strategy)

@@ -46,6 +46,7 @@ def test_each_key_says_what_was_done_about_it() -> None:
     lossy = {one.key: one for one in space_of(replace(PROBLEM, allow_lossy=True))}
     assert free["grad_sync.compression"].how.startswith("left-out")
     assert lossy["grad_sync.compression"].how == "searched"
+    assert (free["grad_sync.weights"].how[:8], lossy["grad_sync.weights"].how) == ("left-out", "searched")
 
 
 def test_compression_pays_below_its_break_even_and_not_above() -> None:

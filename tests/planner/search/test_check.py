@@ -40,6 +40,16 @@ def test_an_illegal_strategy_is_named() -> None:
     assert plan_problems(PROBLEM, unsharded, PLAN.prediction)
 
 
+def test_compressed_gathers_that_nobody_allowed_are_named() -> None:
+    coded = replace(PLAN.strategy, grad_sync=replace(PLAN.strategy.grad_sync, weights="int8"))
+    assert "parameters gathered as int8, which nobody allowed" in list(constraint_problems(PROBLEM, coded))
+    allowed = replace(PROBLEM, allow_lossy=True, lossy=("bf16",))
+    assert "parameters gathered as int8, but bf16 was allowed" in list(constraint_problems(allowed, coded))
+    assert not any(
+        "gathered" in one for one in constraint_problems(replace(PROBLEM, allow_lossy=True), coded)
+    )
+
+
 def test_lossy_compression_that_nobody_allowed_is_named() -> None:
     lossy = replace(PLAN.strategy, grad_sync=GradSync(compression=("bf16", "bf16")))
     assert "lossy" in constraint_problems(PROBLEM, lossy)[0]

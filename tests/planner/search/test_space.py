@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import permutations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,6 +205,20 @@ def test_compression_is_in_the_space_only_where_lossy_methods_are_allowed() -> N
 
     assert kinds(problem_of("h100-sxm:2x2")) == {()}
     assert ("none", "bf16") in kinds(problem_of("h100-sxm:2x2", allow_lossy=True))
+
+
+def test_compressed_gathers_are_in_the_space_where_zero_3_gathers_and_lossy_methods_are_allowed() -> None:
+    def found(**options: Any) -> set[tuple[int, str]]:
+        every = strategies(problem_of("h100-sxm:2x2", **options))
+        return {(s.shard.zero, s.grad_sync.weights) for s in every}
+
+    assert {weights for _, weights in found()} == {"none"}
+    lossy = found(allow_lossy=True)
+    assert {zero for zero, weights in lossy if weights == "int8"} == {3}
+    assert (3, "none") in lossy
+    asked = found(constraints={"grad_sync.weights": "fp8"})
+    assert {weights for _, weights in asked} == {"fp8"}
+    assert {zero for zero, _ in asked} == {0, 1, 2, 3}
 
 
 def test_degrees_that_divide_no_sharding_or_not_the_heads_are_left_out() -> None:

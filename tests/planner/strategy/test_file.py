@@ -101,6 +101,7 @@ _strategies = st.builds(
         GradSync,
         bucket_mib=st.floats(0.1, 1e4),
         overlap=st.booleans(),
+        weights=st.sampled_from(["none", "int8", "bf16"]),
         compression=st.lists(st.sampled_from(["none", "bf16", "topk:0.01", "powersgd:4"]), max_size=3).map(
             tuple
         ),
