@@ -65,11 +65,7 @@ ModelArgs = Annotated[
     ),
 ]
 AllowLossy = Annotated[
-    bool,
-    typer.Option(
-        "--allow-lossy",
-        help="Compression of gradients and gathered parameters that changes numbers may be chosen.",
-    ),
+    bool, typer.Option("--allow-lossy", help="Compression that changes numbers may be chosen.")
 ]
 LossyMethods = Annotated[
     str | None,
