@@ -4,8 +4,8 @@
 - `fsdp.py`: ZeRO levels as FSDP2.
 - `replicated.py`: what FSDP2 does not do: buckets over replicas, sums over tp, norms and clipping.
 - `replicas.py`: what reduces over which ranks, from the strategy. `reductions.py`: all-reduces of buffers, at once or level
-  by level; `sharded.py`: what FSDP2's units do instead of the backend's reduce-scatter; `exchanges.py`: what both are made of;
-  `point_to_point.py`: rings and trees.
+  by level; `sharded.py`: what FSDP2's units do instead of the backend's reduce-scatter, `gathered.py`: of its all-gather;
+  `exchanges.py`: what both are made of; `point_to_point.py`: rings and trees.
 - `groups.py`: the process groups of a strategy. `codecs.py`: what methods make of numbers; `feedback.py`: what is
   left out, and sent later; `owed.py`: that, for checkpoints; `agreement.py`: copies over tp, kept equal.
 - `outer.py`: replicas that train by themselves, and exchange what they have become.
