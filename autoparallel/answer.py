@@ -310,7 +310,8 @@ def constraint_table(cost: ConstraintCost) -> dict[str, Any]:
 def break_even_table(one: BreakEven) -> dict[str, Any]:
     """Where a method of compression would pay; no bound where it does at any bandwidth that was looked at."""
     bound = {} if isinf(one.bytes_per_s) else {"below_gbit_per_s": one.bytes_per_s * 8e-9}
-    return {"method": one.method, "level": one.level, "now_gbit_per_s": one.now_bytes_per_s * 8e-9, **bound}
+    now = one.now_bytes_per_s * 8e-9
+    return {"key": one.key, "method": one.method, "level": one.level, "now_gbit_per_s": now, **bound}
 
 
 def tradeoff_table(one: TradeOff) -> dict[str, Any]:

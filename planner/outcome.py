@@ -77,12 +77,14 @@ class TradeOff:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
     """Below `bytes_per_s` of a network level, one device's share, the plan's step is shorter with the method: 0 where it
-    never is, infinite where it always is, as far as was looked. `now_bytes_per_s` is what the level has."""
+    never is, infinite where it always is, as far as was looked. `now_bytes_per_s` is what the level has; `key` is what has the
+    method: "grad_sync.compression" or, of ZeRO-3's parameters, "grad_sync.weights"."""
 
     method: str
     level: str
     bytes_per_s: float
     now_bytes_per_s: float
+    key: str = "grad_sync.compression"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

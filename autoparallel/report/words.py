@@ -305,11 +305,17 @@ def simpler_words(search: Mapping[str, Any], step_time_s: float) -> str:
 
 def break_even_words(one: Mapping[str, Any]) -> str:
     """From where on a method of compression would shorten the plan's step."""
-    what = f"grad_sync.compression: {one['method']} over {one['level']}"
+    key = one.get("key", "grad_sync.compression")
+    what = f"{key}: {one['method']} over {one['level']}"
     if "below_gbit_per_s" not in one:
         return f"{what} pays at any bandwidth that was looked at"
     if not one["below_gbit_per_s"]:
-        return f"{what} never pays: the gradients hide behind the backward pass, or encoding takes longer"
+        hide = (
+            "gathers hide behind computation"
+            if key == "grad_sync.weights"
+            else "the gradients hide behind the backward pass"
+        )
+        return f"{what} never pays: {hide}, or encoding takes longer"
     below, now = (significant(one[key]) for key in ("below_gbit_per_s", "now_gbit_per_s"))
     return f"{what} pays below {below} Gbit/s a device ({now} here)"
 

@@ -1,7 +1,8 @@
-"""From which bandwidth on compressing gradients pays: for each method, where the plan's step takes as long with it as without.
+"""From which bandwidth on compressing gradients pays, or parameters that ZeRO-3 gathers: for each method, where the plan's
+step takes as long with it as without.
 
-Method: the plan is priced with the method on the outermost network level that its gradients cross and those outside of it,
-and without, on clusters whose level is slower or faster, and the crossing is looked for by halving. Everything else of the
+Method: the plan is priced with the method on the outermost network level that its gradients cross and those outside of it
+(of parameters on all levels), and without, on clusters whose level is slower or faster, and the crossing is looked for by halving. Everything else of the
 plan stays, so that what hides behind computation counts as hidden.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import sqrt
 
+from autoparallel.costmodel.compression import WEIGHTS
 from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand.expander import Expander, mesh_axes
 from autoparallel.planner.outcome import BreakEven
@@ -21,7 +23,9 @@ from autoparallel.planner.search.space.syncs import open_algorithms
 from autoparallel.planner.strategy.types import Strategy
 
 METHODS = ("bf16", "int8", "int4", "topk:0.01")  # explained where the user names none
-AXES = ("dp_replicate", "dp_shard", "cp")
+OF_WEIGHTS = ("int8",)  # likewise
+SHARDING = ("dp_shard", "cp")
+AXES = ("dp_replicate", *SHARDING)
 SPAN = 1000.0  # times slower and faster than the level is. Kind: choice
 STEPS = 9  # halvings: 1000 x 1000 to within a few percent
 MOST_ACTIONS = 3_000  # of a schedule that is simulated this often
@@ -31,28 +35,45 @@ def break_evens(problem: Problem, strategy: Strategy) -> tuple[BreakEven, ...]:
     """One for each method that is allowed, or usual; none where gradients stay inside a device, links are irregular, or
     the schedule is too long to be simulated so often."""
     mesh, cluster = strategy.mesh, problem.cluster
-    summed = tuple(axis for axis in AXES if getattr(mesh, axis) > 1)
-    if not summed or cluster.network is not None or 2 * strategy.micro_batches * mesh.pp > MOST_ACTIONS:
+    if cluster.network is not None or 2 * strategy.micro_batches * mesh.pp > MOST_ACTIONS:
         return ()
-    index = crossings(summed, mesh_axes(strategy), cluster)[-1].index
-    level = cluster.levels[index]
 
-    def pays(methods: tuple[str, ...], share: float) -> bool:
-        plain = [seconds_at(problem, other, index, share) for other in uncompressed(problem, strategy)]
-        with_it = seconds_at(problem, compressed(strategy, methods), index, share)
-        return with_it < min(plain) * (1 - 1e-6)
+    def crossed(axes: tuple[str, ...]) -> int | None:
+        several = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+        return crossings(several, mesh_axes(strategy), cluster)[-1].index if several else None
 
-    found = []
-    for method in problem.lossy or METHODS:
-        methods = ("none",) * index + (method,) * (len(cluster.levels) - index)
-        share = _crossing(partial(pays, methods))
-        found.append(
-            BreakEven(
-                method=method, level=level.name, bytes_per_s=level.bytes_per_s * share,
-                now_bytes_per_s=level.bytes_per_s,
-            )
+    def found(key: str, method: str, index: int, plain: list[Strategy], coded: Strategy) -> BreakEven:
+        level = cluster.levels[index]
+        share = _crossing(partial(_pays, problem, index, plain, coded))
+        return BreakEven(
+            method=method, level=level.name, bytes_per_s=level.bytes_per_s * share,
+            now_bytes_per_s=level.bytes_per_s, key=key,
         )  # fmt: skip
-    return tuple(found)
+
+    all_of_them = []
+    if (index := crossed(AXES)) is not None:
+        plain = uncompressed(problem, strategy)
+        for method in problem.lossy or METHODS:
+            methods = ("none",) * index + (method,) * (len(cluster.levels) - index)
+            all_of_them.append(
+                found("grad_sync.compression", method, index, plain, compressed(strategy, methods))
+            )
+    if strategy.shard.zero == 3 and (index := crossed(SHARDING)) is not None:
+        for method in [m for m in problem.lossy or OF_WEIGHTS if m in WEIGHTS and m != "none"]:
+            coded, plain = (gathered(strategy, m) for m in (method, "none"))
+            all_of_them.append(found("grad_sync.weights", method, index, [plain], coded))
+    return tuple(all_of_them)
+
+
+def _pays(problem: Problem, level: int, plain: list[Strategy], coded: Strategy, share: float) -> bool:
+    """Whether a step is shorter coded where the level has `share` times its bandwidth."""
+    without_s = min(seconds_at(problem, other, level, share) for other in plain)
+    return seconds_at(problem, coded, level, share) < without_s * (1 - 1e-6)
+
+
+def gathered(strategy: Strategy, method: str) -> Strategy:
+    """The strategy with its parameters gathered so."""
+    return replace(strategy, grad_sync=replace(strategy.grad_sync, weights=method))
 
 
 def compressed(strategy: Strategy, methods: tuple[str, ...]) -> Strategy:

@@ -8,7 +8,13 @@ import pytest
 
 from autoparallel.errors import UserError
 from autoparallel.planner.check import constraint_problems
-from autoparallel.planner.explain.break_even import break_evens, compressed, seconds_at, uncompressed
+from autoparallel.planner.explain.break_even import (
+    break_evens,
+    compressed,
+    gathered,
+    seconds_at,
+    uncompressed,
+)
 from autoparallel.planner.explain.choice import complexity
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
@@ -61,6 +67,20 @@ def test_compression_pays_below_its_break_even_and_not_above() -> None:
             share = factor * one.bytes_per_s / one.now_bytes_per_s
             plain = [seconds_at(PROBLEM, other, 1, share) for other in uncompressed(PROBLEM, strategy)]
             assert (seconds_at(PROBLEM, coded, 1, share) < min(plain)) == pays, one
+
+
+def test_gathers_of_fewer_bits_pay_below_their_break_even_and_not_above() -> None:
+    fixed = {"mesh.tp": 1, "mesh.pp": 1, "shard.zero": 3}
+    strategy = plan(replace(PROBLEM, constraints=fixed)).strategy
+    (one,) = [
+        b for b in break_evens(replace(PROBLEM, lossy=("int8",)), strategy) if b.key == "grad_sync.weights"
+    ]
+    assert 0 < one.bytes_per_s < float("inf")
+    for factor, pays in ((0.8, True), (1.25, False)):
+        share = factor * one.bytes_per_s / one.now_bytes_per_s
+        level = [level.name for level in PROBLEM.cluster.levels].index(one.level)
+        coded, plain = (seconds_at(PROBLEM, gathered(strategy, m), level, share) for m in ("int8", "none"))
+        assert (coded < plain) == pays, one
 
 
 def test_only_methods_that_are_allowed_are_chosen() -> None:
