@@ -60,8 +60,8 @@ def break_evens(problem: Problem, strategy: Strategy) -> tuple[BreakEven, ...]:
             )
     if strategy.shard.zero == 3 and (index := crossed(SHARDING)) is not None:
         for method in [m for m in problem.lossy or OF_WEIGHTS if m in WEIGHTS and m != "none"]:
-            coded, plain = (gathered(strategy, m) for m in (method, "none"))
-            all_of_them.append(found("grad_sync.weights", method, index, [plain], coded))
+            coded, bare = (gathered(strategy, m) for m in (method, "none"))
+            all_of_them.append(found("grad_sync.weights", method, index, [bare], coded))
     return tuple(all_of_them)
 
 
