@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -169,8 +170,9 @@ def test_what_goes_wrong_in_one_rank_is_named_on_all(gloo: Processes, tmp_path: 
     (said,) = first["slow"]["said"]
     assert ": rank 2 computes " in said
     assert "longer than its peers, which costs up to" in said
-    last = read_record(tmp_path / "slow" / "run")[-1].steps[-1]
-    assert last["waiting_s"][2] < last["waiting_s"][0]
+    steps = read_record(tmp_path / "slow" / "run")[-1].steps
+    waits = [median(step["waiting_s"][rank] for step in steps) for rank in range(RANKS)]
+    assert waits[2] == min(waits), "the others wait for it"
     before, after, _ = first["gradient"]
     assert before == []
     assert after == ["the gradient head.weight of rank 1 differs from its other copies"]
