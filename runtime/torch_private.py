@@ -3,6 +3,7 @@ torch both hold for."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -270,6 +272,19 @@ def replicate_without_rule(axis: str) -> None:
     propagate.axis = axis  # type: ignore[attr-defined]
     propagator.propagate_op_sharding_non_cached = propagate  # type: ignore[assignment, method-assign]
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
+
+
+def tell_masks_apart(operator: Any) -> None:
+    """Make the cache of DTensor's rules know calls of a backward `operator` by the gradients that are asked for.
+
+    Else a call without some gradient, and one with it, get the layouts of whichever came first (torch 2.13, efficient
+    attention with a bias). Idempotent.
+    """
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    info = known.get(operator, RuntimeSchemaInfo())
+    first = min(info.static_argnum, kinds.index("List[bool]"))
+    known[operator] = dataclasses.replace(info, static_argnum=first)
 
 
 def _replicated(results: int, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:

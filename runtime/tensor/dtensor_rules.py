@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 
+from autoparallel.runtime.torch_private import tell_masks_apart
+
 _aten = torch.ops.aten
 _BATCH, _HEADS = 0, 1  # dims of query, key, value: batch, heads, length, head size
 _held: list[Any] = []
@@ -23,9 +25,11 @@ def allow_plain_tensors() -> None:
 
 
 def register_missing_rules() -> None:
-    """Flash attention on the CPU: batch or heads may be sharded. Idempotent."""
+    """Flash attention on the CPU: batch or heads may be sharded; efficient attention's bias, with a gradient or without.
+    Idempotent."""
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_flash_forward)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_flash_backward)
+    tell_masks_apart(_aten._scaled_dot_product_efficient_attention_backward.default)
 
 
 _Rows = Sequence[tuple[list[Any], list[Any]]]
