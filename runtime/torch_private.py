@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -239,7 +240,13 @@ def as_one_of(ranks: int) -> Iterator[None]:
         yield
     finally:
         names["shard_dim_alltoall"] = before
+        _forget_layouts()
         dist.destroy_process_group()
+
+
+def _forget_layouts() -> None:
+    """DTensor remembers layouts with the meshes that they were on, and takes a mesh of the same ranks for the same one."""
+    _clear_sharding_prop_cache()
 
 
 def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Tensor:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.costmodel.program import CollectiveOp
@@ -48,7 +47,7 @@ from autoparallel.runtime.pipeline.module import rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
-from autoparallel.runtime.ranks.places import joined_name, replica_axes, sharding_axes, unit_axes
+from autoparallel.runtime.ranks.places import replica_axes, sharding_axes
 from autoparallel.runtime.stages.alike import alike_stages
 from autoparallel.runtime.stages.cut import StageModule, cut
 from autoparallel.runtime.start import check_strategy
@@ -196,10 +195,10 @@ class _Step:
         self._mesh, self._dtypes = mesh, dtypes
         self._axes = _group_names(mesh, strategy.shard.zero)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
-        self._sharded = unit_axes(mesh.sizes, strategy.shard.zero, casts=dtypes.compute != dtypes.param)
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
+        self._own = {p for i in lowered for p in stages[i].parameters()}  # FSDP2 puts others in their places
         self._owned = {i: _bytes_of(stages[i].parameters()) for i in lowered}
         self._gathered = [0] * len(stages)
         self._gradients, self._buffers = [0] * len(stages), [0] * len(stages)
@@ -334,21 +333,14 @@ class _Step:
 
     def _whole_bytes(self, index: int) -> int:
         """Parameters that stand gathered in the module now, other than those that the rank owns."""
-        owned = set() if self._sharded else {id(p) for p in self._stages[index].parameters()}
-        whole = [p for p in self._stages[index].parameters() if id(p) not in owned and not self._is_share(p)]
-        return _bytes_of(whole)
-
-    def _is_share(self, parameter: nn.Parameter) -> bool:
-        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        return any(name in (names or ()) for name in (joined_name(self._sharded), EXPERT_SHARD))
+        return _bytes_of(p for p in self._stages[index].parameters() if p not in self._own)
 
     def _gradient_bytes(self, index: int) -> int:
         stage, lowered = self._stages[index], self._lowered[index]
         whole, shares = list[Tensor](), list[Tensor]()  # of gathered parameters, and of a rank's own
         for parameter in stage.parameters():
             if parameter.grad is not None:
-                gathered = bool(self._sharded) and not self._is_share(parameter)
-                (whole if gathered else shares).append(parameter.grad)
+                (shares if parameter in self._own else whole).append(parameter.grad)
         return max(_bytes_of(shares), lowered.buffer_bytes()) + _bytes_of(whole) + accumulated_bytes(stage)
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from autoparallel.runtime.tensor.cross_entropy import in_parts
 from autoparallel.runtime.tensor.layout_hooks import Player, at_pin
 from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place, to_plain
+from autoparallel.runtime.tensor.vocabulary import rows_of_shares
 from autoparallel.runtime.torch_private import GROUPED_PRODUCTS
 
 # The places that `as_strided` names are those of the whole tensor (the pooling calls it, out of sight); and a meta device,
@@ -62,7 +63,7 @@ def _with_rules(forward: Callable[..., Any], active: threading.local) -> Callabl
 
 
 class TensorParallel(TorchFunctionMode):
-    """Runs `F.cross_entropy` on class-sharded DTensors in parts, a few functions on whole tensors, on every rank alike,
+    """Runs `F.cross_entropy` on class-sharded DTensors in parts, `F.embedding` on shares of a vocabulary, a few functions on whole tensors, on every rank alike,
     and lets plain tensors meet DTensors. Every other call is untouched."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,6 +76,8 @@ class TensorParallel(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.cross_entropy and (loss := in_parts(args, kwargs)) is not None:
             return loss
+        if func is F.embedding and (rows := rows_of_shares(args, kwargs)) is not None:
+            return rows
         odd = (
             func in GROUPED_PRODUCTS and given[0].dtype is not torch.bfloat16
         )  # DTensor knows those in bfloat16
