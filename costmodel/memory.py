@@ -176,7 +176,7 @@ def _backward_peak(
         beside = gathers[number + 1] + messages[number + 1] + (0 if flat else reducing)
         whole = gathers[number] + reductions[number] + beside + min(temp, 0)  # not all of it at one moment
         peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole))
-        held += unmade[number] - block.saved_bytes
+        held += unmade[number] - block.saved_bytes + block.waiting_bytes
         reducing = reductions[number]
     return max(peaks, key=_total)
 

@@ -117,7 +117,9 @@ class BlockWork:
     `saved_bytes` live from its forward to its backward; `*_temp_bytes` is the peak above what is live at
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
-    its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`. `gather` brings in ZeRO-3 parameters before forward and again before
+    its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
+    `waiting_bytes` are gradients that its backward leaves to be added to those of an earlier link of the stage, which has the
+    same tensors. `gather` brings in ZeRO-3 parameters before forward and again before
     backward, `expert_gather` those of experts; `reduce` is the block's share of gradient synchronisation, in the
     order in which it runs. Parameter counts are this device's after tensor, expert and pipeline sharding and
     before ZeRO; `expert_*` are the part of them that is synchronised over other ranks (`mesh.ep` > 1).
@@ -134,6 +136,7 @@ class BlockWork:
     backward_temp_bytes: int = 0
     standing_temp_bytes: int | None = None  # None: not known
     left_bytes: int = 0
+    waiting_bytes: int = 0
     parameters: int = 0  # numbers, not bytes
     trainable: int = 0
     trainable_tensors: int = 0

@@ -78,17 +78,20 @@ class Ties:
     """Tied parameters of a pipelined model.
 
     `dropped[position]`: names at that link that stand on the same rank already. `crossing`: (stage, tie) of
-    tensors that live on several ranks, whose gradients must be summed.
+    tensors that live on several ranks, whose gradients must be summed. `again[position]`: names at that link of tensors that an
+    earlier link of the same stage has.
     """
 
     dropped: dict[int, frozenset[str]]
     crossing: tuple[tuple[int, str], ...]
+    again: dict[int, frozenset[str]]
 
 
 def find_ties(graph: ModelGraph, stages: Sequence[range], rank_of: Sequence[int]) -> Ties:
     """Where tied parameters are held once, and where their gradients cross ranks."""
     holders: dict[str, dict[int, int]] = {}  # tie -> rank -> stage that holds it there
     dropped: dict[int, set[str]] = {}
+    again: dict[int, set[str]] = {}
     for stage, positions in enumerate(stages):
         for position in positions:
             for parameter in graph.blocks[graph.chain[position].block].parameters:
@@ -97,6 +100,11 @@ def find_ties(graph: ModelGraph, stages: Sequence[range], rank_of: Sequence[int]
                 on_ranks = holders.setdefault(parameter.tied, {})
                 if rank_of[stage] in on_ranks:
                     dropped.setdefault(position, set()).add(parameter.name)
+                if on_ranks.get(rank_of[stage]) == stage:
+                    again.setdefault(position, set()).add(parameter.name)
                 on_ranks.setdefault(rank_of[stage], stage)
     crossing = [(s, tie) for tie, ranks in holders.items() if len(ranks) > 1 for s in ranks.values()]
-    return Ties(dropped={p: frozenset(n) for p, n in dropped.items()}, crossing=tuple(sorted(crossing)))
+    return Ties(
+        dropped={p: frozenset(n) for p, n in dropped.items()}, crossing=tuple(sorted(crossing)),
+        again={p: frozenset(n) for p, n in again.items()},
+    )  # fmt: skip

@@ -153,9 +153,10 @@ class Expander:
             crossing = tuple(tie for s, tie in ties.crossing if s == stage)
             last = stage == chunks - 1
             back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
-            key = (links, dropped, crossing, last, back)
+            again = tuple(ties.again.get(p, NO_NAMES) for p in positions)
+            key = (links, dropped, again, crossing, last, back)
             if key not in made:
-                each = tuple(zip(links, dropped, strict=True))
+                each = tuple(zip(links, dropped, again, strict=True))
                 for one in each:
                     if one not in alike:
                         alike[one] = self._synchronised(strategy, *one)
@@ -185,18 +186,15 @@ class Expander:
             found.append((link.block, mode))
         return tuple(found)
 
-    def _synchronised(self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str]) -> BlockWork:
+    def _synchronised(
+        self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str], again: frozenset[str]
+    ) -> BlockWork:
         work = self.work(strategy, *link)
         if fetches(strategy):
             return self.fetched(strategy, work, link[0], dropped)
         parameters = work.parameters
         if dropped:
-            plan = dict(self.tensor_plan(strategy).blocks[link[0]].params)
-            gone = [
-                (p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1), p.trainable)
-                for p in self.graph.blocks[link[0]].parameters
-                if p.name in dropped
-            ]
+            gone = self._held_of(strategy, link[0], dropped)
             work = replace(
                 work, parameters=work.parameters - sum(n for n, _ in gone),
                 trainable=work.trainable - sum(n for n, trainable in gone if trainable),
@@ -212,7 +210,22 @@ class Expander:
         work = replace(work, gather=gather, expert_gather=expert_gather)
         work = self.as_unit(strategy, work, link[0], reduce, dropped)
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
-        return replace(work, reduce=reduce, backward_weight=weight)
+        waiting = sum(n for n, trainable in self._held_of(strategy, link[0], again) if trainable)
+        return replace(
+            work, reduce=reduce, backward_weight=weight,
+            waiting_bytes=waiting * state.waiting_gradient_bytes(strategy),
+        )  # fmt: skip
+
+    def _held_of(self, strategy: Strategy, block: int, names: frozenset[str]) -> list[tuple[int, bool]]:
+        """Numbers of these parameters on one device, and whether they are trained."""
+        if not names:
+            return []
+        plan = dict(self.tensor_plan(strategy).blocks[block].params)
+        return [
+            (p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1), p.trainable)
+            for p in self.graph.blocks[block].parameters
+            if p.name in names
+        ]
 
     def as_unit(
         self,

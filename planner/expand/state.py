@@ -96,6 +96,15 @@ def tied_gradient_bytes(execution: Execution) -> int:
     return dtype_bytes(execution.param_dtype if execution.fsdp2 else execution.grad_dtype)
 
 
+def waiting_gradient_bytes(strategy: Strategy) -> int:
+    """Of a number of a tied tensor's gradient while it waits for that of the tensor's first use, to which autograd adds it.
+    Kernels that write into the sum make none; those of a root unit are counted there (`units.as_unit`)."""
+    execution = strategy.execution
+    if execution.kernels == "fused" or (execution.fsdp2 and zero_level(strategy)):
+        return 0
+    return computed_bytes(strategy)
+
+
 def share(count: int, ranks: int) -> int:
     """What one of `ranks` holds of `count`: rounded up, as padding is held too."""
     return -(-count // ranks)
