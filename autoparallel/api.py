@@ -140,7 +140,7 @@ def _decide(
                 fsdp2=True,
                 master_weights=False,
                 kernels="eager",
-                dropout=_dropout(module),
+                dropout=largest_dropout(module),
             ),
             dtypes,
         ),
@@ -221,7 +221,7 @@ def _cluster(given: Cluster | str | None, source: StrategySource, device: torch.
     return load_cluster(f"{name}:{max(world_size() // per_node, 1)}x{per_node}")
 
 
-def _dropout(module: nn.Module) -> float:
+def largest_dropout(module: nn.Module) -> float:
     """The largest share that its modules drop as they are now."""
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     return max((m.p for m in module.modules() if isinstance(m, kinds) and m.training), default=0.0)

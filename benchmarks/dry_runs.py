@@ -20,6 +20,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from autoparallel.api import largest_dropout
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
 from autoparallel.errors import UserError
@@ -117,6 +118,7 @@ def run_case(seed: int, index: int, only_model: str | None) -> tuple[str, DryRun
         try:
             loaded = load_model(f"hf:{folder}", model_args={}, seq_len=seq_len)
             execution = drawn_execution(rng)
+            execution["execution.dropout"] = largest_dropout(loaded.module)
             graph = capture(loaded.module, loaded.example_inputs, name=name, dtype=computed_in(execution))
         except UserError as error:
             return said, error, time.perf_counter() - began

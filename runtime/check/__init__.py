@@ -2,7 +2,7 @@
 
 - `dryrun.py`: the lowered module run for one rank on tensors without memory.
 - `optimizer_state.py`: what an optimizer keeps.
-- `device_attention.py`, `small_values.py`: its attention as a GPU runs it, and the numbers that its code looks at.
+- `device_kernels.py`, `small_values.py`: its attention and dropout as a GPU runs them, and the numbers that its code looks at.
 - `live_bytes.py`: what lives meanwhile, `module_names.py` in which module; `traffic.py`: what is sent; `messages.py`: what was priced, in the same form.
 
 Open to other rooms: `dryrun`, `messages`.

@@ -12,7 +12,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
-from autoparallel.runtime.check.device_attention import DeviceAttention
+from autoparallel.runtime.check.device_kernels import DeviceKernels
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
@@ -231,9 +231,9 @@ class _Step:
 
     @contextmanager
     def _as_on_a_gpu(self) -> Iterator[None]:
-        """Attention's kernels are a GPU's, and models see no tracing, for which they would make masks."""
+        """Kernels of attention and dropout are a GPU's, and models see no tracing, for which they would make masks."""
         flash = self._strategy.execution.attention != "unfused"
-        kernels = DeviceAttention() if flash else nullcontext()
+        kernels = DeviceKernels(flash=flash)
         with traced_as(eager=True), unseen_propagation(), SmallValues(), kernels:
             yield
 

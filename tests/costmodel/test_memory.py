@@ -201,3 +201,18 @@ def test_shares_of_gradients_appear_when_they_are_reduced() -> None:
     assert early.forward.activations - late.forward.activations == 100
     assert early.backward.activations == 300
     assert late.backward.activations == 300 - 40
+
+
+def test_the_gradient_of_a_tied_tensor_s_later_use_waits_for_the_first() -> None:
+    """Beside the backward of every block before the later use, and not beside that of the later use itself."""
+    head, tail = block(100, backward_temp_bytes=50), block(100, backward_temp_bytes=60)
+    between = block(100, backward_temp_bytes=200)
+
+    def peak(waiting: int, temp: int) -> int:
+        last = replace(tail, waiting_bytes=waiting, backward_temp_bytes=temp)
+        work = stage((head, 1), (between, 2), (last, 1))
+        return activation_profile(work, reduce_every_micro=False).backward.activations
+
+    assert peak(0, 60) == peak(0, 90) == 500
+    assert peak(40, 60) == 540
+    assert peak(40, 900) == peak(0, 900) == 1300

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from autoparallel.runtime.check.device_attention import DeviceAttention
+from autoparallel.runtime.check.device_kernels import DeviceKernels
 from autoparallel.runtime.check.live_bytes import LiveBytes
 from autoparallel.runtime.torch_private import fake_tensors
 
@@ -42,7 +42,7 @@ def test_storages_that_are_emptied_and_filled_again_count_as_they_stand() -> Non
 def test_attention_with_dropout_or_a_mask_keeps_statistics_and_no_scores() -> None:
     length, heads = 256, 2
     for given in ({"dropout_p": 0.1}, {"attn_mask": torch.ones(1, 1, 1, length, dtype=torch.bool)}):
-        with fake_tensors(), DeviceAttention(), LiveBytes() as live:
+        with fake_tensors(), DeviceKernels(flash=True), LiveBytes() as live:
             query = torch.empty(1, heads, length, 4, requires_grad=True)
             mask = {
                 name: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for name, v in given.items()
@@ -51,3 +51,13 @@ def test_attention_with_dropout_or_a_mask_keeps_statistics_and_no_scores() -> No
             result = torch.nn.functional.scaled_dot_product_attention(query, query, query, **mask)
             assert live.end().kept < heads * length * length, "not a byte for each score"
             result.sum().backward()
+
+
+def test_dropout_keeps_a_byte_for_each_number() -> None:
+    with fake_tensors(), DeviceKernels(flash=True), LiveBytes() as live:
+        given = torch.empty(KIB, requires_grad=True)
+        live.begin()
+        result = torch.nn.functional.dropout(given, 0.1)
+        assert live.end().kept == (given.element_size() + 1) * KIB
+        assert torch.nn.functional.dropout(given, 0.1, training=False) is given
+        result.sum().backward()

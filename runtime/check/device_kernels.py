@@ -1,7 +1,8 @@
-"""Attention as a GPU runs it, on a dry run's tensors, which have no values: what its kernels keep, a CPU's would not.
+"""Attention and dropout as a GPU runs them, on a dry run's tensors, which have no values: what its kernels keep, a CPU's would not.
 
-Where there is dropout, or a mask, a CPU keeps the scores whole; a GPU keeps the statistics of their softmax.
-Source: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp.
+Where there is dropout, or a mask, a CPU's attention keeps the scores whole; a GPU's keeps the statistics of their softmax. Of a dropout a
+CPU keeps a mask of the input's dtype, a GPU one of bytes.
+Source: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp; native/Dropout.cpp.
 """
 
 from __future__ import annotations
@@ -16,14 +17,27 @@ from torch.overrides import TorchFunctionMode
 _DIMS, _HEADS = 4, 1  # batch, heads, length, head size; the dim of heads
 
 
-class DeviceAttention(TorchFunctionMode):
-    """While active, attention of four dims is the flash kernel or, where it has a mask, the memory-efficient one."""
+class DeviceKernels(TorchFunctionMode):
+    """While active, dropout is a GPU's, and with `flash` so is attention of four dims: the flash kernel or, where it has a mask,
+    the memory-efficient one."""
+
+    def __init__(self, *, flash: bool) -> None:
+        super().__init__()
+        self._flash = flash
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args[0].dim() == _DIMS:
+        if self._flash and func is F.scaled_dot_product_attention and args[0].dim() == _DIMS:
             return _attention(*args, **kwargs)
+        if func is F.dropout and not kwargs.get("inplace"):
+            return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0 or inplace:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
 
 
 def _attention(
