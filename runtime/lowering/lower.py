@@ -207,7 +207,7 @@ def _shard_tensors(
     module: nn.Module, rules: Sequence[TensorRule], mesh: RankMesh, blocks: Sequence[str], *, tried: bool
 ) -> PlainBlocks | None:
     """Tensor parallelism; and what tries whether blocks run without DTensor, where they are to be tried."""
-    hooked = shard_tensors(module, rules, mesh.axis("tp"), blocks)
+    hooked = shard_tensors(module, rules, mesh.axis("tp"), blocks, in_shares=mesh.sizes.cp > 1)
     return PlainBlocks(module, blocks, hooked, mesh.axis("tp")) if tried else None
 
 

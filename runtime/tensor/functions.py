@@ -33,19 +33,21 @@ _WHOLE = frozenset({
 })  # fmt: skip
 
 
-def run_with_rules(module: nn.Module, blocks: Sequence[str]) -> None:
+def run_with_rules(module: nn.Module, blocks: Sequence[str], *, in_shares: bool = False) -> None:
     """Let `module` run in `TensorParallel`, in place: names, hooks and class stay.
 
     By instance-level `forward`s, of the blocks too, so that a block that is recomputed does the same in its backward
-    pass.
+    pass. `in_shares`: as in `rules.shard_tensors`.
     """
     active = threading.local()
     for path in dict.fromkeys(("", *blocks)):
         part = module.get_submodule(path)
-        part.forward = _with_rules(part.forward, active)
+        part.forward = _with_rules(part.forward, active, in_shares=in_shares)
 
 
-def _with_rules(forward: Callable[..., Any], active: threading.local) -> Callable[..., Any]:
+def _with_rules(
+    forward: Callable[..., Any], active: threading.local, *, in_shares: bool
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if vars(active).get("here") or isinstance(
@@ -54,7 +56,7 @@ def _with_rules(forward: Callable[..., Any], active: threading.local) -> Callabl
             return forward(*args, **kwargs)
         active.here = True
         try:
-            with TensorParallel():
+            with TensorParallel(in_shares=in_shares):
                 return forward(*args, **kwargs)
         finally:
             active.here = False
@@ -66,6 +68,10 @@ class TensorParallel(TorchFunctionMode):
     """Runs `F.cross_entropy` on class-sharded DTensors in parts, `F.embedding` on shares of a vocabulary, a few functions on whole tensors, on every rank alike,
     and lets plain tensors meet DTensors. Every other call is untouched."""
 
+    def __init__(self, *, in_shares: bool) -> None:
+        super().__init__()
+        self._looks_up = not in_shares
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func) is MethodWrapperType:  # the getter of an attribute (shape, dtype ...)
@@ -76,7 +82,8 @@ class TensorParallel(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.cross_entropy and (loss := in_parts(args, kwargs)) is not None:
             return loss
-        if func is F.embedding and (rows := rows_of_shares(args, kwargs)) is not None:
+        looked_up = func is F.embedding and self._looks_up
+        if looked_up and (rows := rows_of_shares(args, kwargs)) is not None:
             return rows
         odd = (
             func in GROUPED_PRODUCTS and given[0].dtype is not torch.bfloat16

@@ -133,12 +133,14 @@ def _check_shard(where: str, name: str, parameter: Tensor, placement: Placement,
 
 
 def shard_tensors(
-    module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMesh, blocks: Sequence[str] = ()
-) -> dict[str, Fixed]:
+    module: nn.Module, rules: Sequence[TensorRule], mesh: DeviceMesh, blocks: Sequence[str] = (),
+    *, in_shares: bool = False,
+) -> dict[str, Fixed]:  # fmt: skip
     """Make every parameter a DTensor on the one-dimensional `mesh` and fix the layouts the rules ask for.
 
     In place; parameter names and ties stay. Each rank keeps its own part of the values it has: all ranks must
-    hold the same ones. Without rules nothing is sharded and the module stays as it is. Sets torch's
+    hold the same ones. Without rules nothing is sharded and the module stays as it is.
+    `in_shares`: tokens are cut over cp, too, and embeddings are `context`'s business. Sets torch's
     process-wide permission to mix DTensors with plain (replicated) tensors. Returns what its hooks fix, by path.
     """
     resolved = resolve_rules(module, rules, mesh.size())
@@ -160,7 +162,7 @@ def shard_tensors(
         [rule for rule in resolved if any(map(parts_of, rule.params.values()))], blocks
     ):
         cut_parts_apart(module.get_submodule(path))
-    run_with_rules(module, blocks)
+    run_with_rules(module, blocks, in_shares=in_shares)
     return {rule.path: (tuple(rule.inputs.items()), rule.outputs) for rule in resolved}
 
 
