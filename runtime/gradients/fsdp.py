@@ -33,6 +33,9 @@ from autoparallel.runtime.ranks.mesh import RankMesh
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import parts_of
 
+# What torch runs in one dtype only. Code that casts its input to that of such a module's weight (transformers' vision models)
+# sees the weight before it is gathered, in the dtype that it is held in.
+_ONE_DTYPE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LONG = 32  # so many rows a rank, and padding is no more than 3 % of them
 _told: WeakSet[FSDPModule] = WeakSet()  # units that no longer reduce in the backend's own way
 _gathering: WeakSet[FSDPModule] = WeakSet()  # nor gather
@@ -79,7 +82,8 @@ def shard_data(
         if part is module or any(p not in ignored for p in part.parameters()):
             fully_shard(
                 part, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=placed,
-                mp_policy=policy if part is module else replace(policy, cast_forward_inputs=False),
+                mp_policy=policy if part is module or isinstance(part, _ONE_DTYPE)
+                else replace(policy, cast_forward_inputs=False),
             )  # fmt: skip
     if mesh.sizes.pp > 1:
         _gather_ahead_in_order(module, blocks)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.dryrun import compare
 from autoparallel.errors import UserError
 from autoparallel.planner.capture import capture
@@ -205,6 +206,32 @@ def test_inputs_are_in_the_precision_that_the_parameters_are_planned_in() -> Non
     first, _ = dry_run(encoder, torch.zeros(1, 8, 32), strategy, blocks=blocks)
     sent = {message.size_bytes for message in first.traffic if message.axis == "pp"}
     assert sent == {2 * 8 * 32}  # one sample in bf16, though the example is in fp32
+
+
+class _CastsToItsWeight(nn.Module):
+    """As transformers' vision models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.layer = nn.Conv2d(3, 8, 4), nn.Linear(8, 8)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        found = self.patches(image.to(self.patches.weight.dtype))
+        made: torch.Tensor = self.layer(found.mean(dim=(2, 3)))
+        return made
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_code_that_casts_to_a_weight_s_dtype_computes_in_the_one_it_is_gathered_in(zero: int) -> None:
+    with torch.device("meta"):
+        module = _CastsToItsWeight()
+    strategy = Strategy(
+        batch=Batch(global_=2, micro=1), mesh=Mesh(dp_shard=2), shard=Shard(zero=zero), pipeline=Pipeline(stage_blocks=()),
+        execution=Execution(dtype="bf16", param_dtype="fp32", grad_dtype="fp32"),
+    )  # fmt: skip
+    (stage,) = dry_run(module, torch.zeros(1, 3, 8, 8), strategy, blocks=(), alone=("patches", "layer"))
+    sent = {m.size_bytes for m in stage.traffic if m.op is CollectiveOp.ALL_GATHER}
+    assert max(sent) == 2 * sum(p.numel() for p in nn.Conv2d(3, 8, 4).parameters())
 
 
 def test_initial_values_are_not_needed() -> None:
