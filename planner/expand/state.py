@@ -98,9 +98,12 @@ def tied_gradient_bytes(execution: Execution) -> int:
 
 def waiting_gradient_bytes(strategy: Strategy) -> int:
     """Of a number of a tied tensor's gradient while it waits for that of the tensor's first use, to which autograd adds it.
-    Kernels that write into the sum make none; those of a root unit are counted there (`units.as_unit`)."""
+    Kernels that write into the sum make none; those of a root unit are counted there (`units.as_unit`); and the only
+    micro-batch of a step without replicas has no sum beside it yet, which is counted."""
     execution = strategy.execution
     if execution.kernels == "fused" or (execution.fsdp2 and zero_level(strategy)):
+        return 0
+    if strategy.micro_batches == 1 and not dense_shards(strategy).summed:
         return 0
     return computed_bytes(strategy)
 
