@@ -67,6 +67,7 @@ class CommunicationPrices:
     table: PriceTable
     book: PriceBook
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
+    sized: Ints  # by shape: the number of its sizes of the axes that parameters are shared over
     held: Ints  # by shape: the number of what its layer groups hold
     offloaded: Ints  # by shape: the number of the share of the optimizer's state on the host
     syncs: tuple[GradSync, ...]  # by compression
@@ -96,6 +97,7 @@ class CommunicationPrices:
             table=table,
             book=book,
             placed=_placements(space),
+            sized=_sizes_shared(space)[space.shapes.mesh],
             held=held.reshape(-1),
             offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
@@ -263,9 +265,12 @@ class CommunicationPrices:
 
     def _step_prices(self, found: Variants) -> Floats:
         """Columns STEPPED."""
-        keys = (
-            self._placed_keys(found) * (int(self.offloaded.max(initial=0)) + 1) + self.offloaded[found.shape]
+        # Parameters are gathered where they stand under ZeRO-1 and 2 alone: an update by itself asks for sizes only.
+        gathered, sizes = (found.zero == 1) | (found.zero == 2), int(self.sized.max(initial=0)) + 1
+        placed = np.where(
+            gathered, sizes * 4 + self._placed_keys(found), self.sized[found.shape] * 4 + found.zero
         )
+        keys = placed * (int(self.offloaded.max(initial=0)) + 1) + self.offloaded[found.shape]
         whole = max(self.problem.graph.parameter_count, 1)
 
         def price(row: int) -> tuple[float, ...]:
@@ -335,6 +340,14 @@ def _places(space: Space, axis: str) -> tuple[list[tuple[int, int]], Ints]:
     every = np.stack(columns, axis=1).reshape(-1, 2)
     distinct, which = np.unique(every, axis=0, return_inverse=True)
     return [(size, stride) for size, stride in distinct.tolist()], which.reshape(len(sizes), -1)
+
+
+def _sizes_shared(space: Space) -> Ints:
+    """For each mesh, a number that is the same where parameters, experts' and others, are shared among as many ranks."""
+    columns = [MESH_KEYS.index(name) for name in ("dp_shard", "cp", "tp", "ep")]
+    dp_shard, cp, tp, ep = space.meshes.sizes[:, columns].T
+    ranks = np.stack([dp_shard * cp, np.where(ep > 1, dp_shard * cp * tp // ep, 0)], axis=1)
+    return np.asarray(np.unique(ranks, axis=0, return_inverse=True)[1].reshape(-1))
 
 
 def _placements(space: Space) -> Ints:

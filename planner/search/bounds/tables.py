@@ -238,7 +238,7 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
         virtual_stages=1, mode=MODES[mode], offload=Offload(activations=key[0]),
         compression=(),
     )  # fmt: skip
-    strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), 1))
+    strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), 1), bucketed=False)
     return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
 
 

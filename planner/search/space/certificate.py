@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.build import MAX_VIRTUAL_STAGES
-from autoparallel.planner.search.space.meshes import LEAST_TOKENS, MOST_TENSOR_RANKS
+from autoparallel.planner.search.space.meshes import LEAST_TOKENS
 from autoparallel.planner.search.space.syncs import METHODS, open_weights
 from autoparallel.planner.strategy.schema import SECTIONS, keys_of
 
@@ -84,9 +84,7 @@ def any_lossless_alone(problem: Problem) -> bool:
 
 
 def _besides(problem: Problem) -> Mapping[str, str]:
-    near = max([MOST_TENSOR_RANKS, *(level.size for level in problem.cluster.levels[:1])])
     found = {
-        "mesh.tp": f"more than {near} ranks, which would leave the innermost network level",
         "mesh.cp": f"shares of the sequence below {LEAST_TOKENS} tokens",
         "mesh.ep": "of more than six sizes every other",
         "mesh.order": "cp anywhere but right outside tp",

@@ -23,8 +23,6 @@ Floats = NDArray[np.float64]
 T = TypeVar("T")
 
 MOST_EXPERT_SIZES = 6  # sizes of ep tried unasked; of more, every second. Kind: formula
-# Largest tp tried unasked where the innermost network level joins fewer devices. Kind: formula.
-MOST_TENSOR_RANKS = 8
 MANY = 8  # times as many numbers as rows: then rows are sorted to find equal ones. Kind: measured
 MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LEAST_TOKENS = (
@@ -128,9 +126,6 @@ def _mesh_sizes(problem: Problem) -> Iterator[tuple[int, ...]]:
             tuple(d for d in parts if d == 1 or (experts and all(n % d == 0 for n in experts)))
         )
     choices["pp"] = tuple(p for p in choices["pp"] if p <= most_chunks(graph))
-    if fixed["tp"] is None:
-        near = max([MOST_TENSOR_RANKS, *(level.size for level in problem.cluster.levels[:1])])
-        choices["tp"] = tuple(d for d in choices["tp"] if d <= near)
     choices["tp"] = tensor_degrees(graph, choices["tp"])
     whole = device_counts(problem)
     for pp, tp, cp, ep in product(choices["pp"], choices["tp"], choices["cp"], choices["ep"]):

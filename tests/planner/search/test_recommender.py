@@ -46,3 +46,21 @@ def test_tables_are_sharded_where_replicas_are_slower_or_do_not_fit(rows: int) -
     if rows == 1_000_000:
         replicas = plan(replace(problem, constraints={**problem.constraints, "mesh.tp": 1}))
         assert best.prediction.step_time_s < replicas.prediction.step_time_s / 2
+
+
+def test_tables_are_sharded_across_nodes_where_their_gradients_would_take_longer() -> None:
+    graph = recommender(20_000_000)
+    cluster = load_cluster("a100-sxm-80gb:4x4")
+    execution = Execution(kernels="eager", dtype="fp32", param_dtype="fp32", optimizer="sgd")
+    fixed = {"mesh.pp": 1, "recompute.mode": "none", "embedding": ON_DEVICES}
+    best = plan(
+        Problem(graph=graph, cluster=cluster, global_batch=4096, execution=execution, constraints=fixed)
+    )
+    near = plan(
+        Problem(
+            graph=graph, cluster=cluster, global_batch=4096, execution=execution,
+            constraints={**fixed, "mesh.tp": 8},
+        )
+    )  # fmt: skip
+    assert best.strategy.mesh.tp > 8, best.strategy.mesh
+    assert best.prediction.step_time_s < near.prediction.step_time_s
