@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
+from autoparallel.runtime.gradients.copies import cast_copies
 from autoparallel.runtime.gradients.gathered import UnitGather
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
@@ -85,6 +86,7 @@ def shard_data(
                 mp_policy=policy if part is module or isinstance(part, _ONE_DTYPE)
                 else replace(policy, cast_forward_inputs=False),
             )  # fmt: skip
+    cast_copies(module, copied, dtype)
     if mesh.sizes.pp > 1:
         _gather_ahead_in_order(module, blocks)
     return copied

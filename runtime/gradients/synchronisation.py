@@ -92,12 +92,15 @@ class Synchronisation:
         replicas, sharded = summed_axes(strategy), sharding_axes(mesh.sizes, zero)
         apart = dict.fromkeys(p for layer in self._experts for p in layer.parameters() if not sharded)
 
+        # Of one rank by itself, which only casts, a copy is the only one: its mean over the replicas is taken as any other's.
+        copied, copied_group = (self._copied, mesh.group(*sharded)) if sharded else ((), None)
+
         def over(
             parameters: Iterable[nn.Parameter], reducer: Reducer | None, group: dist.ProcessGroup | None
         ) -> GradientSync:
             return GradientSync(
                 parameters, reducer, group=group, grad_dtype=self._grad_dtype, bucket_bytes=sync.bucket_mib * _MIB,
-                overlap=sync.overlap, copied=self._copied, copied_group=mesh.group(*sharded) if sharded else None,
+                overlap=sync.overlap, copied=copied, copied_group=copied_group,
             )  # fmt: skip
 
         dense = [parameter for parameter in self._module.parameters() if parameter not in apart]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.planner.strategy.types import TensorRule
+from autoparallel.runtime.lowering.lower import Dtypes
 from autoparallel.runtime.start import parallelize
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import knows_parts
-from tests.runtime.compare import TOLERANCE, compare, strategy_of
+from tests.runtime.compare import TOLERANCE, compare, largest_difference, part, reference_step, strategy_of
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES, Example, rule
 from tests.runtime.shared import no_program
@@ -91,6 +93,38 @@ def test_fused_projections_give_the_gradients_of_one(
 ) -> None:
     found = gloo.run(ranks, _compare, name=name, options=options)[0]
     assert max(found.loss, found.gradient) <= TOLERANCE[torch.float64], found
+
+
+def _in_low_precision(rank: int, world_size: int, options: dict[str, Any]) -> tuple[float, str]:
+    """bf16 arithmetic over float32 parameters, against float32 in one process."""
+    strategy = strategy_of(fused(1), **options)
+    torch.manual_seed(7)
+    example = fused(strategy.batch.global_)
+    original = copy.deepcopy(example.module)
+    dtypes = Dtypes(compute=torch.bfloat16, param=torch.float32, grad=torch.float32)
+    model = parallelize(
+        example.module, None, strategy, blocks=example.blocks, program=no_program, dtypes=dtypes
+    )
+    share = strategy.batch.micro * strategy.micro_batches
+    first = model.data_parallel_rank * share
+    mine, wanted = (
+        part(tensors, first, first + share) for tensors in (example.inputs, example.targets.bfloat16())
+    )
+    model.step(mine, wanted, loss_fn=example.loss_fn)
+    pieces = strategy.micro_batches * strategy.mesh.data_parallel
+    reference_step(original, example, strategy.batch.micro, pieces)
+    expected = {n: p.grad for n, p in original.named_parameters() if p.grad is not None}
+    found = {n: g.float() for n, g in model.full_gradients().items()}
+    return largest_difference(found, expected) if rank == 0 else (0.0, "")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}], ids=str)
+def test_a_fused_bias_which_no_unit_shards_is_computed_in_bf16_with_the_rest(
+    gloo: Processes, sizes: dict[str, int]
+) -> None:
+    ranks = 4 if sizes else 2
+    difference, name = gloo.run(ranks, _in_low_precision, options={"tp": 2, "micro_batches": 2, **sizes})[0]
+    assert difference < 0.03, name  # bf16 has eight bits
 
 
 def _saved_and_held(rank: int, world_size: int, shards: int, folder: Path) -> tuple[bool, int, bool]:
