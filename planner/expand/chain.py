@@ -87,8 +87,11 @@ class Ties:
     again: dict[int, frozenset[str]]
 
 
-def find_ties(graph: ModelGraph, stages: Sequence[range], rank_of: Sequence[int]) -> Ties:
-    """Where tied parameters are held once, and where their gradients cross ranks."""
+def find_ties(
+    graph: ModelGraph, stages: Sequence[range], rank_of: Sequence[int], *, copies: bool = False
+) -> Ties:
+    """Where tied parameters are held once, and where their gradients cross ranks; `copies`: each stage of a rank has its own,
+    as `auto_parallelize` does it."""
     holders: dict[str, dict[int, int]] = {}  # tie -> rank -> stage that holds it there
     dropped: dict[int, set[str]] = {}
     again: dict[int, set[str]] = {}
@@ -98,7 +101,7 @@ def find_ties(graph: ModelGraph, stages: Sequence[range], rank_of: Sequence[int]
                 if not parameter.tied:
                     continue
                 on_ranks = holders.setdefault(parameter.tied, {})
-                if rank_of[stage] in on_ranks:
+                if rank_of[stage] in on_ranks and not (copies and on_ranks[rank_of[stage]] != stage):
                     dropped.setdefault(position, set()).add(parameter.name)
                 if on_ranks.get(rank_of[stage]) == stage:
                     again.setdefault(position, set()).add(parameter.name)

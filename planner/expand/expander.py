@@ -142,7 +142,7 @@ class Expander:
         blocks = pipeline.stage_blocks or even_stages(len(self.graph.repeated_positions), chunks)
         ranges = stage_ranges(self.graph, blocks)
         rank_of = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
-        ties = find_ties(self.graph, ranges, rank_of)
+        ties = find_ties(self.graph, ranges, rank_of, copies=strategy.execution.fsdp2)
         full = strategy.recompute.per_stage or (0,) * chunks
         made: dict[tuple[object, ...], StageWork] = {}
         alike: dict[tuple[object, ...], BlockWork] = {}

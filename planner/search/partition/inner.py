@@ -45,7 +45,7 @@ def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Can
     graph = problem.graph
     tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
     in_head: set[str] = set().union(*(tied[b] for b in chain.head))
-    apart = chosen.mesh.pp > 1 and chosen.schedule not in V_SHAPED
+    apart = chosen.mesh.pp > 1 and (chosen.schedule not in V_SHAPED or strategy.execution.fsdp2)
 
     def glue(block: int, *, held: bool) -> BlockPrice:
         return book.block_price(strategy, block, "none", held=held or not tied[block])
