@@ -1,7 +1,7 @@
 """Live bytes of every pipeline rank, walked over its actions: no schedule has a formula of its own.
 
-Held all through the step: parameters, gradients (allocated once, as DDP and Megatron do), optimizer state, static
-buffers. A forward adds the saved activations of its blocks, and what it hands on, until the backward of its
+Held all through the step: parameters, gradients (allocated once, as DDP and Megatron do, but for those that a step's only
+micro-batch makes), optimizer state, static buffers. A forward adds the saved activations of its blocks, and what it hands on, until the backward of its
 micro-batch frees them block by block; of a split backward, I frees all but what W needs. While a block runs, its temporaries, what its
 recomputation makes, gathered ZeRO-3 parameters (its own and those fetched ahead) and whole gradients on their way
 to a reduction of every micro-batch live too.
@@ -27,10 +27,13 @@ _HOLDS = frozenset({K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT})
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes above what was live before an action, at the action's largest moment."""
+    """Bytes above what was live before an action, at the action's largest moment; of the stage's gradients and parameters, how
+    many are not there then (negative)."""
 
     activations: int = 0
     buffers: int = 0
+    gradients: int = 0
+    parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class ActivationProfile:
 
     saved: int  # from F to B or I
     weight_saved: int  # from I to W
+    unmade: int = 0  # of its gradients, until its backward is over
     forward: Peak
     backward: Peak
     weight: Peak
@@ -117,10 +121,12 @@ def activation_profile(
     saved = stage.output_bytes + sum(block.saved_bytes for block in links)
     weight_saved = sum(_weight_saved(block) for block in links)
     reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]
-    unmade = list(shards) or [0] * len(links)
+    made = [block.made_bytes for block in links]
+    unmade = list(shards) or made
     return ActivationProfile(
         saved=saved,
         weight_saved=weight_saved,
+        unmade=sum(made),
         forward=_forward_peak(links, sum(unmade)),
         backward=_backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat),
         weight=Peak(weight_saved, max(map(sum, pairwise([*reductions, 0])), default=0)),
@@ -153,13 +159,16 @@ def _reduce_bytes(block: BlockWork) -> int:
 
 def _forward_peak(links: Sequence[BlockWork], unmade: int) -> Peak:
     """Largest moment of a forward: a block runs on top of what the blocks before it saved, and before there are
-    gradients, of which `unmade` bytes are counted elsewhere."""
+    gradients, of which `unmade` bytes are counted elsewhere, and parameters that come with later blocks."""
     gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
-    peaks, held = [Peak()], -unmade
+    passing = [*(block.passing_bytes for block in links), 0]
+    held, coming = 0, sum(passing[1:])  # but for those of the next block, which come beside this one
+    peaks = [Peak(0, 0, -unmade, -sum(passing))]
     for number, block in enumerate(links):
         held += block.saved_bytes
-        coming = gathers[number + 1] + messages[number + 1]
-        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + coming))
+        coming -= passing[number + 1]
+        beside = gathers[number + 1] + messages[number + 1]
+        peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + beside, -unmade, -coming))
     return max(peaks, key=_total)
 
 
@@ -168,21 +177,24 @@ def _backward_peak(
 ) -> Peak:
     """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done."""
     gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
-    peaks, held, reducing = [Peak()], saved - sum(unmade), 0
+    held, reducing, left, gone = saved, 0, sum(unmade), 0
+    peaks = [Peak(0, 0, 0, -sum(block.passing_bytes for block in links))]  # when it is over
     for number, block in enumerate(links):
         temp = block.backward_temp_bytes
         if flat and block.standing_temp_bytes is not None:
             temp = max(block.standing_temp_bytes - reductions[number], block.left_bytes)
         beside = gathers[number + 1] + messages[number + 1] + (0 if flat else reducing)
         whole = gathers[number] + reductions[number] + beside + min(temp, 0)  # not all of it at one moment
-        peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole))
-        held += unmade[number] - block.saved_bytes + block.waiting_bytes
+        peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole, -left, -gone))
+        held += block.waiting_bytes - block.saved_bytes
+        left -= unmade[number]
+        gone += block.passing_bytes
         reducing = reductions[number]
     return max(peaks, key=_total)
 
 
 def _total(peak: Peak) -> int:
-    return peak.activations + peak.buffers
+    return peak.activations + peak.buffers + peak.gradients + peak.parameters
 
 
 def rank_memory(
@@ -194,19 +206,21 @@ def rank_memory(
     gradients = sum(stages[stage].gradient_bytes for stage in own)
     optimizer = sum(stages[stage].optimizer_bytes for stage in own)
     static_buffers = sum(stages[stage].buffer_bytes for stage in own)
-    best = Peak()
+    peaks = []
     for state in states:
         held = sum(
             full * profiles[stage].saved + weight * profiles[stage].weight_saved
             for stage, full, weight in state.held
         )
+        unmade = sum((full + weight) * profiles[stage].unmade for stage, full, weight in state.held)
         profile = profiles[state.stage]
         peak = {K.FORWARD: profile.forward, K.BACKWARD_WEIGHT: profile.weight}.get(
             state.kind, profile.backward
         )
-        here = Peak(held + peak.activations, peak.buffers)
-        best = max(best, here, key=_total)
-    buffers = static_buffers + best.buffers
+        peaks.append(Peak(held + peak.activations, peak.buffers, peak.gradients - unmade, peak.parameters))
+    best = max(peaks, key=_total, default=Peak())
+    buffers, parameters = static_buffers + best.buffers, parameters + best.parameters
+    gradients += best.gradients
     return StageMemory(
         stage=rank, parameters=parameters, gradients=gradients, optimizer=optimizer,
         activations=best.activations, buffers=buffers,

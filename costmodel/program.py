@@ -118,6 +118,8 @@ class BlockWork:
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
+    `made_bytes` are gradients that are there once its backward is over, and not before; `passing_bytes` parameters that come
+    with its forward and go with its backward: both of a step's only micro-batch, and parts of the stage's state.
     `waiting_bytes` are gradients that its backward leaves to be added to those of an earlier link of the stage, which has the
     same tensors. `gather` brings in ZeRO-3 parameters before forward and again before
     backward, `expert_gather` those of experts; `reduce` is the block's share of gradient synchronisation, in the
@@ -137,6 +139,8 @@ class BlockWork:
     standing_temp_bytes: int | None = None  # None: not known
     left_bytes: int = 0
     waiting_bytes: int = 0
+    made_bytes: int = 0
+    passing_bytes: int = 0
     parameters: int = 0  # numbers, not bytes
     trainable: int = 0
     trainable_tensors: int = 0

@@ -22,7 +22,7 @@ from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
-from autoparallel.planner.expand.units import as_cast_unit, as_unit, whole_gradients
+from autoparallel.planner.expand.units import as_cast_unit, as_unit, whole_gradients, with_coming_and_going
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Strategy
@@ -211,8 +211,11 @@ class Expander:
         work = self.as_unit(strategy, work, link[0], reduce, dropped)
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
         waiting = sum(n for n, trainable in self._held_of(strategy, link[0], again) if trainable)
+        block = self.graph.blocks[link[0]]
+        repeated = any(one.block == link[0] and one.repeated for one in self.graph.chain)
         return replace(
-            work, reduce=reduce, backward_weight=weight,
+            with_coming_and_going(work, block, dropped, strategy, repeated=repeated),
+            reduce=reduce, backward_weight=weight,
             waiting_bytes=waiting * state.waiting_gradient_bytes(strategy),
         )  # fmt: skip
 

@@ -90,6 +90,29 @@ def bytes_per_gradient(strategy: Strategy, shards: Shards) -> float:
     return item * (1.0 + (1.0 / shards.ranks if beside else 0.0))
 
 
+def makes_gradients(strategy: Strategy) -> bool:
+    """Whether gradients are there only when they have been made: in a step's only micro-batch, and not where they are added
+    to buffers, over replicas or in another dtype than the parameters'."""
+    execution = strategy.execution
+    if not execution.fsdp2 or strategy.micro_batches > 1 or execution.param_dtype != execution.grad_dtype:
+        return False
+    return strategy.mesh.dp_replicate == 1 and (zero_level(strategy) > 0 or not shard_axes(strategy))
+
+
+def made_per_gradient(strategy: Strategy, shards: Shards) -> float:
+    """Of `bytes_per_gradient` what is there only once it is made."""
+    return bytes_per_gradient(strategy, shards) if makes_gradients(strategy) else 0.0
+
+
+def passing_per_parameter(strategy: Strategy, shards: Shards) -> int:
+    """Of a unit's parameter what comes with its forward and goes with its backward: FSDP2 has it whole in the dtype of compute
+    from a step's first micro-batch to its last, which here is one."""
+    if strategy.micro_batches > 1 or not strategy.execution.fsdp2:
+        return 0
+    gathered = keeps_shards(strategy, shards) or casts_parameters(strategy)
+    return computed_bytes(strategy) if gathered else 0
+
+
 def tied_gradient_bytes(execution: Execution) -> int:
     """Of a number of a tied tensor's gradient between the pipeline ranks that hold it: `auto_parallelize` adds up when the step
     ends, what then has the parameter's dtype."""
@@ -99,11 +122,11 @@ def tied_gradient_bytes(execution: Execution) -> int:
 def waiting_gradient_bytes(strategy: Strategy) -> int:
     """Of a number of a tied tensor's gradient while it waits for that of the tensor's first use, to which autograd adds it.
     Kernels that write into the sum make none; those of a root unit are counted there (`units.as_unit`); and the only
-    micro-batch of a step without replicas has no sum beside it yet, which is counted."""
+    micro-batch of a step without replicas has no sum beside it yet, which is counted unless gradients are when they are made."""
     execution = strategy.execution
     if execution.kernels == "fused" or (execution.fsdp2 and zero_level(strategy)):
         return 0
-    if strategy.micro_batches == 1 and not dense_shards(strategy).summed:
+    if strategy.micro_batches == 1 and not dense_shards(strategy).summed and not makes_gradients(strategy):
         return 0
     return computed_bytes(strategy)
 

@@ -74,13 +74,37 @@ def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
     return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied))
 
 
+def with_coming_and_going(
+    work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy, *, repeated: bool
+) -> BlockWork:
+    """The memory of a block in a step of one micro-batch: gradients that its backward makes, and parameters that come with its
+    forward and go with its backward, but for the root unit's, which stay all through the pass."""
+    dense, experts = state.dense_shards(strategy), state.expert_shards(strategy)
+    made = round(
+        (work.trainable - work.expert_trainable) * state.made_per_gradient(strategy, dense)
+        + work.expert_trainable * state.made_per_gradient(strategy, experts)
+    )
+    passing = (work.parameters - work.expert_parameters) * state.passing_per_parameter(strategy, dense)
+    passing += work.expert_parameters * state.passing_per_parameter(strategy, experts)
+    if passing and not repeated:
+        passing -= _root_numbers(work, block, dropped) * state.passing_per_parameter(strategy, dense)
+    temp = work.backward_temp_bytes
+    if made and not state.zero_level(strategy) and work.standing_temp_bytes is not None:
+        temp = max(temp, work.standing_temp_bytes)  # all that it makes, which stays
+    return replace(work, made_bytes=made, passing_bytes=max(passing, 0), backward_temp_bytes=temp)
+
+
 def _root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
     """Of parameters in the root unit: gathered (ZeRO-3), and their gradients, which wait for one another."""
+    item = ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
+    return _root_numbers(work, block, dropped) * item * (2 if state.zero_level(strategy) == 3 else 1)
+
+
+def _root_numbers(work: BlockWork, block: Block, dropped: Collection[str]) -> int:
+    """Of the parameters of a block of glue those in the root unit; tensor parallelism is taken to divide all alike."""
     own = set(_own(block))
     numel = sum(
         p.numel for p in block.parameters if p.name.rpartition(".")[0] not in own and p.name not in dropped
     )
     whole = sum(p.numel for p in block.parameters if p.name not in dropped)
-    held = numel * work.parameters // whole if whole else 0  # tensor parallelism is taken to divide all alike
-    item = ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
-    return held * item * (2 if state.zero_level(strategy) == 3 else 1)
+    return numel * work.parameters // whole if whole else 0

@@ -38,13 +38,14 @@ class _Cast:
         self._held: list[dict[str, Tensor]] = []  # by call: a module may call itself
 
     def begin(self, module: nn.Module, _: Any) -> None:
-        held = {name: tensor for name in self._names if (tensor := module._parameters[name]) is not None}
+        parameters: dict[str, Any] = module._parameters  # other code may have put plain tensors there
+        held = {name: parameters[name] for name in self._names if parameters[name] is not None}
         self._held.append(held)
         for name, tensor in held.items():
-            module._parameters[name] = tensor.to(self._dtype)  # type: ignore[assignment]
+            parameters[name] = tensor.to(self._dtype)
 
     def end(self, module: nn.Module, *_: Any) -> None:
         if not self._held:  # the call failed before it began
             return
-        for name, tensor in self._held.pop().items():
-            module._parameters[name] = tensor  # type: ignore[assignment]
+        parameters: dict[str, Any] = module._parameters
+        parameters.update(self._held.pop())

@@ -200,9 +200,26 @@ def test_shares_of_gradients_appear_when_they_are_reduced() -> None:
     work = stage((block(100, backward_temp_bytes=200), 1), (block(100), 1))
     late = activation_profile(work, reduce_every_micro=False, shards=(40, 60))
     early = activation_profile(work, reduce_every_micro=False)
-    assert early.forward.activations - late.forward.activations == 100
-    assert early.backward.activations == 300
-    assert late.backward.activations == 300 - 40
+    assert (early.forward.gradients, late.forward.gradients) == (0, -100)
+    assert (early.backward.activations, early.backward.gradients) == (300, 0)
+    assert (late.backward.activations, late.backward.gradients) == (300, -40 - 60 + 60)
+
+
+def test_gradients_and_parameters_of_a_step_s_only_micro_batch_come_and_go() -> None:
+    """Two blocks with 100 saved bytes; each makes a gradient of 70 bytes, and has 30 bytes of parameters while a pass needs them."""
+    one = block(100, forward_temp_bytes=5, backward_temp_bytes=10, made_bytes=70, passing_bytes=30)
+    work = stage((one, 2), parameter_bytes=60, gradient_bytes=140, optimizer_bytes=400, buffer_bytes=0)
+    states = live_states(
+        [Action(kind=K.FORWARD, stage=0, micro=0), Action(kind=K.BACKWARD, stage=0, micro=0)]
+    )
+    found = memory_by_rank([states], [work], reduce_every_micro=False)[0]
+    # When the second block goes back: both are there, and no gradient. When the first does: one gradient, without the second's.
+    assert found.peak == max(400 + 60 + 200 + 10, 400 + 70 + 30 + 100 + 10)
+    assert (found.parameters, found.gradients, found.activations) == (60, 0, 210)
+    small = replace(work, blocks=((replace(one, saved_bytes=0, backward_temp_bytes=0), 2),))
+    last = memory_by_rank([states], [small], reduce_every_micro=False)[0]
+    assert last.peak == 400 + 140, "when the step ends, all gradients are there and no parameter is"
+    assert (last.parameters, last.gradients) == (0, 140)
 
 
 def test_the_gradient_of_a_tied_tensor_s_later_use_waits_for_the_first() -> None:

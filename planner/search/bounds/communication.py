@@ -120,9 +120,9 @@ class CommunicationPrices:
         """What no variant of a mesh and order goes below."""
         shapes, orders = self.space.shapes, len(self.space.meshes.orders)
         rows = np.flatnonzero(np.isfinite(self.table.all_trainable))  # shapes that are strategies at all
-        first, _ = alike(
-            shapes.mesh[rows], self.offloaded[rows]
-        )  # what is updated on the host takes other time
+        several = (shapes.micro_batches[rows] > 1) & self.problem.execution.fsdp2  # see `_at_end`
+        # What is updated on the host takes other time.
+        first, _ = alike(shapes.mesh[rows], self.offloaded[rows], several.astype(np.int64))
         least = np.full((len(self.space.meshes.sizes), orders, len(LEAST)), np.inf)
         owners = np.repeat(rows[first], orders)
         for zero in self.space.zeros:
@@ -163,16 +163,23 @@ class CommunicationPrices:
             return dense_s, at_once_s(self.book, strategy, axes, whole, whole) if experts else 0.0
 
         keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
-        return _looked_up({}, keys, price, len(REDUCED))
+        return _looked_up({}, keys * 2 + self._at_end(found), price, len(REDUCED))
+
+    def _at_end(self, found: Variants) -> Ints:
+        """Whether shards of gradients are summed over the replicas once a step (`state.replicas_at_end`), which is in no rate
+        of a micro-batch."""
+        shapes = self.space.shapes.take(found.shape)
+        several = (shapes.micro_batches > 1) & (shapes.dp_replicate > 1) & (found.zero >= 2)
+        return np.asarray(several & self.problem.execution.fsdp2).astype(np.int64)
 
     def _example(
-        self, mesh: int, order: int, zero: int, compression: int = 0, offloaded: float = 0.0
+        self, mesh: int, order: int, zero: int, compression: int = 0, offloaded: float = 0.0, several: int = 1
     ) -> Strategy:
         """A strategy whose gradients and parameters are exchanged, and updated, as they are in such variants."""
         sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
         placed = Mesh(**sizes, order=self.space.meshes.orders[order])
         return Strategy(
-            batch=Batch(global_=placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
+            batch=Batch(global_=several * placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
             shard=Shard(zero=zero), offload=Offload(optimizer=offloaded), execution=self.problem.execution,
             grad_sync=self.syncs[compression],
         )  # fmt: skip
@@ -255,7 +262,7 @@ class CommunicationPrices:
             found.zero == 3, self.held[found.shape], 0
         )  # only ZeRO-3 asks how large a layer group is
         keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
-        keys = keys * (int(self.held.max(initial=0)) + 1) + own
+        keys = (keys * (int(self.held.max(initial=0)) + 1) + own) * 2 + self._at_end(found)
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
@@ -291,7 +298,7 @@ class CommunicationPrices:
         shapes, shape = self.space.shapes, int(found.shape[row])
         return self._example(
             int(shapes.mesh[shape]), int(found.order[row]), int(found.zero[row]), int(found.compression[row]),
-            float(shapes.optimizer_offloaded[shape]),
+            float(shapes.optimizer_offloaded[shape]), 1 + int(shapes.micro_batches[shape] > 1),
         )  # fmt: skip
 
 

@@ -153,22 +153,26 @@ class PriceBook:
         self, strategy: Strategy, block: int, mode: str, axes: tuple[Axis, ...], *, held: bool, added: bool
     ) -> BlockPrice:
         work, one_by_one = self.expander.work(strategy, block, mode), fetches(strategy)
-        both = state.gathers_of(work.parameters, work.expert_parameters, strategy)
-        gathers = [gather for gather in both if gather is not None and not one_by_one]
         parameters, trainable = work.parameters, work.trainable
-        if not held:
-            tied = [p for p in self.expander.graph.blocks[block].parameters if p.tied]
+        tied = [] if held else [p for p in self.expander.graph.blocks[block].parameters if p.tied]
+        if tied:
             parameters = max(parameters - sum(p.numel for p in tied), 0)
             trainable = max(trainable - sum(p.numel for p in tied if p.trainable), 0)
+        gathered = (
+            parameters if strategy.execution.fsdp2 else work.parameters
+        )  # FSDP2 gathers a tied tensor once
+        both = state.gathers_of(gathered, work.expert_parameters, strategy)
+        gathers = [gather for gather in both if gather is not None and not one_by_one]
         accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy) if added else ()
         if one_by_one:
             work, accumulate = self._fetched_work(strategy, work, block, held=held), ()
         forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
-        if (
-            not one_by_one
-        ):  # the memory of a unit takes no other time: what is remembered is of the work itself
-            reduced = state.reduction_of(work.trainable, strategy, work.expert_trainable)
-            unit = self.expander.as_unit(strategy, replace(work, gather=both[0]), block, reduced, frozenset())
+        # The memory of a unit takes no other time: what is remembered is of the work itself. Of a unit that only casts it is left
+        # out: prices of settings are made without ZeRO, and serve all of its levels.
+        if not one_by_one and state.zero_level(strategy):
+            reduced = state.reduction_of(trainable, strategy, work.expert_trainable)
+            names = frozenset(p.name for p in tied)
+            unit = self.expander.as_unit(strategy, replace(work, gather=both[0]), block, reduced, names)
             work = replace(unit, gather=None)
         reduction = () if one_by_one else state.reduction_of(trainable, strategy, work.expert_trainable)
         contended = self._contended_s(strategy, block, work, axes, (*gathers, *reduction))
@@ -283,7 +287,10 @@ class PriceBook:
         """Seconds per byte of gradient (of experts or of the rest) in a full bucket."""
         names = ("dp_replicate", EXPERT_SHARD) if experts else ("dp_replicate", "dp_shard", "cp")
         spanned = tuple(a for a in axes if a.name in names and a.size > 1)
-        key = (spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype)
+        at_end = state.replicas_at_end(strategy)
+        key = (
+            spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype, at_end,
+        )  # fmt: skip
         if key not in self._rates:
             item = state.dtype_bytes(strategy.execution.grad_dtype)
             count = max(bucket // item, 1)

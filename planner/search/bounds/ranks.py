@@ -35,53 +35,70 @@ ROUNDS = 4  # of looking whether one block less is enough
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Bytes of state per parameter and per trainable parameter."""
+    """Bytes of state per parameter and per trainable parameter all through a step; and those that come and go in a step of one
+    micro-batch: parameters that are there while a pass may need them, gradients once they are made."""
 
     parameter: Floats
     trainable: Floats
+    passing: Floats
+    made: Floats
 
 
-def state_rates(problem: Problem, zero: Ints, ranks: Ints, offloaded: Floats, several: Bools) -> Rates:
+def state_rates(
+    problem: Problem, zero: Ints, ranks: Ints, offloaded: Floats, several: Bools, makes: Bools
+) -> Rates:
     """Bytes per parameter (held, cast) and per trainable one (gradient, optimizer) under ZeRO over `ranks`, with a share
-    of the optimizer's state `offloaded` on the host; `several`: micro-batches. As `planner.expand.state` has them."""
+    of the optimizer's state `offloaded` on the host; `several`: micro-batches; `makes`: gradients are there when they are made.
+    As `planner.expand.state` has them."""
     execution = problem.execution
     held = state.dtype_bytes(execution.param_dtype)
     stepped = state.optimizer_bytes_per_parameter(execution) * (1.0 - offloaded)
     graded = state.dtype_bytes(execution.grad_dtype)
     gradient, parameter = graded / np.where(zero >= 2, ranks, 1), held / np.where(zero == 3, ranks, 1)
+    passing = np.zeros(len(zero))
     if execution.fsdp2:
         whole = min(held, ITEM_BYTES[TENSOR_DTYPE[execution.dtype]])
-        parameter = np.where((zero == 1) | (zero == 2), held / ranks + whole, parameter)
+        gathered = (zero == 1) | (zero == 2)
+        passing = np.where(gathered & ~several, whole, 0.0)
+        parameter = np.where(gathered, held / ranks + whole - passing, parameter)
         gradient = np.where(zero == 1, np.where(several, graded, graded / ranks), gradient)
-    return Rates(parameter=parameter, trainable=gradient + stepped / np.where(zero >= 1, ranks, 1))
+    made = np.where(makes, gradient, 0.0)
+    trainable = gradient - made + stepped / np.where(zero >= 1, ranks, 1)
+    return Rates(parameter=parameter, trainable=trainable, passing=passing, made=made)
 
 
 def rates_of(problem: Problem, shapes: Shapes, zero: Ints) -> tuple[Rates, Rates]:
     """Rates of parameters that all ranks of dp_shard * cp hold alike, and of experts under ep > 1."""
+    execution, several = problem.execution, shapes.micro_batches > 1
     ranks = shapes.dp_shard * shapes.cp
     level = np.where(ranks > 1, zero, 0)
     alike = np.maximum(ranks * shapes.tp // shapes.ep, 1)
+    alone = (shapes.dp_replicate == 1) & ((level > 0) | (ranks == 1))
+    makes = alone & ~several & (execution.fsdp2 and execution.param_dtype == execution.grad_dtype)
     return (
-        state_rates(problem, level, ranks, shapes.optimizer_offloaded, shapes.micro_batches > 1),
+        state_rates(problem, level, ranks, shapes.optimizer_offloaded, several, makes),
         state_rates(
-            problem,
-            np.where(alike > 1, level, 0),
-            alike,
-            shapes.optimizer_offloaded,
-            shapes.micro_batches > 1,
+            problem, np.where(alike > 1, level, 0), alike, shapes.optimizer_offloaded, several, makes
         ),
     )
 
 
 def all_state_bytes(problem: Problem, shapes: Shapes, table: PriceTable, zero: Ints) -> Floats:
-    """State of the whole model, of which the fullest rank holds its share at least."""
+    """State of the whole model, of which the fullest rank holds its share at least: where all gradients are made, or all
+    parameters there that come and go."""
     rates, expert_rates = rates_of(problem, shapes, zero)
-    return np.asarray(
+    held = (
         table.all_parameters * rates.parameter
         + table.all_trainable * rates.trainable
         + table.all_experts * expert_rates.parameter
         + table.all_expert_trainable * expert_rates.trainable
     )
+    if not problem.execution.fsdp2:
+        return np.asarray(held)
+    with np.errstate(invalid="ignore"):  # a shape that is no strategy holds infinitely much
+        passing = table.all_parameters * rates.passing + table.all_experts * expert_rates.passing
+        made = table.all_trainable * rates.made + table.all_expert_trainable * expert_rates.made
+    return np.asarray(np.where(np.isfinite(held), held + np.maximum(passing, made), held))
 
 
 class RankBounds:
@@ -147,8 +164,11 @@ class RankBounds:
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:
         u, (rates, expert_rates) = rows.table, rates_of(problem, rows.shapes, rows.zero)
-        state_bytes = u.group_parameters * rates.parameter + u.group_trainable * rates.trainable
-        state_bytes += u.group_experts * expert_rates.parameter
+        # Its fullest moment, when the last layer group begins to go back: no gradient is made yet, no parameter has gone but
+        # the tail's.
+        held, expert_held = (one.parameter + one.passing for one in (rates, expert_rates))
+        state_bytes = u.group_parameters * held + u.group_trainable * rates.trainable
+        state_bytes += u.group_experts * expert_held
         state_bytes += u.group_expert_trainable * expert_rates.trainable
         flight = in_flight(rows.schedule, rows.chunks, rows.shapes.micro_batches, rank, pp)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)

@@ -54,7 +54,9 @@ def shape_bounds(problem: Problem, space: Space, table: PriceTable, repeated: in
     split_s = np.where(_may_split(space) & (shapes.pp > 1), table.all_forward_s + table.all_input_s, whole_s)
     through_s = np.minimum(whole_s, split_s)
     rates, _ = rates_of(problem, shapes, best)
-    per_group = table.group_parameters * rates.parameter + table.group_trainable * rates.trainable
+    per_group = (
+        table.group_parameters * (rates.parameter + rates.passing) + table.group_trainable * rates.trainable
+    )
     tail = table.tail_parameters * rates.parameter + table.tail_trainable * rates.trainable
     blocks = most if repeated else np.zeros_like(most)
     middle = blocks * (per_group + table.least_saved) + table.peak

@@ -47,12 +47,21 @@ def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Can
     in_head: set[str] = set().union(*(tied[b] for b in chain.head))
     apart = chosen.mesh.pp > 1 and (chosen.schedule not in V_SHAPED or strategy.execution.fsdp2)
 
+    shards = state.dense_shards(strategy), state.expert_shards(strategy)
+    passing = [state.passing_per_parameter(strategy, one) for one in shards]
+
+    def priced(block: int, mode: str, *, held: bool) -> BlockPrice:
+        """With the parameters that come and go with a pass among what it saves; of tied ones a root unit keeps hold."""
+        price = book.block_price(strategy, block, mode, held=held or not tied[block])
+        if not any(passing) or (held and tied[block]):
+            return price
+        return replace(price, saved=price.saved + price.dense * passing[0] + price.experts * passing[1])
+
     def glue(block: int, *, held: bool) -> BlockPrice:
-        return book.block_price(strategy, block, "none", held=held or not tied[block])
+        return priced(block, "none", held=held)
 
     def group(blocks: tuple[int, ...], mode: str) -> tuple[BlockPrice, ...]:
-        first = book.block_price(strategy, blocks[0], mode, held=not tied[blocks[0]])
-        return (first, *(glue(b, held=False) for b in blocks[1:]))
+        return (priced(blocks[0], mode, held=False), *(glue(b, held=False) for b in blocks[1:]))
 
     kept = tuple(group(blocks, chosen.mode) for blocks in chain.groups)
     constants = book.device.constants

@@ -18,15 +18,17 @@ from autoparallel.planner.strategy.types import Strategy
 
 
 def state_rate(strategy: Strategy) -> Value:
-    """Bytes that live through the whole step for a block: `planner.state.state_bytes`, not rounded up."""
+    """Bytes that live through the whole step for a block: `planner.state.state_bytes`, not rounded up. Of a step with one
+    micro-batch those are left out that come and go: parameters are in `saved`, gradients that are made in no row."""
     execution = strategy.execution
     cast = ITEM_BYTES[TENSOR_DTYPE[execution.dtype]] if state.casts_parameters(strategy) else 0
     kept = 1.0 - strategy.offload.optimizer
 
     def rates(shards: state.Shards) -> tuple[float, float]:
         stepped = state.optimizer_bytes_per_parameter(execution) * kept / (shards.ranks if shards.zero else 1)
-        gradient = state.bytes_per_gradient(strategy, shards)
-        return state.bytes_per_parameter(strategy, shards) + cast, gradient + stepped
+        gradient = state.bytes_per_gradient(strategy, shards) - state.made_per_gradient(strategy, shards)
+        passing = state.passing_per_parameter(strategy, shards)
+        return state.bytes_per_parameter(strategy, shards) + cast - passing, gradient + stepped
 
     dense, expert = rates(state.dense_shards(strategy)), rates(state.expert_shards(strategy))
     return lambda price: (

@@ -32,10 +32,11 @@ from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
 
 FOREVER = float("inf")
+OWN = "own runtime"  # whose parameters and gradients come and go in a step of one micro-batch
 CASES = [
     (cluster, scale, kernels)
     for cluster in ("h100-sxm:1x4", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
-    for scale, kernels in ((1, "fused"), (8, "eager"), (16, "fused"))
+    for scale, kernels in ((1, "fused"), (8, "eager"), (16, "fused"), (8, OWN), (16, OWN))
 ]
 
 
@@ -44,10 +45,13 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         layers=4, hidden=64 * scale, heads=4, seq=32 * scale, vocab=512 * scale, tied=scale == 8,
         ffns=(128 * scale, 512 * scale) if scale == 1 else (),
     )  # fmt: skip
+    own, param = kernels == OWN, "fp32" if scale == 8 else "bf16"
     execution = Execution(
-        kernels=kernels,
+        kernels="eager" if own else kernels,
         dtype="fp32" if cluster.startswith("cpu") else "bf16",
-        param_dtype="fp32" if scale == 8 else "bf16",
+        param_dtype=param,
+        grad_dtype=param if own else "fp32",
+        fsdp2=own,
     )
     outer = outer_of(
         Problem(
