@@ -116,7 +116,7 @@ def tree_places(units: Sequence[Sequence[int]]) -> tuple[list[Place], list[Place
 class TreeReducer:
     """Mean by two trees over `group`; `units` as in `tree_places`. It runs when it is waited for."""
 
-    biased = False
+    biased = beside = False
 
     def __init__(self, group: dist.ProcessGroup, units: Sequence[Sequence[int]]) -> None:
         self._group = group

@@ -43,6 +43,10 @@ class Reducer(Protocol):
     def biased(self) -> bool:
         """Whether error feedback carries something from step to step."""
 
+    @property
+    def beside(self) -> bool:
+        """Whether what is under way stands beside the buffer."""
+
     def owed(self, buffer: Tensor, memory: Memory) -> Tensor:
         """This rank's share of what error feedback still has to bring: added over the group, what the mean lacks so
         far, flat, of the buffer's size."""
@@ -51,7 +55,7 @@ class Reducer(Protocol):
 class AllReducer:
     """Mean in the buffer's own dtype, by the algorithm that the backend chooses."""
 
-    biased = False
+    biased = beside = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -79,6 +83,8 @@ class _AllReduction:
 class ScatterReducer:
     """Mean by reduce-scatter and all-gather over `inside`, and between the two by `across` over `outer` ranks that
     stand where this one stands inside others. Every rank ends up with the same numbers."""
+
+    beside = True
 
     def __init__(self, inside: Exchange, across: Reducer | None = None, outer: int = 1) -> None:
         self._inside, self._across, self._outer = inside, across, outer
@@ -132,7 +138,7 @@ class LowRank:
     would be no smaller are averaged as they are.
     """
 
-    biased = True
+    biased = beside = True
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self._group, self._rank = group, rank

@@ -31,6 +31,9 @@ from autoparallel.runtime.torch_private import (
     scale_all,
 )
 
+# Reductions that hold copies beside their buffers, at once: one is received while the next is made. Kind: choice.
+_MOST_UNDER_WAY = 2
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Bucket:
@@ -247,7 +250,17 @@ class GradientSync:
             for parameter, view in zip(bucket.parameters, bucket.views(), strict=True):
                 if (given := self._given.pop(parameter, None)) is not None:
                     view += given.to(view)
+            self._make_room()
             bucket.reduction = self._reducer.start(_as_real(bucket.buffer), bucket.memory)
+
+    def _make_room(self) -> None:
+        """End the oldest reduction where too many have copies beside their buffers; in the same order on every rank."""
+        assert self._reducer is not None
+        under_way = [bucket for bucket in self._buckets if bucket.reduction is not None]
+        if self._reducer.beside and len(under_way) >= _MOST_UNDER_WAY:
+            assert under_way[0].reduction is not None
+            under_way[0].reduction.wait()
+            under_way[0].reduction = None
 
     def _sync_now(self) -> None:
         self._scheduled = False
