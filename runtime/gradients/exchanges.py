@@ -46,6 +46,11 @@ class Exchange:
         """Whether error feedback carries something from one exchange to the next."""
         return parse_method(self.method).biased
 
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether rows are on their way, and others received, before they are waited for; a ring begins then."""
+        return not self._ring
+
     def scatter(self, rows: Tensor, memory: Memory) -> Scatter:
         """Start to add up [ranks, numbers] so that every rank gets its row of the sum."""
         if self._ring:

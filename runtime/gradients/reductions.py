@@ -84,14 +84,16 @@ class ScatterReducer:
     """Mean by reduce-scatter and all-gather over `inside`, and between the two by `across` over `outer` ranks that
     stand where this one stands inside others. Every rank ends up with the same numbers."""
 
-    beside = True
-
     def __init__(self, inside: Exchange, across: Reducer | None = None, outer: int = 1) -> None:
         self._inside, self._across, self._outer = inside, across, outer
 
     @property
     def biased(self) -> bool:
         return self._inside.biased or (self._across is not None and self._across.biased)
+
+    @property
+    def beside(self) -> bool:
+        return self._inside.sends_at_once
 
     def start(self, buffer: Tensor, memory: Memory) -> Reduction:
         return _ScatterReduction(buffer, self._inside, self._across, memory)
