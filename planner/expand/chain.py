@@ -101,9 +101,10 @@ def find_ties(
                 if not parameter.tied:
                     continue
                 on_ranks = holders.setdefault(parameter.tied, {})
-                if rank_of[stage] in on_ranks and not (copies and on_ranks[rank_of[stage]] != stage):
+                holder = on_ranks.get(rank_of[stage])
+                if holder is not None and (holder == stage or not copies):
                     dropped.setdefault(position, set()).add(parameter.name)
-                if on_ranks.get(rank_of[stage]) == stage:
+                if holder == stage:
                     again.setdefault(position, set()).add(parameter.name)
                 on_ranks.setdefault(rank_of[stage], stage)
     crossing = [(s, tie) for tie, ranks in holders.items() if len(ranks) > 1 for s in ranks.values()]

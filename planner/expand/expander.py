@@ -211,11 +211,12 @@ class Expander:
         work = self.as_unit(strategy, work, link[0], reduce, dropped)
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
         waiting = sum(n for n, trainable in self._held_of(strategy, link[0], again) if trainable)
-        block = self.graph.blocks[link[0]]
-        repeated = any(one.block == link[0] and one.repeated for one in self.graph.chain)
+        if strategy.execution.fsdp2 and strategy.micro_batches == 1:
+            repeated = any(one.block == link[0] and one.repeated for one in self.graph.chain)
+            block = self.graph.blocks[link[0]]
+            work = with_coming_and_going(work, block, dropped, strategy, repeated=repeated)
         return replace(
-            with_coming_and_going(work, block, dropped, strategy, repeated=repeated),
-            reduce=reduce, backward_weight=weight,
+            work, reduce=reduce, backward_weight=weight,
             waiting_bytes=waiting * state.waiting_gradient_bytes(strategy),
         )  # fmt: skip
 

@@ -167,14 +167,13 @@ class PriceBook:
         if one_by_one:
             work, accumulate = self._fetched_work(strategy, work, block, held=held), ()
         forward_s, input_s, weight_s = self.block_s(strategy, work, accumulate, axes)
+        reduction = () if one_by_one else state.reduction_of(trainable, strategy, work.expert_trainable)
         # The memory of a unit takes no other time: what is remembered is of the work itself. Of a unit that only casts it is left
         # out: prices of settings are made without ZeRO, and serve all of its levels.
         if not one_by_one and state.zero_level(strategy):
-            reduced = state.reduction_of(trainable, strategy, work.expert_trainable)
             names = frozenset(p.name for p in tied)
-            unit = self.expander.as_unit(strategy, replace(work, gather=both[0]), block, reduced, names)
+            unit = self.expander.as_unit(strategy, replace(work, gather=both[0]), block, reduction, names)
             work = replace(unit, gather=None)
-        reduction = () if one_by_one else state.reduction_of(trainable, strategy, work.expert_trainable)
         contended = self._contended_s(strategy, block, work, axes, (*gathers, *reduction))
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
         return BlockPrice(
