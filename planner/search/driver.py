@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from math import inf
 
 from autoparallel.errors import UserError
-from autoparallel.planner.problem import NOTHING, Value
+from autoparallel.planner.problem import NOTHING, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.dual import SHAPES_AT_ONCE, Dual
@@ -22,14 +22,16 @@ from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.improve.climb import Climb
 from autoparallel.planner.search.improve.details import improve_details
 from autoparallel.planner.search.improve.partitions import improve_partition
-from autoparallel.planner.search.improve.starts import smallest_first, starts
+from autoparallel.planner.search.improve.starts import smallest_first, starts, unpipelined
 from autoparallel.planner.search.partition.solve import EFFORT
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
-CLIMBS = 6  # neighbourhoods looked at before the incumbent is polished
+CLIMBS = 2  # neighbourhoods looked at before the incumbent is polished
+RIVALS = 3  # strategies polished beside the incumbent,
+NEAR = 1.05  # times as long as it at most: what polishing may take off them. Kind: measured
 TRIES = 4  # variants of one size tried until one fits
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 STARTS = 12  # strategies simulated before the search proper
@@ -68,6 +70,7 @@ class Search:
     _proving: float = 0.0  # work of either half
     _climbing: float = field(init=False)
     _polished: Evaluation | None = None
+    _was_polished: set[Candidate] = field(default_factory=set)
     _climbed: int = 0  # since the incumbent was polished
 
     def __post_init__(self, below: Value) -> None:
@@ -112,7 +115,7 @@ class Search:
             elif (self.incumbent is self._polished or self._climbed < CLIMBS) and self._climb.step():
                 self._climbed += 1
                 self._climbing += self.work - before
-            elif self.incumbent is not self._polished:
+            elif self._to_polish():
                 self._polish()
                 self._climbed = 0
                 self._climbing += self.work - before
@@ -124,15 +127,33 @@ class Search:
         return self.sims.chosen is not None and self.sims.chosen.actions <= SMALL
 
     def _polish(self) -> None:
-        """Improve what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details."""
+        """Improve what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details; and of
+        what comes close to it, as the one may gain more by that than the other."""
         self._climb.try_schedules()
-        if self.incumbent is not None and self.sims.chosen is not None:
-            improve_partition(self.sims, self.sims.chosen, self.incumbent)
-        improve_details(self.sims)
+        for chosen in self._to_polish():
+            self._was_polished.add(chosen)
+            improve_partition(self.sims, chosen, self.sims.candidates[chosen])
+            improve_details(self.sims, chosen, self.sims.candidates[chosen])
         self._polished = self.incumbent
+
+    def _to_polish(self) -> list[Candidate]:
+        """The incumbent and the best candidates near it that have not been polished."""
+        own, values = self.sims.chosen, dict[Candidate, Value]()
+        for one, found in self.sims.candidates.items() if self.climbs else ():
+            value = objective_value(self.outer.problem, found)
+            if one != own and one not in self._was_polished and value[0] <= self.value[0] * NEAR:
+                values[one] = value
+        near = sorted(values, key=lambda one: values[one])[:RIVALS]
+        return [own, *near] if own is not None and self.incumbent is not self._polished else near
 
     def _start(self) -> None:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by."""
+        alone, looked_at = unpipelined(self.dual.upcoming, self.only)
+        self.sims.work += spending.PER_START * looked_at
+        for chosen, bound_s in alone:
+            self.check(self)
+            if bound_s < self.sims.below_s(chosen.mesh.devices):
+                self.sims.try_quickly(chosen)
         promises, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.most_groups)
         self.sims.work += spending.PER_START * looked_at
         left, found = self.starts, set[object]()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from autoparallel.planner.expand.schedules import V_SHAPED
 from autoparallel.planner.search.space.build import SCHEDULES
 from autoparallel.planner.search.space.meshes import Ints
 
@@ -49,3 +50,12 @@ def in_flight(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp:
             for f in fields(InFlight)
         }
     )
+
+
+def most_on_their_way(schedule: Ints, chunks: Ints, micro_batches: Ints, pp: Ints) -> Ints:
+    """Micro-batches at most that have begun the first stage's forward and not ended its backward."""
+    m, v_shaped = micro_batches, np.isin(schedule, [SCHEDULES.index(name) for name in V_SHAPED])
+    round_ = m // np.maximum(1, m // pp)
+    several = np.where(v_shaped, 2 * pp, 2 * round_)
+    found = np.minimum(np.where(chunks > 1, several, pp), m)
+    return np.asarray(np.where(schedule == SCHEDULES.index("gpipe"), m, found))

@@ -4,6 +4,7 @@ Every bound is true: no partition of blocks to stages, and no choice of recomput
 finds shorter, or a fullest device that it finds less full.
 
     shared    T >= mean over the ranks of fill, work, reduction and optimizer; and one micro-batch through all stages
+    messages    T >= the messages on one link, and what a micro-batch on its way takes over how many are (`messages_s`)
     divided     T >= the least time in which the ranks' most blocks (`planner/search/bounds/ranks.py`) sum to all blocks
 
 The number of blocks that a rank can hold grows with T, so the least T is found by bisection, for all rows at once.
@@ -15,14 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.planner.expand.schedules import V_SHAPED
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.communication import CommunicationPrices
+from autoparallel.planner.search.bounds.flight import most_on_their_way
 from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.partition.forms import Chain
-from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
-from autoparallel.planner.search.space.meshes import Bools, Floats
+from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Space
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 HALVINGS = 14  # of the bracket in which a bound is found, at most
 CLOSE = 1e-4  # of a bound: a bracket this narrow is not halved again
@@ -87,6 +90,8 @@ def communicated_s(
         for numbers in (table.all_trainable, table.all_expert_trainable)
     )
     m, pp, compute_s = shapes.micro_batches, shapes.pp, table.all_forward_s + table.all_backward_s
+    fewest = dict(sorted(space.schedules, reverse=True))
+    schedules = [one for one in fewest.items() if one[0] != SCHEDULES.index("none")]
     for order in range(len(space.meshes.orders)):
         at = shapes.mesh, order
         step_s = least.step_s[at] * trainable + least.step_expert_s[at] * experts
@@ -95,11 +100,39 @@ def communicated_s(
         one_s = m * compute_s + left_s + step_s  # of one stage, whose reduction is beside its last backward
         several_s = np.maximum(m * compute_s, m * table.all_forward_s + left_s) + step_s
         send_s = communication.shortest_s(order, chain)
-        through_s = table.all_forward_s + table.all_input_s + 2 * (pp - 1) * send_s
-        through_s = np.maximum(through_s, (m + pp - 2) * send_s)
+        through_s = np.full(len(shapes), np.inf)
+        for schedule, chunks in schedules:
+            passing_s = messages_s(
+                np.array(schedule), np.array(chunks), m, pp, table.all_forward_s, table.all_input_s, send_s
+            )
+            through_s = np.minimum(through_s, passing_s)
         each_s = np.where(pp == 1, one_s, np.maximum(several_s / pp, through_s))
         found_s = np.minimum(found_s, each_s)
     return found_s
+
+
+def messages_s(
+    schedule: Ints, chunks: Ints, m: Ints, pp: Ints, forward_s: Floats, back_s: Floats, send_s: Floats
+) -> Floats:
+    """Seconds that messages make a step take at least, several ranks: `forward_s` and `back_s` of one micro-batch through the
+    whole model and back, where a message takes `send_s`.
+
+    One micro-batch passes all links both ways. No more than `most_on_their_way` do so at a time. The first two ranks' links
+    carry a message of every chunk and micro-batch, one after the other: behind the first one of a chain of stages that leads there,
+    before the last one's way back. In the shape of a V they are those of both directions, and the last rank turns.
+    """
+    v_shaped, gpipe = (
+        np.isin(schedule, [SCHEDULES.index(n) for n in names]) for names in (V_SHAPED, ("gpipe",))
+    )
+    hops = pp * chunks - 1 - v_shaped
+    whole_s = forward_s + back_s + 2 * hops * send_s
+    in_turns_s = whole_s * m / most_on_their_way(schedule, chunks, m, pp)
+    # GPipe's way back begins with the last micro-batch's arrival, that of others of a single chunk with the first one's.
+    single_s = forward_s + back_s + (np.where(gpipe, m, 1) + m + 2 * (pp - 2)) * send_s
+    several_s = np.maximum(forward_s, back_s) + (m * chunks + hops + pp - 2) * send_s
+    shaped_s = np.maximum((2 * m + hops - 1) * send_s, back_s + (m + 2 * hops - 1) * send_s)
+    linked_s = np.where(v_shaped, shaped_s, np.where(chunks > 1, several_s, single_s))
+    return np.asarray(np.maximum(in_turns_s, linked_s))
 
 
 def _may_split(space: Space) -> bool:
@@ -169,11 +202,9 @@ def _shared_s(rows: Rows) -> Floats:
     left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.all_reduce_s - beside_s, 0.0))
     # No chunk's last backward starts before every micro-batch has passed all stages.
     reduced_s = fill_s + m * forward_s + left_s + rows.all_step_s
-    # Every micro-batch's messages from the first rank to the second follow each other on one link, before the way back.
-    sent_each_s = m * np.where(rows.v_shaped, 1, rows.chunks) * rows.send_s
-    through_s = np.maximum(
-        through_s, np.where(pp > 1, sent_each_s + np.maximum(pp - 2, 0) * rows.send_s, 0.0)
-    )
+    back_s = np.where(plain, u.all_backward_s, u.all_input_s)
+    sent_s = messages_s(rows.schedule, rows.chunks, m, pp, u.all_forward_s, back_s, rows.send_s)
+    through_s = np.maximum(through_s, np.where(pp > 1, sent_s, 0.0))
     return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp)
 
 

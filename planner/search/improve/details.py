@@ -1,7 +1,7 @@
 """Keys that no bound tells apart: how gradients are synchronised, and shares of what is offloaded.
 
-Bounds hold whatever these are (a reduction takes the best rate of any bucket and algorithm). Each is varied alone on the
-incumbent, as long as one of them makes it better.
+Bounds hold whatever these are (a reduction takes the best rate of any bucket and algorithm). Each is varied alone on one of the
+best strategies, as long as one of them makes it better.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from autoparallel.errors import UserError
 from autoparallel.planner.check import constraint_problems
 from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.search import spending
-from autoparallel.planner.search.evaluate import TOLERANCE, evaluate, held_by
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate, held_by
 from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.syncs import open_algorithms
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
@@ -23,36 +24,36 @@ BUCKETS_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
-def improve_details(sims: Simulations) -> None:
-    """Vary the incumbent key by key as long as it gets better."""
-    better = sims.incumbent is not None
-    while better:
-        better = any(_better(sims, other) for other in _varied(sims.outer.problem, sims.incumbent.strategy))  # type: ignore[union-attr]
+def improve_details(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:
+    """Vary a candidate's strategy key by key as long as it gets better."""
+    better: Evaluation | None = found
+    while better is not None:
+        found = better
+        varied = (_better(sims, chosen, found, other) for other in _varied(sims.outer.problem, found.strategy))
+        better = next((one for one in varied if one is not None), None)
 
 
-def _better(sims: Simulations, strategy: Strategy) -> bool:
+def _better(sims: Simulations, chosen: Candidate, found: Evaluation, strategy: Strategy) -> Evaluation | None:
     problem, outer = sims.outer.problem, sims.outer
     if strategy_problems(problem.graph, problem.cluster, strategy) or constraint_problems(problem, strategy):
-        return False
+        return None
     if problem.is_refused(strategy):
-        return False
+        return None
     chunks = strategy.mesh.pp * strategy.pipeline.virtual_stages
     sims.work += spending.PER_SIMULATION + spending.PER_STAGE_SIMULATED * chunks
     sims.work += spending.PER_ACTION_WALKED * 2 * chunks * strategy.micro_batches
     try:
         if not outer.fits(held_by(outer.book.expander, strategy)):
-            return False
-        found = evaluate(outer.book.expander, strategy)
+            return None
+        other = evaluate(outer.book.expander, strategy)
     except UserError:  # tensor entries that mean nothing there
-        return False
-    sims.seen.append(found)
-    value = objective_value(problem, found)
-    if not value < tuple(part * (1 - TOLERANCE) for part in sims.value):
-        return False
-    chosen = sims.chosen
-    sims.consider(found)
-    sims.chosen = chosen
-    return True
+        return None
+    sims.seen.append(other)
+    value, best = objective_value(problem, other), objective_value(problem, found)
+    if not value < tuple(part * (1 - TOLERANCE) for part in best):
+        return None
+    sims.consider(other, chosen=chosen)
+    return other
 
 
 def _varied(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:

@@ -16,6 +16,8 @@ from autoparallel.planner.search.space.meshes import Bools, Ints, joined
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
 VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
 SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
+UNPIPELINED = 16  # variants without a pipeline that are simulated
+UNPIPELINED_BOUNDED = 4096  # and of shapes, and of their variants, that are bounded for it
 MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out. Kind: measured
 
 
@@ -53,6 +55,32 @@ def starts(
             (candidate(space, found, row), float(time_s[at]))
         )
     return list(promises.values()), len(found)
+
+
+def unpipelined(
+    upcoming: Upcoming, only: Callable[[Variants, Shapes], Bools] | None
+) -> tuple[list[tuple[Candidate, float]], int]:
+    """Variants without a pipeline, with their bounds, the least one first; and how many were looked at. There bounds are close and
+    a simulation takes no time, so that several of each mesh are tried: with the same ZeRO level, recomputation and micro-batch
+    the one with the least bound."""
+    outer, space = upcoming.outer, upcoming.outer.space
+    rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1][:UNPIPELINED_BOUNDED]
+    found, bounds = expand_quickly(outer, rows)
+    open_ = np.isfinite(bounds.time_s)
+    if only is not None:
+        open_ &= only(found, space.shapes.take(found.shape))
+    kept = np.flatnonzero(open_)
+    kept = kept[np.argsort(bounds.time_s[kept], kind="stable")][:UNPIPELINED_BOUNDED]
+    time_s = bound_variants(outer, found.take(kept), inf).time_s
+    best = np.argsort(time_s, kind="stable")
+    best = best[np.isfinite(time_s[best])]
+    tried = found.take(kept[best])
+    sizes = (
+        getattr(space.shapes, name)[tried.shape]
+        for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro", "recompute")
+    )
+    best = best[np.sort(np.unique(joined(*sizes, tried.zero), return_index=True)[1])[:UNPIPELINED]]
+    return [(candidate(space, found, int(kept[at])), float(time_s[at])) for at in best], len(found)
 
 
 def smallest_first(

@@ -9,7 +9,7 @@ import pytest
 
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner.expand.schedules import build_schedule, schedule_problem
-from autoparallel.planner.search.bounds.flight import in_flight
+from autoparallel.planner.search.bounds.flight import in_flight, most_on_their_way
 from autoparallel.planner.search.space.build import SCHEDULES
 
 CASES = [
@@ -41,3 +41,16 @@ def test_no_more_is_said_to_be_in_flight_than_a_rank_ever_holds(case: tuple[str,
         assert any(m[0] >= least and m[-1] >= most and sum(m) >= total for m in moments or [[0]]), (
             rank, least, most, total, fullest[-3:],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_more_are_on_their_way_through_all_stages_than_is_said(case: tuple[str, int, int, int]) -> None:
+    name, ranks, chunks, micro = case
+    on_their_way = fullest = 0
+    for action in build_schedule(*case)[0]:
+        if action.stage == 0:
+            on_their_way += action.kind is ActionKind.FORWARD
+            fullest = max(fullest, on_their_way)
+            on_their_way -= action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    said = most_on_their_way(*(np.array([x]) for x in (SCHEDULES.index(name), chunks, micro, ranks)))
+    assert fullest <= int(said[0]) <= max(fullest * 1.5, fullest + 1)
