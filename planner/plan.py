@@ -56,9 +56,10 @@ __all__ = [
 ]
 
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
-# machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, the second in any
-# case. Kind: formula: a few seconds where little is left to find, some ten where much may be.
-ENOUGH_WORK, MOST_WORK = 4000.0, 10_000.0
+# machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, or more work is not
+# going to make it so, by what the last `LATELY` of it did; the second in any case. Kind: formula: a few seconds where little is
+# left to find or prove, some ten where much may be.
+ENOUGH_WORK, MOST_WORK, LATELY = 4000.0, 10_000.0, 2000.0
 SMALL_GAP = 0.02
 RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
 REPORT_EVERY_S = 0.1
@@ -250,9 +251,14 @@ class _Watch:
 
     def worked_enough(self, search: Search) -> bool:
         """Whether the search has done all the work that it does without a time limit."""
-        if search.work < self.most_work * ENOUGH_WORK / MOST_WORK:
+        work, value, bound = search.work, search.value[0], search.bound()[0]
+        search.headway.note(work, value, bound)
+        if work < self.most_work * ENOUGH_WORK / MOST_WORK:
             return False
-        return search.work >= self.most_work or search.value[0] <= search.bound()[0] * (1 + SMALL_GAP)
+        if work >= self.most_work or value <= bound * (1 + SMALL_GAP):
+            return True
+        lately = self.most_work * LATELY / MOST_WORK
+        return search.settled and not search.headway.will_close(SMALL_GAP, lately, self.most_work - work)
 
 
 def _progress(search: Search, elapsed_s: float) -> Progress:

@@ -19,6 +19,7 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.dual import SHAPES_AT_ONCE, Dual
 from autoparallel.planner.search.evaluate import Evaluation
+from autoparallel.planner.search.headway import Headway
 from autoparallel.planner.search.improve.climb import Climb
 from autoparallel.planner.search.improve.details import improve_details
 from autoparallel.planner.search.improve.partitions import improve_partition
@@ -64,6 +65,7 @@ class Search:
     below: InitVar[Value] = NOTHING  # of a strategy that is known elsewhere: what is no better is not wanted
     sims: Simulations = field(init=False)
     dual: Dual = field(init=False)
+    headway: Headway = field(default_factory=Headway)
     taken: list[Search] = field(default_factory=list)  # searches of more of the space that belong to this one
     _climb: Climb = field(init=False)
     _begun: bool = False
@@ -72,6 +74,7 @@ class Search:
     _polished: Evaluation | None = None
     _was_polished: set[Candidate] = field(default_factory=set)
     _climbed: int = 0  # since the incumbent was polished
+    settled: bool = False  # whether the local search has nothing left to climb from or to polish
 
     def __post_init__(self, below: Value) -> None:
         self.sims = Simulations(outer=self.outer, value=below)
@@ -114,12 +117,14 @@ class Search:
                 self._proving += self.work - before
             elif (self.incumbent is self._polished or self._climbed < CLIMBS) and self._climb.step():
                 self._climbed += 1
+                self.settled = False
                 self._climbing += self.work - before
             elif self._to_polish():
                 self._polish()
                 self._climbed = 0
                 self._climbing += self.work - before
             else:
+                self.settled = True
                 self._climbing = self._proving + FIRST_DUAL  # until something better is found to climb from
 
     def _is_small(self) -> bool:

@@ -90,8 +90,6 @@ def communicated_s(
         for numbers in (table.all_trainable, table.all_expert_trainable)
     )
     m, pp, compute_s = shapes.micro_batches, shapes.pp, table.all_forward_s + table.all_backward_s
-    fewest = dict(sorted(space.schedules, reverse=True))
-    schedules = [one for one in fewest.items() if one[0] != SCHEDULES.index("none")]
     for order in range(len(space.meshes.orders)):
         at = shapes.mesh, order
         step_s = least.step_s[at] * trainable + least.step_expert_s[at] * experts
@@ -100,12 +98,9 @@ def communicated_s(
         one_s = m * compute_s + left_s + step_s  # of one stage, whose reduction is beside its last backward
         several_s = np.maximum(m * compute_s, m * table.all_forward_s + left_s) + step_s
         send_s = communication.shortest_s(order, chain)
-        through_s = np.full(len(shapes), np.inf)
-        for schedule, chunks in schedules:
-            passing_s = messages_s(
-                np.array(schedule), np.array(chunks), m, pp, table.all_forward_s, table.all_input_s, send_s
-            )
-            through_s = np.minimum(through_s, passing_s)
+        # What `messages_s` says of every schedule, however many chunks a rank has.
+        through_s = table.all_forward_s + table.all_input_s + 2 * (pp - 1) * send_s
+        through_s = np.maximum(through_s, table.all_input_s + (m + 2 * pp - 3) * send_s)
         each_s = np.where(pp == 1, one_s, np.maximum(several_s / pp, through_s))
         found_s = np.minimum(found_s, each_s)
     return found_s
