@@ -107,8 +107,8 @@ def build_outer(
 ) -> Outer:
     """Price every shape of a space, and bound it."""
     best = book.at_best()
-    pace = pace_of_ranks(problem, chain, best, space.shapes)
     table = price_table(problem, chain, best, space.shapes, capacity_bytes, processes)
+    pace = pace_of_ranks(problem, chain, best, space.shapes, np.isfinite(table.group_forward_s))
     bounds = shape_bounds(problem, space, table, _counted(chain))
     communication = CommunicationPrices.of(problem, space, table, book, chain)
     least_s = communicated_s(space, table, communication, chain, *slowdowns(book))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import PriceTable, representative, settings_of
@@ -13,11 +14,14 @@ from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.unlike import rank_devices
 from autoparallel.planner.search.space.build import Shapes
-from autoparallel.planner.search.space.meshes import Floats
+from autoparallel.planner.search.space.meshes import Bools, Floats
 
 
-def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes) -> Floats | None:
-    """By pipeline rank and shape, how much of the fastest device a rank is worth; None where they are alike.
+def pace_of_ranks(
+    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, priced: Bools
+) -> Floats | None:
+    """By pipeline rank and shape, how much of the fastest device a rank is worth; None where they are alike. Of shapes
+    that are not `priced`, as they do not fit, nothing is said.
 
     A rank's pace is the largest ratio, over the kinds of layer group, of the fastest device's seconds to its own: no share
     of the layer groups takes it less than its share of the fastest device's time over that pace.
@@ -26,21 +30,28 @@ def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, shapes: Shape
     if len({device.name for device in devices}) == 1:
         return None
     distinct, rows = settings_of(problem, shapes)
-    table = [
-        [_pace(problem, chain, book, book.on(device), key) for key in distinct.tolist()] for device in devices
-    ]
-    return np.array(table, dtype=np.float64)[:, rows]
+    fit = np.bincount(rows, weights=priced, minlength=len(distinct)) > 0
+    paces = {
+        name: [
+            _pace(problem, chain, book, book.on(device), key) if some else 1.0
+            for key, some in zip(distinct.tolist(), fit, strict=True)
+        ]
+        for name, device in {device.name: device for device in devices}.items()
+    }
+    return np.array([paces[device.name] for device in devices], dtype=np.float64)[:, rows]
 
 
 def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key: list[float]) -> float:
     if other is book:
         return 1.0
     strategy = representative(problem, chain, key)
-    mode = strategy.recompute.mode
+    mode, added = strategy.recompute.mode, key[-2] > 0
+    axes = nearest_axes(strategy.mesh, ordered=problem.fixed.order is not None)  # as the table has them
 
     def seconds(own: PriceBook, group: tuple[int, ...]) -> float:
         prices = [
-            own.block_price(strategy, block, mode if i == 0 else "none") for i, block in enumerate(group)
+            own.block_price(strategy, block, mode if i == 0 else "none", axes=axes, added=added)
+            for i, block in enumerate(group)
         ]
         return sum(price.forward_s + price.backward_s for price in prices)
 

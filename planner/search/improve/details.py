@@ -29,7 +29,9 @@ def improve_details(sims: Simulations, chosen: Candidate, found: Evaluation) -> 
     better: Evaluation | None = found
     while better is not None:
         found = better
-        varied = (_better(sims, chosen, found, other) for other in _varied(sims.outer.problem, found.strategy))
+        varied = (
+            _better(sims, chosen, found, other) for other in _varied(sims.outer.problem, found.strategy)
+        )
         better = next((one for one in varied if one is not None), None)
 
 
