@@ -44,6 +44,9 @@ def dryrun(
         raise typer.Exit(DIFFERS)
 
 
+NOT_COMPILED = 'A dry run does not compile: peaks are those of eager kernels, beside what the same strategy is priced at with kernels = "eager".'
+
+
 def _print(console: Console, found: DryRun) -> None:
     from rich.table import Table
 
@@ -59,6 +62,8 @@ def _print(console: Console, found: DryRun) -> None:
     for rank in found.ranks:
         _rows(table, rank)
     console.print(table)
+    if found.strategy.execution.kernels == "compiled":
+        console.print(NOT_COMPILED, markup=False)
     for one in found.findings:
         console.print(f"error: {one.text}", markup=False, style="red")
     if not found.findings:
@@ -83,6 +88,10 @@ def _rows(table: object, rank: RankComparison) -> None:
         shown = (gib(value / 2**30) for value in (pair.lowered, pair.predicted))
         where = rank.peak.module or "the model itself"
         table.add_row("", f"peak, in {rank.peak.action} of {where}", *shown, _difference(pair))
+    if rank.compiled_peak_bytes is not None:
+        table.add_row(
+            "", "peak of compiled kernels", "", gib(rank.compiled_peak_bytes / 2**30), "not looked at"
+        )
     if rank.gathered_bytes:
         table.add_row("", "gathered at the end of a forward pass", gib(rank.gathered_bytes / 2**30), "", "")
     for axis, pair in rank.sent_bytes.items():

@@ -59,7 +59,10 @@ class RankComparison:
     gathered_bytes: int
     messages: Mapping[Message, Pair]
     peak: Peak | None = None  # of the lowered rank; None where it was not looked at
-    predicted_peak_bytes: float = 0.0
+    predicted_peak_bytes: float = 0.0  # as it is lowered: with eager kernels where the strategy compiles
+    compiled_peak_bytes: float | None = (
+        None  # what is priced of compiled kernels, which nothing here is held against
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +127,18 @@ def dry_run_of(
         experts=expert_modules(graph), entered=entered_blocks(graph), alone=own_units(graph),
         kinds={link.path: link.block for link in graph.chain if link.repeated}, backend=backend_of(cluster),
     )  # fmt: skip
+    compiled = strategy.execution.kernels == "compiled"  # which nothing is here
+    as_lowered = (
+        replace(strategy, execution=replace(strategy.execution, kernels="eager")) if compiled else strategy
+    )
     priced = score(graph, cluster, strategy, expander).memory
+    eager = score(graph, cluster, as_lowered, expander).memory if compiled else priced
     ranks = tuple(
         replace(
             rank,
             peak=peak_of(strategy, program, lowered, rank.rank, rank.stages),
-            predicted_peak_bytes=priced[rank.rank].peak,
+            predicted_peak_bytes=eager[rank.rank].peak,
+            compiled_peak_bytes=priced[rank.rank].peak if compiled else None,
         )
         for rank in compare(strategy, program, lowered)
     )
@@ -231,6 +240,7 @@ def dry_run_answer(found: DryRun) -> dict[str, Any]:
             "peak_bytes": {
                 "lowered": rank.peak.bytes if rank.peak else None,
                 "predicted": rank.predicted_peak_bytes,
+                "compiled": rank.compiled_peak_bytes,
             },
             "gathered_bytes": rank.gathered_bytes,
             "sent_bytes": {axis: pair(value) for axis, value in rank.sent_bytes.items()},

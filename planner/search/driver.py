@@ -35,6 +35,8 @@ RIVALS = 3  # strategies polished beside the incumbent,
 NEAR = 1.05  # times as long as it at most: what polishing may take off them. Kind: measured
 TRIES = 4  # variants of one size tried until one fits
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
+LAST_POLISHES = 3  # at the end of a search that proved its answer
+AGAIN = 4.0  # looks at what was looked at before get so much less of the work. Kind: choice
 STARTS = 12  # strategies simulated before the search proper
 DUAL_SHARE = 1.0  # work of the dual half for each unit of the local search. Kind: measured
 SMALL = 512  # actions of a schedule that is simulated in a millisecond or two. Kind: measured
@@ -94,7 +96,7 @@ class Search:
         try:
             self._run(rows)
         except WorkDone:
-            if self.incumbent is not self._polished and self.climbs:
+            if self._to_polish() and self.climbs:
                 work = self.work
                 self._polish()
                 self.sims.work = work  # what other searches have left is as it was
@@ -111,21 +113,28 @@ class Search:
             before = self.work
             if self._proving <= self._climbing * DUAL_SHARE:
                 if not self.dual.step():
-                    if self.incumbent is not self._polished and (self.climbs or self._is_small()):
-                        self._polish()
+                    for _ in range(LAST_POLISHES if self.climbs or self._is_small() else 0):
+                        if self._to_polish():
+                            self._polish()
                     return
                 self._proving += self.work - before
-            elif (self.incumbent is self._polished or self._climbed < CLIMBS) and self._climb.step():
-                self._climbed += 1
-                self.settled = False
-                self._climbing += self.work - before
-            elif self._to_polish():
-                self._polish()
-                self._climbed = 0
-                self._climbing += self.work - before
+            elif self._improve():
+                self._climbing += (self.work - before) * (AGAIN if self.settled else 1.0)
             else:
-                self.settled = True
                 self._climbing = self._proving + FIRST_DUAL  # until something better is found to climb from
+
+    def _improve(self) -> bool:
+        """One step of the local search; False where it has nothing left to do."""
+        if (self.incumbent is self._polished or self._climbed < CLIMBS) and self._climb.step():
+            self._climbed += 1
+            self.settled = False
+            return True
+        if self._to_polish():
+            self._polish()
+            self._climbed = 0
+            return True
+        self.settled = True
+        return self._climb.step(again=True)
 
     def _is_small(self) -> bool:
         """Whether the incumbent is simulated in no time."""

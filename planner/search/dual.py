@@ -19,7 +19,6 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import NOTHING, Objective, Value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, rows_of
-from autoparallel.planner.search.bounds.paths import PathWeights, weigh
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
 from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, scheduled_alike, values_of
 from autoparallel.planner.search.partition.forms import PS
@@ -37,7 +36,6 @@ VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with th
 SHORT = 0.1  # of the effort, for a first look at a stage problem
 MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
 TIGHTER = 0.005  # share by which a linear program must be above the paths' bound for its weights to be wanted
-FURTHER = 1.3  # times the incumbent up to which weights are sought, as other variants are to be bounded by them, too
 MOST_CUTS = 12  # partitions of one candidate that are simulated for the paths that they show
 
 
@@ -57,7 +55,6 @@ class Dual:
         default_factory=list
     )  # solved again when no other is open
     _pushed: int = 0
-    _weights: dict[object, list[PathWeights]] = field(default_factory=dict)  # by schedule
     _current: Value = NOTHING
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
 
@@ -160,13 +157,12 @@ class Dual:
         if self.most_actions is not None and chosen.actions > self.most_actions:
             return False
         key = chosen.schedule_key
-        if key not in self._weights:
+        if key not in self.sims.weights:
             problem = self.sims.problem(chosen)
             if problem is None:
                 return False
-            self._weights[key] = []
-            self._weigh(chosen, problem)
-        every = self._weights[key]
+            self.sims.weigh(chosen, problem)
+        every = self.sims.weights[key]
         if run.known == Known.PATHS and run.weighed == len(every):
             return False
         same = scheduled_alike(self.outer.space.shapes, run)
@@ -184,16 +180,6 @@ class Dual:
         run = replace(run, values=values, known=Known.PATHS, weighed=len(every))
         self._push_run(run.take(order))
         return True
-
-    def _weigh(self, chosen: Candidate, problem: StageProblem) -> None:
-        """Weigh the paths of a candidate's schedule as bounds it best, for all of its schedule to be bounded by."""
-        below_s = self.sims.below_s(chosen.mesh.devices)
-        weights, planes = weigh(problem, self.sims.paths(chosen), below_s * FURTHER)
-        walked = spending.PER_ACTION_WALKED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
-        self.sims.work += planes * (spending.PER_PLANE + walked)
-        if weights is not None:
-            self._weights[chosen.schedule_key].append(weights)
-            self.sims.layers.setdefault(chosen.schedule_key, weights.layers)
 
     def _bound_ranks(self, run: Run) -> None:
         """Bound the first variants of a run rank by rank; the rest of it goes back."""
@@ -247,9 +233,9 @@ class Dual:
             return
         if not self._by_memory:
             relaxed = self._relaxed(chosen, problem)
-            known = self._weights.get(chosen.schedule_key)
+            known = self.sims.weights.get(chosen.schedule_key)
             if known and len(known) < MOST_WEIGHTS and relaxed[0] > bound[0] * (1 + TIGHTER):
-                self._weigh(chosen, problem)
+                self.sims.weigh(chosen, problem)
             bound = max(bound, relaxed)
             if not self.sims.may_win(bound):
                 return

@@ -17,6 +17,7 @@ from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.problem import NOTHING, Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
+from autoparallel.planner.search.bounds.paths import PathWeights, weigh
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
 from autoparallel.planner.search.open import Values
 from autoparallel.planner.search.partition.forms import PS
@@ -33,6 +34,11 @@ from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools
 
+FURTHER = 1.3  # times the incumbent up to which weights are sought, as other variants are to be bounded by them, too
+WORTH = (
+    1.5  # times the incumbent up to which what layers as even as can be take is worth dividing them better
+)
+MOST_WALKED = 4_000  # actions of a schedule whose paths are weighed for one strategy: some ten milliseconds. Kind: measured
 ROOMS_TRIED = 5  # partitions tried where memory binds, each with as much more room as the one before lacked
 
 
@@ -50,9 +56,7 @@ class Simulations:
         default_factory=dict
     )  # the best of each that was tried and fits
     errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
-    layers: dict[object, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # of each chunk, by schedule: what suits it best
+    weights: dict[object, list[PathWeights]] = field(default_factory=dict)  # of each schedule's paths
     broken: list[str] = field(default_factory=list)  # simulations below their bounds
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
     _simulated: dict[tuple[Candidate, Partition], Evaluation] = field(default_factory=dict)
@@ -147,14 +151,29 @@ class Simulations:
         if problem is None:
             return None
         found = self._with_room(chosen, problem, bound)
-        layers = self.layers.get(chosen.schedule_key)
-        if layers is not None and problem.likely is None and problem.blocks is None:
-            whole = len(problem.kinds) / sum(layers)
-            likely = proportional([n * whole for n in layers], problem.least, problem.most)
+        if problem.likely is not None or problem.blocks is not None or chosen.chunks == 1:
+            return found
+        near = found is not None and found.step_time_s < self.below_s(chosen.mesh.devices) * WORTH
+        if near and chosen.schedule_key not in self.weights and chosen.actions <= MOST_WALKED:
+            self.weigh(chosen, problem)
+        for weights in self.weights.get(chosen.schedule_key, ())[:1]:
+            whole = len(problem.kinds) / sum(weights.layers)
+            likely = proportional([n * whole for n in weights.layers], problem.least, problem.most)
             other = self._with_room(chosen, replace(problem, likely=likely), bound)
             if found is None or (other is not None and other.step_time_s < found.step_time_s):
                 found = other
         return found
+
+    def weigh(self, chosen: Candidate, problem: StageProblem) -> None:
+        """Weigh the paths of a candidate's schedule as bounds it best, for all of its schedule to be bounded by; how its
+        layers are divided then is a good start for all of them, too."""
+        below_s = self.below_s(chosen.mesh.devices)
+        weights, planes = weigh(problem, self.paths(chosen), below_s * FURTHER)
+        walked = spending.PER_ACTION_WALKED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
+        self.work += planes * (spending.PER_PLANE + walked)
+        known = self.weights.setdefault(chosen.schedule_key, [])
+        if weights is not None:
+            known.append(weights)
 
     def _with_room(self, chosen: Candidate, problem: StageProblem, bound: Value) -> Evaluation | None:
         """Simulate a quick partition; where it does not fit, as rows bound memory from below, one that leaves as much more

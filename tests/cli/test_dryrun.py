@@ -39,6 +39,23 @@ def test_what_runs_as_it_was_priced_ends_well(tmp_path: Path) -> None:
     assert peak["lowered"] > sum(pair["lowered"] for pair in answer.json["ranks"][0]["held_bytes"].values())
 
 
+def test_compiled_kernels_are_said_to_be_eager_in_a_dry_run_and_are_held_against_their_price(
+    tmp_path: Path,
+) -> None:
+    peaks = {}
+    for kernels in ("eager", "compiled"):
+        path = plan(tmp_path / f"{kernels}.toml", **{"execution.kernels": kernels, "mesh.dp_replicate": 4})
+        answer = run("dryrun", path, "--json")
+        assert answer.status == 0, answer
+        assert ("A dry run does not compile" in answer.err) == (kernels == "compiled")
+        peaks[kernels] = answer.json["ranks"][0]["peak_bytes"]
+    eager, compiled = peaks["eager"], peaks["compiled"]
+    assert compiled["lowered"] == eager["lowered"]
+    assert compiled["predicted"] == eager["predicted"]
+    assert eager["compiled"] is None
+    assert 0 < compiled["compiled"] <= compiled["predicted"]
+
+
 def test_a_difference_is_an_error_with_module_action_and_who_is_to_blame(tmp_path: Path) -> None:
     mesh = {"mesh.dp_replicate": 2, "mesh.dp_shard": 2, "shard.zero": 2}
     answer = run("dryrun", plan(tmp_path / "s.toml", **mesh), "--json")

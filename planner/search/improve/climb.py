@@ -7,8 +7,10 @@ decides: most of all between schedules, where links are slow. So its own shape i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -28,6 +30,7 @@ BEAM = 3  # strategies of different shapes whose neighbours are looked at
 SCHEDULES_EACH = 3  # of a neighbouring shape, that are simulated
 VARIANTS_EACH = 2  # of the shape itself, under each schedule: numbers of chunks, most of all
 MOST_TRIED = 16  # simulations of one step, of the shape itself and of its neighbours
+MOST_LOOKS = 6  # at the neighbours of one shape, each time at those that promise most of what is left
 MOST_BOUNDED = 4096  # variants of a step that are bounded rank by rank
 MOST_ACTIONS = 40_000  # of a schedule that is simulated here: a third of a second. Kind: measured
 
@@ -39,17 +42,20 @@ class Climb:
     sims: Simulations
     only: Callable[[Variants, Shapes], Bools] | None = None
     most_actions: int | None = None
-    _looked_at: set[int] = field(default_factory=set)  # shapes
-    _scheduled: set[int] = field(default_factory=set)  # likewise, tried under every schedule
+    _looks: Counter[int] = field(default_factory=Counter)  # at the neighbours of each shape
+    _scheduled: set[int] = field(default_factory=set)  # shapes that were tried under every schedule
+    _tried: set[Candidate] = field(default_factory=set)
 
-    def step(self) -> bool:
-        """Look at one more neighbourhood; False where those of the best strategies have all been seen."""
+    def step(self, *, again: bool = False) -> bool:
+        """Look at one more neighbourhood, or `again` at what is left of one; False where those of the best strategies have all
+        been seen."""
         row = self._next()
-        if row is None:
+        if row is None or self._looks[row] >= (MOST_LOOKS if again else 1):
             return False
-        self._looked_at.add(row)
         self._try_schedules(row)
-        self._try(self._promising(neighbours(self.sims.outer.space.shapes, row), 1, SCHEDULES_EACH))
+        promising = self._promising(neighbours(self.sims.outer.space.shapes, row), 1, SCHEDULES_EACH)
+        self._looks[row] = self._looks[row] + 1 if promising else MOST_LOOKS
+        self._try(promising)
         return True
 
     def try_schedules(self) -> None:
@@ -64,6 +70,7 @@ class Climb:
             self._try(self._promising(np.array([row]), VARIANTS_EACH, len(SCHEDULES)))
 
     def _try(self, promising: list[tuple[Candidate, Value]]) -> None:
+        self._tried.update(chosen for chosen, _ in promising)
         for chosen, bound in promising:
             if self.sims.may_win(bound) and not self._offloads_needlessly(chosen):
                 self.sims.try_quickly(chosen, bound)
@@ -85,7 +92,7 @@ class Climb:
         return any(one != chosen and one in self.sims.candidates for one in less)
 
     def _next(self) -> int | None:
-        """The shape of the best strategy that has not been looked at, of the `BEAM` best shapes."""
+        """Of the shapes of the `BEAM` best strategies the one that was looked at least often."""
         problem = self.sims.outer.problem
         ranked = sorted(self.sims.candidates.items(), key=lambda one: objective_value(problem, one[1]))
         rows: list[int] = []
@@ -94,11 +101,9 @@ class Climb:
             if row is None or row in rows:
                 continue
             rows.append(row)
-            if row not in self._looked_at:
-                return row
             if len(rows) == BEAM:
                 break
-        return None
+        return min(rows, key=lambda one: self._looks[one], default=None)
 
     def _promising(self, near: Ints, each: int, schedules: int) -> list[tuple[Candidate, Value]]:
         """Variants of shapes that could win, the least bound first: of each shape the best few `schedules`, of each of these
@@ -127,6 +132,6 @@ class Climb:
         order = order[np.isfinite(values.first[order]) & self.sims.rows_that_may_win(values.take(order))]
         order = first_of_each(found.shape[order] * len(SCHEDULES) + found.schedule[order], order, each)
         order = first_of_each(found.shape[order], order, each * schedules)
-        tried = [(candidate(outer.space, found, int(i)), values.at(int(i))) for i in order[: 2 * MOST_TRIED]]
-        new = [(one, bound) for one, bound in tried if one not in self.sims.candidates]
-        return new[:MOST_TRIED]
+        every = ((candidate(outer.space, found, int(i)), values.at(int(i))) for i in order)
+        new = (one for one in every if one[0] not in self._tried and one[0] not in self.sims.candidates)
+        return list(islice(new, MOST_TRIED))

@@ -1,13 +1,24 @@
-"""Partitions near one that was simulated: blocks go from chunks that weigh much in the critical path to ones that weigh
-less, and fewer of them are recomputed, as long as the simulation gets shorter."""
+"""Better partitions of one candidate: those that its stage problem likes best, by the paths that are known; then those near the
+best one, blocks going from chunks that weigh much in the critical path to ones that weigh less, and fewer of them recomputed, as
+long as the simulation gets shorter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 
+from autoparallel.planner.problem import Objective
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
-from autoparallel.planner.search.partition.problem import Partition, Row, StageProblem, partition_fits
+from autoparallel.planner.search.partition.forms import PS
+from autoparallel.planner.search.partition.problem import (
+    Partition,
+    Row,
+    StageProblem,
+    has_choice,
+    partition_fits,
+)
+from autoparallel.planner.search.partition.solve import EFFORT, solve_stages
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import Candidate
@@ -16,6 +27,8 @@ MOST_SIMULATED = 24  # partitions in all,
 MOVES_TRIED = 8  # and moves of each that are simulated; further ones as long as these took no more than
 LITTLE_WORK = 100.0  # of all, and
 LITTLE_EACH = 40.0  # of each. Kind: formula
+MOST_SOLVED = 4  # times the stage problem is solved, each with the path that the simulation before showed
+SHORT = 0.1  # of the usual effort, for each
 
 
 def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:
@@ -23,6 +36,8 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
     problem = sims.problem(chosen)
     if problem is None or (problem.chunks == 1 and not problem.recompute):
         return
+    if sims.outer.problem.objective != Objective.MEMORY:
+        found, problem = _solved(sims, chosen, found, problem)
     strategy = found.strategy
     partition = Partition(
         blocks=strategy.pipeline.stage_blocks,
@@ -42,6 +57,27 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
             if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
                 found, partition, better = tried, moved, True
                 break
+
+
+def _solved(
+    sims: Simulations, chosen: Candidate, found: Evaluation, problem: StageProblem
+) -> tuple[Evaluation, StageProblem]:
+    """The best of the partitions that the stage problem's solutions are, one after the other; and what it knows of paths then."""
+
+    def spend(work: float) -> None:
+        sims.work += work
+
+    excluded: tuple[Partition, ...] = ()
+    for _ in range(MOST_SOLVED if has_choice(problem) else 0):
+        below = ceil(found.step_time_s * (1 - TOLERANCE) * PS)
+        answer = solve_stages(problem, excluded=excluded, below=below, effort=EFFORT * SHORT, spend=spend)
+        if answer is None or answer.partition is None:
+            break
+        tried = sims.simulate(chosen, problem, answer.partition)
+        excluded, problem = (*excluded, answer.partition), sims.with_paths(chosen, problem)
+        if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s:
+            found = tried
+    return found, problem
 
 
 def moves(problem: StageProblem, partition: Partition, path: Row) -> Iterator[Partition]:
