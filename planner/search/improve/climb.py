@@ -27,6 +27,7 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.strategy.types import Offload
 
 BEAM = 3  # strategies of different shapes whose neighbours are looked at
+NEAR = 1.6  # times as long as the incumbent at most: the best of each size of pp, tp and cp, whose neighbours are, too
 SCHEDULES_EACH = 3  # of a neighbouring shape, that are simulated
 VARIANTS_EACH = 2  # of the shape itself, under each schedule: numbers of chunks, most of all
 MOST_TRIED = 16  # simulations of one step, of the shape itself and of its neighbours
@@ -92,18 +93,23 @@ class Climb:
         return any(one != chosen and one in self.sims.candidates for one in less)
 
     def _next(self) -> int | None:
-        """Of the shapes of the `BEAM` best strategies the one that was looked at least often."""
+        """The shape to look at: of the `BEAM` best strategies, then of the best of each size of pp, tp and cp that is near them,
+        then of the former the one that was looked at least often."""
         problem = self.sims.outer.problem
         ranked = sorted(self.sims.candidates.items(), key=lambda one: objective_value(problem, one[1]))
-        rows: list[int] = []
-        for chosen, _ in ranked:
+        rows: dict[int, None] = {}
+        best_of: dict[tuple[int, int, int], int] = {}
+        for chosen, found in ranked:
             row = self._row(chosen)
             if row is None or row in rows:
                 continue
-            rows.append(row)
-            if len(rows) == BEAM:
+            if len(rows) >= BEAM and objective_value(problem, found)[0] > self.sims.value[0] * NEAR:
                 break
-        return min(rows, key=lambda one: self._looks[one], default=None)
+            rows[row] = None
+            best_of.setdefault((chosen.mesh.pp, chosen.mesh.tp, chosen.mesh.cp), row)
+        beam = list(rows)[:BEAM]
+        new = (row for row in (*beam, *best_of.values()) if not self._looks[row])
+        return next(new, min(beam, key=lambda row: self._looks[row], default=None))
 
     def _promising(self, near: Ints, each: int, schedules: int) -> list[tuple[Candidate, Value]]:
         """Variants of shapes that could win, the least bound first: of each shape the best few `schedules`, of each of these
