@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from autoparallel.runtime.check.dryrun import LoweredStage
 
 _FORWARD = (ActionKind.FORWARD,)
-_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_HALVES = {ActionKind.BACKWARD_INPUT: "I", ActionKind.BACKWARD_WEIGHT: "W"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +48,25 @@ def peak_of(
     for action in program.ranks[rank]:
         if action.kind not in (*_FORWARD, *_BACKWARD):
             continue
-        forward = action.kind in _FORWARD
-        live = lowered[action.stage].live["F" if forward else "B"]
-        saved = lowered[action.stage].live["F"].kept
+        forward, lived = action.kind in _FORWARD, lowered[action.stage].live
+        name = "F" if forward else _HALVES.get(action.kind, "B")
+        if name == "W" and name not in lived:
+            continue  # was not looked at: the first half is taken for all of it
+        live = lived.get(name, lived["B"] if not forward else lived["F"])
+        saved = lived["F"].kept
         if not before and gathers:
             saved -= lowered[action.stage].gathered_bytes
         held = state + lasting + flying + live.peak
         if forward and not before and gathers:
             held -= lowered[action.stage].gathered_bytes  # gathered in this very pass, which saw them come
         if held > best.bytes:
-            best = Peak(bytes=held, action="F" if forward else "B", module=live.module)
-        flying += saved if forward else -saved
+            best = Peak(bytes=held, action=name, module=live.module)
+        if name == "I" and name in lived:
+            flying += live.kept  # freed, but for what the other half needs
+        elif name == "W":
+            flying -= saved + lived["I"].kept
+        else:
+            flying += saved if forward else -saved
     return best
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
-from autoparallel.costmodel.graph import ITEM_BYTES, OpKind, Saved
+from autoparallel.costmodel.graph import ITEM_BYTES, Operator, OpKind, Saved
 from autoparallel.costmodel.kernels import OPERAND_BYTES
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.planner.expand.context import keeps_whole
@@ -320,20 +320,43 @@ def _first_keepers(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     return first
 
 
-def weight_saved_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> int:
+def weight_saved_bytes(
+    local: LocalBlock,
+    units: Sequence[Unit],
+    kept: Mapping[str, int],
+    recomputed: Mapping[str, int] | None = None,
+) -> int | None:
     """What the weight gradients of a split backward still need: of what was kept the products' inputs, and the gradients
     of their outputs, which the first part of the backward made (Zero Bubble, arXiv:2401.10241: 32 s b h bytes a layer).
+
+    `recomputed`: what a block that runs again keeps then; None of it is told where the second part runs it once more. Under
+    `auto_parallelize` the first part runs it for both, as products put their weights' gradients off; but where not all of them
+    can (`runtime/gradients/put_off.py`), nothing that was kept is freed before the second part.
     """
+    own = local.setting.execution.fsdp2
+    if recomputed is not None and not (own and _puts_off(local, units)):
+        return None
+    kept = kept if recomputed is None else recomputed
     needed, gradients = set(), dict[str, int]()
+    for operator in _with_weights(local, units):
+        needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
+        made = operator.name in local.index.specs and local.index.storage[operator.name] == operator.name
+        if made and operator.kind in PRODUCTS:
+            placement = local.output_placement(operator.name)
+            gradients[operator.name] = local.value_bytes(operator.name, placement)
+    whole = own and not _puts_off(local, units)
+    return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
+
+
+def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator]:
+    """The operators that keep what they read for the gradient of a weight."""
     for unit in units:
         for op in unit.ops:
             operator = local.index.block.operators[op]
             if operator.kind in KEEPS_INPUT and any(k.gradient_of == "weight" for k in operator.backward):
-                needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
-                made = (
-                    operator.name in local.index.specs and local.index.storage[operator.name] == operator.name
-                )
-                if made and operator.kind in PRODUCTS:
-                    placement = local.output_placement(operator.name)
-                    gradients[operator.name] = local.value_bytes(operator.name, placement)
-    return sum(b for s, b in kept.items() if s in needed) + sum(gradients.values())
+                yield operator
+
+
+def _puts_off(local: LocalBlock, units: Sequence[Unit]) -> bool:
+    """Whether the block's products with weights are linear layers on whole tensors."""
+    return local.setting.tp == 1 and all(o.kind is OpKind.GEMM for o in _with_weights(local, units))

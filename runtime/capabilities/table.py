@@ -71,6 +71,12 @@ TABLE: tuple[Row, ...] = (
         instead="set shard.zero to 1 or 2, or use 1f1b",
     ),
     only_with(
+        "pipeline.schedule", tuple(sorted(SPLIT_BACKWARD)), ({"execution.kernels": ("eager", "fused")},),
+        holds='`execution.kernels = "eager"`',
+        why="a compiled block computes all gradients at once: its backward would run twice",
+        instead='use 1f1b or interleaved-1f1b, or kernels = "eager"',
+    ),
+    only_with(
         "execution.dtype", lambda value: value not in DTYPES, (), words='"fp8", "mxfp8", "nvfp4"', holds="",
         why="the runtime has no products of eight or four bits", instead=f"choose one of {', '.join(DTYPES)}",
     ),

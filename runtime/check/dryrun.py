@@ -13,17 +13,18 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
-from autoparallel.planner.expand.schedules import rank_of_stage
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
@@ -36,14 +37,15 @@ from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
+from autoparallel.runtime.gradients.put_off import PutOff, putting_off
 from autoparallel.runtime.gradients.replicas import with_levels
-from autoparallel.runtime.gradients.split_backward import WeightHalf
+from autoparallel.runtime.gradients.split_backward import WeightHalf, backward_input
 from autoparallel.runtime.loading.materialise import all_names
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.lowering.micro_batches import as_call
 from autoparallel.runtime.lowering.parallel_module import numerics
 from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
-from autoparallel.runtime.pipeline.module import rules_within
+from autoparallel.runtime.pipeline.module import recomputed_stages, rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
@@ -208,6 +210,7 @@ class _Step:
         self._tracker = ModuleNames()
         self._live = LiveBytes(self._module)
         self._lived: list[dict[str, Live]] = [{} for _ in stages]
+        self._splits, self._recomputed = pipeline.schedule in SPLIT_BACKWARD, recomputed_stages(strategy)
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
@@ -276,15 +279,52 @@ class _Step:
             received, outputs = flights[i]
             wanted = [t for t in received if t.requires_grad]
             if i not in parts:
-                with self._counting(i, "B", often):
-                    backward_under_modes([t for t in outputs if t.requires_grad], gradients)
-                    self._lowered[i].run_weights(WeightHalf())  # of whose work nothing is left
-                parts[i] = [gradient_part(t.grad, t) for t in wanted]
+                parts[i] = self._backward_of(
+                    i, [t for t in outputs if t.requires_grad], gradients, wanted, often
+                )
                 self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
             self._sent(stage, stage - 1, parts[i], often)
             gradients = [
                 rebuild(p, describe(t), self._activation_mesh) for p, t in zip(parts[i], wanted, strict=True)
             ]
+
+    def _backward_of(
+        self,
+        index: int,
+        outputs: list[Tensor],
+        gradients: list[Tensor | None],
+        wanted: list[Tensor],
+        often: int,
+    ) -> list[Tensor]:
+        """A backward pass, in two halves where the schedule splits it, but for the first one, which is seen as a whole; the
+        gradients of what the stage received."""
+        lowered = self._lowered[index]
+        puts_off, again = lowered.puts_off, index in self._recomputed
+        if (
+            not self._splits
+            or (again and not puts_off)
+            or (self._strategy.micro_batches > 1 and "B" not in self._lived[index])
+        ):
+            with self._counting(index, "B", often):
+                backward_under_modes(outputs, gradients)
+                lowered.run_weights(WeightHalf())  # of whose work nothing is left
+            return [gradient_part(t.grad, t) for t in wanted]
+        half: WeightHalf | PutOff
+        with self._counting(index, "B", often, half="I"):
+            if puts_off:
+                half = PutOff()
+                with putting_off(half):
+                    backward_under_modes(outputs, gradients)
+                found = [t.grad for t in wanted]
+            else:
+                found, half = backward_input([get_gradient_edge(t) for t in outputs], gradients, wanted)
+        handed = sum(local(g).nbytes for g in found if g is not None)
+        kept = self._lived[index]["I"].kept - handed  # that goes to another stage
+        self._lived[index]["I"] = replace(self._lived[index]["I"], kept=kept)
+        outputs.clear()
+        with self._counting(index, "B", often, half="W"):
+            lowered.run_weights(half)
+        return [gradient_part(g, t) for g, t in zip(found, wanted, strict=True)]
 
     def _forward_of(
         self, index: int, received: list[Tensor], inputs: Any, *, last: bool, often: int
@@ -296,12 +336,12 @@ class _Step:
         return outputs
 
     @contextmanager
-    def _counting(self, stage: int, action: str, often: int = 1) -> Iterator[None]:
+    def _counting(self, stage: int, action: str, often: int = 1, *, half: str = "") -> Iterator[None]:
         gc.collect()  # what the action before left in cycles
         self._live.begin()
         with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
             yield
-        self._lived[stage][action] = self._live.end()
+        self._lived[stage][half or action] = self._live.end()
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
         for message, modules in recorder.modules.items():
             places = self._places[stage].setdefault(message, Counter())

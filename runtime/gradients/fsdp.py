@@ -28,6 +28,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
 from autoparallel.runtime.gradients.copies import cast_copies
 from autoparallel.runtime.gradients.gathered import UnitGather
+from autoparallel.runtime.gradients.put_off import PutOff
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.ranks.mesh import RankMesh
@@ -222,10 +223,11 @@ def announce_micro_batch(module: nn.Module, *, zero: int, last: bool, alone: boo
             unit.set_reshard_after_backward(last or zero == 3, recurse=False)
 
 
-def run_weights(module: nn.Module, half: WeightHalf) -> None:
+def run_weights(module: nn.Module, half: WeightHalf | PutOff) -> None:
     """The second half of a split backward pass at zero 2: each unit reduces its gradients as soon as it has them all."""
     waiting = whole_weights(module)
-    for unit in waiting if not half.junctions else ():  # a pass of its own, in which FSDP2 sees to that
+    own_pass = isinstance(half, WeightHalf) and not half.junctions
+    for unit in waiting if own_pass else ():  # in which FSDP2 sees to that
         unit.set_requires_gradient_sync(True, recurse=False)
     home = {weight: unit for unit, weights in waiting.items() for weight in weights}
 
@@ -237,6 +239,9 @@ def run_weights(module: nn.Module, half: WeightHalf) -> None:
                 waiting.pop(unit)
                 reduce_unit(unit)
 
+    if isinstance(half, PutOff):
+        for weight in home.keys() - half.weights():
+            complete(weight)
     half.run(complete)
     for unit in waiting:
         reduce_unit(unit)

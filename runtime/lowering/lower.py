@@ -23,6 +23,7 @@ from autoparallel.runtime.gradients.fsdp import (
     run_weights,
     shard_data,
 )
+from autoparallel.runtime.gradients.put_off import PutOff, can_put_off, put_off
 from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.gradients.synchronisation import Synchronisation
 from autoparallel.runtime.loading.materialise import all_names, materialise, on_meta
@@ -91,9 +92,10 @@ class Lowered:
 
     def __init__(
         self, module: nn.Module, strategy: Strategy, *, zero: int | None, sync: Synchronisation,
-        offloaded: OffloadCount, plain: PlainBlocks | None = None,
+        offloaded: OffloadCount, plain: PlainBlocks | None = None, puts_off: bool = False,
     ) -> None:  # fmt: skip
         self.module, self.offloaded, self.plain, self.sync = module, offloaded, plain, sync
+        self.puts_off = puts_off  # its products the gradients of their weights, in a split backward pass
         sharded = zero is not None  # by FSDP2, which goes by that level
         self._zero, self._sharded, self._alone = zero or 0, sharded, strategy.mesh.pp == 1
         # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
@@ -111,7 +113,7 @@ class Lowered:
         elif self._sharded:
             announce_micro_batch(self.module, zero=self._zero, last=last, alone=self._alone)
 
-    def run_weights(self, half: WeightHalf) -> None:
+    def run_weights(self, half: WeightHalf | PutOff) -> None:
         """The second half of a split backward pass."""
         if self._sharded and self._zero == 2:
             run_weights(self.module, half)
@@ -178,6 +180,10 @@ def lower_module(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,
     )  # fmt: skip
+    split = strategy.pipeline.schedule in SPLIT_BACKWARD
+    puts_off = split and not compiled and mesh.sizes.tp == 1 and can_put_off(module)
+    if puts_off:
+        put_off(module)
     if compiled:
         compile_blocks(module, blocks)
     away, imagined = strategy.offload.activations, memory is not None
@@ -193,7 +199,9 @@ def lower_module(
     copied = {module.get_parameter(name) for name in names}
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
     level = zero if sharded else None
-    return Lowered(module, strategy, zero=level, sync=sync, offloaded=offloaded, plain=plain)
+    return Lowered(
+        module, strategy, zero=level, sync=sync, offloaded=offloaded, plain=plain, puts_off=puts_off
+    )
 
 
 def _units(strategy: Strategy, mesh: RankMesh, dtypes: Dtypes) -> tuple[tuple[str, ...], int]:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.costmodel.program import Action, ActionKind
 from autoparallel.errors import UserError
+from autoparallel.runtime.gradients.put_off import PutOff, backward_putting_off
 from autoparallel.runtime.gradients.split_backward import (
     WeightHalf,
     backward_input,
@@ -47,7 +48,7 @@ class Hooks:
     )
     before_forward: Callable[[int], None] = lambda stage: None  # noqa: ARG005
     before_backward: Callable[[int, bool], None] = lambda stage, last: None  # noqa: ARG005
-    run_weights: Callable[[int, WeightHalf], None] = lambda stage, half: half.run()  # noqa: ARG005
+    run_weights: Callable[[int, WeightHalf | PutOff], None] = lambda stage, half: half.run()  # noqa: ARG005
     reduce_gradients: Callable[[int], None] = lambda stage: None  # noqa: ARG005
     before_action: Callable[[Action], None] = lambda action: None  # noqa: ARG005
 
@@ -63,7 +64,7 @@ class _Flight:
     outputs: list[
         tuple[GradientEdge, Described]
     ]  # of what was handed on, or of the loss, where it wants a gradient
-    rest: WeightHalf | None = None  # of a backward pass whose first half has run
+    rest: WeightHalf | PutOff | None = None  # of a backward pass whose first half has run
 
 
 class PipelineRunner:
@@ -71,7 +72,8 @@ class PipelineRunner:
 
     `stages` are the stages of this rank by index, `rows` the actions of every rank of the pipeline, `groups`
     two process groups of these ranks (messages up, messages down), `mesh` the mesh that activations
-    are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole, `loss_dtype` that of the
+    are laid out on, if any, `recomputed` the stages with blocks that are recomputed whole, `puts_off` those whose products
+    put off the gradients of their weights, `loss_dtype` that of the
     mean loss, which ranks that see no loss must know without asking.
     """
 
@@ -85,6 +87,7 @@ class PipelineRunner:
         mesh: DeviceMesh | None = None,
         hooks: Hooks | None = None,
         recomputed: Collection[int] = (),
+        puts_off: Collection[int] = (),
         loss_dtype: torch.dtype = torch.float32,
     ) -> None:
         group = groups[0]
@@ -95,7 +98,7 @@ class PipelineRunner:
         assert set(stages) == {a.stage for a in self.row}, "the program runs other stages than were cut"
         self._final = {a.stage: a for a in self.row if a.kind in _LAST_OF_BACKWARD}
         self._group, self._device, self._mesh, self._loss_dtype = group, device, mesh, loss_dtype
-        self._hooks, self._recomputed = hooks or Hooks(), recomputed
+        self._hooks, self._recomputed, self._puts_off = hooks or Hooks(), recomputed, puts_off
         self._channels = Channels(rows, self._home, groups, device)
         self._do: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self._forward,
@@ -190,7 +193,9 @@ class PipelineRunner:
         outputs, gradients = self._take_gradients(action)
         self._hooks.before_backward(action.stage, False)
         wanted = [t for t in flight.received if t.requires_grad]
-        if action.stage in self._recomputed:
+        if action.stage in self._puts_off:
+            grads, flight.rest = backward_putting_off(outputs, gradients, wanted)
+        elif action.stage in self._recomputed:
             weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
             grads, flight.rest = backward_input_recomputed(outputs, gradients, wanted, weights)
         else:

@@ -208,6 +208,7 @@ class PipelineModule(nn.Module):
                 ),
             ),
             recomputed=recomputed_stages(strategy),
+            puts_off=frozenset(stage for stage, low in self._lowered.items() if low.puts_off),
             loss_dtype=torch.promote_types(dtypes.compute, torch.float32),
         )
 
