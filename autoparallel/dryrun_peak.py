@@ -49,13 +49,14 @@ def peak_of(
         if action.kind not in (*_FORWARD, *_BACKWARD):
             continue
         forward, lived = action.kind in _FORWARD, lowered[action.stage].live
-        name = "F" if forward else _HALVES.get(action.kind, "B")
-        if name == "W" and name not in lived:
-            continue  # was not looked at: the first half is taken for all of it
-        live = lived.get(name, lived["B"] if not forward else lived["F"])
-        saved = lived["F"].kept
+        half = _HALVES.get(action.kind, "")
+        name = "F" if forward else half if half in lived else "B"
+        live, saved = lived[name], lived["F"].kept
         if not before and gathers:
             saved -= lowered[action.stage].gathered_bytes
+        if half == "W" and name == "B":  # not looked at; until then nothing is freed
+            flying -= saved
+            continue
         held = state + lasting + flying + live.peak
         if forward and not before and gathers:
             held -= lowered[action.stage].gathered_bytes  # gathered in this very pass, which saw them come
@@ -65,7 +66,7 @@ def peak_of(
             flying += live.kept  # freed, but for what the other half needs
         elif name == "W":
             flying -= saved + lived["I"].kept
-        else:
+        elif half != "I":
             flying += saved if forward else -saved
     return best
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -43,6 +45,20 @@ def reduce_unit(unit: FSDPModule) -> None:
     group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
     group._training_state = before  # what it does at the end of a step is still to come
+
+
+def adding_up(module: nn.Module) -> Callable[[Tensor], None]:
+    """What adds the gradient that a whole parameter has got to those that FSDP2 keeps of it in another dtype, as it does
+    itself at the end of a backward pass."""
+    groups = [u._get_fsdp_state()._fsdp_param_group for u in module.modules() if isinstance(u, FSDPModule)]
+    own = {getattr(p, "_unsharded_param", None): p for group in groups if group for p in group.fsdp_params}
+
+    def add_up(weight: Tensor) -> None:
+        if (parameter := own.get(weight)) is not None:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+    return add_up
 
 
 def unit_shards(unit: FSDPModule) -> list[tuple[nn.Parameter, int]]:

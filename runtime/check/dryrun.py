@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
-from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
+from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import AXES, Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
@@ -37,15 +36,15 @@ from autoparallel.runtime.check.traffic import TrafficRecorder
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
-from autoparallel.runtime.gradients.put_off import PutOff, putting_off
+from autoparallel.runtime.gradients.put_off import backward_putting_off
 from autoparallel.runtime.gradients.replicas import with_levels
-from autoparallel.runtime.gradients.split_backward import WeightHalf, backward_input
+from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.loading.materialise import all_names
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.lowering.micro_batches import as_call
 from autoparallel.runtime.lowering.parallel_module import numerics
 from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
-from autoparallel.runtime.pipeline.module import recomputed_stages, rules_within
+from autoparallel.runtime.pipeline.module import rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
@@ -210,7 +209,6 @@ class _Step:
         self._tracker = ModuleNames()
         self._live = LiveBytes(self._module)
         self._lived: list[dict[str, Live]] = [{} for _ in stages]
-        self._splits, self._recomputed = pipeline.schedule in SPLIT_BACKWARD, recomputed_stages(strategy)
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
@@ -296,32 +294,26 @@ class _Step:
         wanted: list[Tensor],
         often: int,
     ) -> list[Tensor]:
-        """A backward pass, in two halves where the schedule splits it, but for the first one, which is seen as a whole; the
-        gradients of what the stage received."""
+        """A backward pass, in two halves where the schedule splits it and layers put off the gradients of their weights, but for
+        the first one, which is seen as a whole; the gradients of what the stage received."""
         lowered = self._lowered[index]
-        puts_off, again = lowered.puts_off, index in self._recomputed
-        if (
-            not self._splits
-            or (again and not puts_off)
-            or (self._strategy.micro_batches > 1 and "B" not in self._lived[index])
-        ):
+        whole = self._strategy.micro_batches > 1 and "B" not in self._lived[index]
+        if whole or not lowered.puts_off:
             with self._counting(index, "B", often):
                 backward_under_modes(outputs, gradients)
                 lowered.run_weights(WeightHalf())  # of whose work nothing is left
             return [gradient_part(t.grad, t) for t in wanted]
-        half: WeightHalf | PutOff
+        weights = [p for p in self._stages[index].parameters() if p.requires_grad]
+
+        def differentiate(*_: Any) -> list[Tensor | None]:
+            backward_under_modes(outputs, gradients)  # adds up at once what is not put off
+            return [*(t.grad for t in wanted), *(None for _ in weights)]
+
         with self._counting(index, "B", often, half="I"):
-            if puts_off:
-                half = PutOff()
-                with putting_off(half):
-                    backward_under_modes(outputs, gradients)
-                found = [t.grad for t in wanted]
-            else:
-                found, half = backward_input([get_gradient_edge(t) for t in outputs], gradients, wanted)
+            found, half = backward_putting_off(outputs, gradients, wanted, weights, differentiate)
         handed = sum(local(g).nbytes for g in found if g is not None)
         kept = self._lived[index]["I"].kept - handed  # that goes to another stage
         self._lived[index]["I"] = replace(self._lived[index]["I"], kept=kept)
-        outputs.clear()
         with self._counting(index, "B", often, half="W"):
             lowered.run_weights(half)
         return [gradient_part(g, t) for g, t in zip(found, wanted, strict=True)]

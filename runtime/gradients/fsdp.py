@@ -239,9 +239,6 @@ def run_weights(module: nn.Module, half: WeightHalf | PutOff) -> None:
                 waiting.pop(unit)
                 reduce_unit(unit)
 
-    if isinstance(half, PutOff):
-        for weight in home.keys() - half.weights():
-            complete(weight)
     half.run(complete)
     for unit in waiting:
         reduce_unit(unit)

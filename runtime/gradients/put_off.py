@@ -1,19 +1,20 @@
-"""Linear layers whose weights' gradients are put off: the first half of a split backward pass is then an ordinary one.
+"""Layers whose weights' gradients are put off: the first half of a split backward pass is then an ordinary one.
 
 `split_backward.py` divides any graph, at the price of all of it: what the first half has done with cannot be freed one by
 one, so that every activation of a stage stays until its second half. A linear layer that puts its weight's gradient off
-keeps the two factors of that product and no more (Zero Bubble, arXiv:2401.10241), autograd frees the rest as it goes, and
-where the forward runs again, it does so once. Other weights (norms, embeddings, biases) get their gradients at once.
+keeps the two factors of that product and no more (Zero Bubble, arXiv:2401.10241), an embedding what arrived and the
+indices; autograd frees the rest as it goes, and where the forward runs again, it does so once. The gradients of other
+weights (norms, biases), which are small, are made at once, and wait.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +22,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-MOST = 0.9  # of the numbers in matrices of a stage, embeddings aside, must be such layers'. Kind: choice
+MOST = 0.9  # of the numbers in matrices of a stage must be such layers'. Kind: choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Product:
-    """A weight's gradient that is still to be computed, of what arrived at the output and of the input; `turned`: [in, out]."""
+class _PutOff:
+    """A weight's gradient that is still to be computed, and where it goes."""
 
     weight: GradientEdge
-    gradient: Tensor
-    input: Tensor
-    turned: bool
-
-    def value(self) -> Tensor:
-        gradient, input = self.gradient.flatten(0, -2), self.input.flatten(0, -2)
-        return input.t() @ gradient if self.turned else gradient.t() @ input
+    compute: Callable[[], Tensor]
 
 
-_waiting: list[_Product] | None = None  # of the half that runs now; autograd may run in a thread of its own
+_waiting: list[_PutOff] | None = None  # of the half that runs now; autograd may run in a thread of its own
+
+
+def _now_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    if _waiting is None:
+        return compute()
+    _waiting.append(_PutOff(weight=get_gradient_edge(weight), compute=compute))
+    return None
 
 
 class _Linear(torch.autograd.Function):
@@ -52,32 +54,49 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (input, weight) = gradients, ctx.saved_tensors
+        (gradient,), (input, weight), turned = gradients, ctx.saved_tensors, ctx.turned
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        of_weight = None
-        if wants_weight:
-            product = _Product(
-                weight=get_gradient_edge(weight),
-                gradient=gradient.detach(),
-                input=input.detach(),
-                turned=ctx.turned,
-            )
-            if _waiting is None:
-                of_weight = product.value()
-            else:
-                _waiting.append(product)
+        rows, columns = gradient.detach(), input.detach()
+
+        def of_weight() -> Tensor:
+            left, right = (columns, rows) if turned else (rows, columns)
+            return left.flatten(0, -2).t() @ right.flatten(0, -2)
+
         return (
-            gradient @ (weight.t() if ctx.turned else weight) if wants_input else None,
-            of_weight,
+            gradient @ (weight.t() if turned else weight) if wants_input else None,
+            _now_or_later(weight, of_weight) if wants_weight else None,
             gradient.flatten(0, -2).sum(0) if wants_bias else None,
             None,
         )
 
 
+class _Embedding(torch.autograd.Function):
+    """`F.embedding` of a dense table [rows, width]; `padding`: the row that gets no gradient, -1 for none."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(indices, weight)
+        ctx.padding = padding
+        return F.embedding(indices, weight, padding if padding >= 0 else None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (indices, weight), padding = gradients, ctx.saved_tensors, ctx.padding
+        arrived, rows = gradient.detach(), weight.shape[0]
+
+        def of_weight() -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(arrived, indices, rows, padding, False)  # type: ignore[no-any-return]
+
+        return None, _now_or_later(weight, of_weight) if ctx.needs_input_grad[1] else None, None
+
+
 def _forward(layer: nn.Module, input: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
+    weight, bias = layer.weight, getattr(layer, "bias", None)
     if isinstance(weight, DTensor) or not torch.is_grad_enabled():
         return type(layer).forward(layer, input)  # type: ignore[no-any-return]
+    if isinstance(layer, nn.Embedding):
+        padding = -1 if layer.padding_idx is None else layer.padding_idx
+        return _Embedding.apply(input, weight, padding)  # type: ignore[no-any-return]
     return _Linear.apply(input, weight, bias, _is_turned(layer))  # type: ignore[no-any-return]
 
 
@@ -86,82 +105,99 @@ def _is_turned(layer: nn.Module) -> bool:
     return type(layer).__name__.endswith("Conv1D") and hasattr(layer, "nf")
 
 
+def _is_linear(layer: nn.Module) -> bool:
+    return _is_turned(layer) or (isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward)
+
+
+def _is_table(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, nn.Embedding)
+        and type(layer).forward is nn.Embedding.forward
+        and not (layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None)
+    )
+
+
 def can_put_off(stage: nn.Module) -> bool:
-    """Whether nearly all products with weights of a stage are plain linear layers."""
-    layers = {layer.weight for layer in _layers(stage)}
-    tables = {module.weight for module in stage.modules() if isinstance(module, nn.Embedding)}
-    matrices = [p for p in stage.parameters() if p.requires_grad and p.dim() > 1 and p not in tables]
-    own = sum(p.numel() for p in matrices if p in layers)
-    return bool(layers) and own >= MOST * sum(p.numel() for p in matrices)
+    """Whether nearly all weights that are matrices are those of plain linear layers and embeddings, some of the former."""
+    layers = _layers(stage)
+    own = {layer.weight for layer in layers}
+    matrices = [p for p in stage.parameters() if p.requires_grad and p.dim() > 1]
+    put = sum(p.numel() for p in matrices if p in own)
+    return any(map(_is_linear, layers)) and put >= MOST * sum(p.numel() for p in matrices)
 
 
 def put_off(stage: nn.Module) -> None:
-    """Make the linear layers of a stage put the gradients of their weights off when they are asked to."""
+    """Make the layers of a stage put the gradients of their weights off when they are asked to."""
     for layer in _layers(stage):
         layer.forward = MethodType(_forward, layer)
 
 
 def _layers(stage: nn.Module) -> list[nn.Module]:
-    """Linear layers with the usual forward, whose weights nothing else holds."""
+    """Linear layers and embeddings with the usual forward, whose weights nothing else holds."""
     holders = Counter(p for m in stage.modules() for p in m._parameters.values() if p is not None)
     return [
         module
         for module in stage.modules()
-        if (
-            _is_turned(module)
-            or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
-        )
+        if (_is_linear(module) or _is_table(module))
         and "forward" not in vars(module)
-        and holders[module.weight] == 1
+        and holders[cast("nn.Parameter", module.weight)] == 1
     ]
 
 
 @dataclass(slots=True, kw_only=True)
 class PutOff:
-    """What is left of a backward pass whose products were put off: `run` adds to `.grad` of the weights."""
+    """What is left of a backward pass whose weights' gradients were put off: `run` adds to `.grad` of the weights."""
 
-    products: list[_Product] = field(default_factory=list)
-
-    def weights(self) -> set[Tensor]:
-        """The weights whose gradients are still to come."""
-        return {p.weight.node.variable for p in self.products if hasattr(p.weight.node, "variable")}
+    waiting: list[_PutOff] = field(default_factory=list)
 
     def run(self, complete: Callable[[Tensor], None] | None = None) -> None:
         """Gradients of the weights, one after the other from the outputs back; `complete` is told of each weight that has all of
         its gradient."""
-        left = Counter(product.weight for product in self.products)
+        left = Counter(one.weight for one in self.waiting)
         sums: dict[GradientEdge, Tensor] = {}
-        for product in self.products:
-            edge, value = product.weight, product.value()
+        waiting, self.waiting = self.waiting[::-1], []
+        while waiting:
+            one = waiting.pop()
+            edge, value = one.weight, one.compute()
             sums[edge] = value if edge not in sums else sums[edge] + value
             left[edge] -= 1
             if not left[edge]:
                 torch.autograd.backward([edge], [sums.pop(edge)])
                 if complete is not None and hasattr(edge.node, "variable"):
                     complete(edge.node.variable)
-        self.products = []
 
 
-@contextmanager
-def putting_off(half: PutOff) -> Iterator[None]:
-    """The first half: a backward pass in here leaves the gradients of products to `half`."""
-    global _waiting
-    assert _waiting is None, "one half at a time"
-    _waiting = half.products
-    try:
-        yield
-    finally:
-        _waiting = None
+def _differentiate(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
 
 
 def backward_putting_off(
-    outputs: Sequence[GradientEdge],
+    outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
     received: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate,
 ) -> tuple[list[Tensor | None], PutOff]:
-    """Gradients of `received` (leaves that want one) from the edges of `outputs` back, and what is left of the pass."""
+    """Gradients of `received` (leaves that want one) from `outputs` (tensors or edges) back, and what is left of the pass: those
+    of `weights`. `differentiate(outputs, inputs, gradients)`: torch's own, or a stand-in."""
+    global _waiting
     half = PutOff()
-    if outputs:
-        with putting_off(half):
-            torch.autograd.backward(list(outputs), list(gradients))
-    return [t.grad for t in received], half
+    if not outputs:
+        return [None] * len(received), half
+    assert _waiting is None, "one half at a time"
+    _waiting = half.waiting
+    try:
+        found = differentiate(outputs, [*received, *weights], gradients)
+    finally:
+        _waiting = None
+    made = zip(weights, found[len(received) :], strict=True)
+    half.waiting += [
+        _PutOff(weight=get_gradient_edge(w), compute=partial(_given, g)) for w, g in made if g is not None
+    ]
+    return list(found[: len(received)]), half
+
+
+def _given(gradient: Tensor) -> Tensor:
+    return gradient

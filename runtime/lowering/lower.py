@@ -16,7 +16,7 @@ from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.context.functions import run_in_shares
 from autoparallel.runtime.experts.on_shares import run_on_shares
 from autoparallel.runtime.experts.parallel import Sharing, share_experts
-from autoparallel.runtime.fsdp_private import reduce_accumulated
+from autoparallel.runtime.fsdp_private import adding_up, reduce_accumulated
 from autoparallel.runtime.gradients.fsdp import (
     announce_micro_batch,
     reductions_per_step,
@@ -118,7 +118,7 @@ class Lowered:
         if self._sharded and self._zero == 2:
             run_weights(self.module, half)
         else:
-            half.run()
+            half.run(adding_up(self.module) if self._sharded else None)
 
     def finish(self) -> None:
         """End the step: `.grad` holds the mean over all data-parallel ranks."""

@@ -193,10 +193,10 @@ class PipelineRunner:
         outputs, gradients = self._take_gradients(action)
         self._hooks.before_backward(action.stage, False)
         wanted = [t for t in flight.received if t.requires_grad]
+        weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
         if action.stage in self._puts_off:
-            grads, flight.rest = backward_putting_off(outputs, gradients, wanted)
+            grads, flight.rest = backward_putting_off(outputs, gradients, wanted, weights)
         elif action.stage in self._recomputed:
-            weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
             grads, flight.rest = backward_input_recomputed(outputs, gradients, wanted, weights)
         else:
             grads, flight.rest = backward_input(outputs, gradients, wanted)

@@ -43,6 +43,7 @@ from tests.runtime.models import EXAMPLES
 from tests.toy_graphs import toy_transformer
 
 BY_TWO = (2, 4)  # four ranks, two below each port
+EAGER = {"execution.kernels": "eager"}
 FLAGS = [row.key for row in TABLE if row.key.startswith("execution.") and row.values == "true"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -183,10 +184,10 @@ def test_the_page_has_the_table() -> None:
     [
         ({}, {}),
         ({"pipeline.schedule": "1f1b"}, {}),
-        ({"pipeline.schedule": "zb1p"}, {"shard.zero": 1, "mesh.cp": 1}),
-        ({"pipeline.schedule": "zb1p", "mesh.dp_shard": 1}, {"mesh.cp": 1}),
-        ({"pipeline.schedule": "zbv", "shard.zero": 2}, {"mesh.cp": 1}),
-        ({"pipeline.schedule": "dualpipev", "shard.zero": 3}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
+        ({"pipeline.schedule": "zb1p"}, {**EAGER, "shard.zero": 1, "mesh.cp": 1}),
+        ({"pipeline.schedule": "zb1p", "mesh.dp_shard": 1}, {**EAGER, "mesh.cp": 1}),
+        ({"pipeline.schedule": "zbv", "shard.zero": 2}, {**EAGER, "mesh.cp": 1}),
+        ({"pipeline.schedule": "dualpipev", "shard.zero": 3}, {**EAGER, "mesh.dp_shard": 1, "mesh.cp": 1}),
         ({"execution.kernels": "compiled"}, {"mesh.tp": 1, "mesh.cp": 1}),
         ({"grad_sync.algorithm": "parameter-server"}, {"shard.zero": 0}),
         ({"grad_sync.algorithm": "tree", "shard.zero": 2}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
