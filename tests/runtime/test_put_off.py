@@ -92,10 +92,9 @@ def test_between_the_halves_only_factors_of_products_stay() -> None:
         return live.end().kept, result
 
     with live:
-        forward, edge = during(lambda: get_gradient_edge(stage(indices, x)))
-        first, ((of_x,), half) = during(lambda: backward_putting_off([edge], [given], [x], weights))
-        del edge, of_x
-        gc.collect()
+        edges: list[Any] = []
+        forward, _ = during(lambda: edges.append(get_gradient_edge(stage(indices, x))))
+        first, (_, half) = during(lambda: backward_putting_off([edges.pop()], [given], [x], weights))
         second, _ = during(half.run)
     one = rows * WIDTH * 4
     small = (
