@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
 from autoparallel.planner.expand.schedules import rank_of_stage
-from autoparallel.planner.strategy.types import AXES, Execution, Strategy
+from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
@@ -32,7 +31,7 @@ from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
 from autoparallel.runtime.check.optimizer_state import optimizer_bytes
 from autoparallel.runtime.check.small_values import SmallValues
-from autoparallel.runtime.check.traffic import TrafficRecorder
+from autoparallel.runtime.check.traffic import TrafficRecorder, group_names
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
@@ -48,7 +47,6 @@ from autoparallel.runtime.pipeline.module import rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
-from autoparallel.runtime.ranks.places import replica_axes, sharding_axes
 from autoparallel.runtime.stages.alike import alike_stages
 from autoparallel.runtime.stages.cut import StageModule, cut
 from autoparallel.runtime.start import check_strategy
@@ -194,7 +192,7 @@ class _Step:
     ) -> None:  # fmt: skip
         self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
-        self._axes = _group_names(mesh, strategy.shard.zero)
+        self._axes = group_names(mesh, strategy.shard.zero)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
@@ -374,23 +372,6 @@ class _Step:
             if parameter.grad is not None:
                 (shares if parameter in self._own else whole).append(parameter.grad)
         return max(_bytes_of(shares), lowered.buffer_bytes()) + _bytes_of(whole) + accumulated_bytes(stage)
-
-
-def _group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
-    """The axis, or joined axes, of each process group of this rank, by the group's name."""
-    found: dict[str, str] = {
-        mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
-    }
-    for axes in (sharding_axes(mesh.sizes, zero), replica_axes(mesh.sizes, zero)):
-        if len(axes) > 1:
-            found[mesh.group(*axes).group_name] = " x ".join(axes)
-    for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
-        found[mesh.expert_axis(axis).get_group().group_name] = axis
-    for group in mesh.levels or ():
-        found[group.group_name] = " x ".join(replica_axes(mesh.sizes, zero))
-    for group in mesh.shard_levels or ():
-        found[group.group_name] = " x ".join(sharding_axes(mesh.sizes, zero))
-    return found
 
 
 def _loss(output: Any) -> Tensor:

@@ -13,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.program import CollectiveOp
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
+from autoparallel.planner.strategy.types import AXES
 from autoparallel.runtime.check.messages import Message
+from autoparallel.runtime.ranks.mesh import RankMesh
+from autoparallel.runtime.ranks.places import replica_axes, sharding_axes
 from autoparallel.runtime.torch_private import group_name_of
 
 # Operators of collectives by name, and which of their arguments is the full tensor (None: the result).
@@ -69,3 +73,20 @@ def _group_of(args: Any) -> str:
     """The name of the group among an operator's arguments: boxed, or the last string of them."""
     boxed = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
     return group_name_of(boxed[0] if boxed else [a for a in args if isinstance(a, str)][-1])
+
+
+def group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
+    """The axis, or joined axes, of each process group of this rank, by the group's name."""
+    found: dict[str, str] = {
+        mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
+    }
+    for axes in (sharding_axes(mesh.sizes, zero), replica_axes(mesh.sizes, zero)):
+        if len(axes) > 1:
+            found[mesh.group(*axes).group_name] = " x ".join(axes)
+    for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
+        found[mesh.expert_axis(axis).get_group().group_name] = axis
+    for group in mesh.levels or ():
+        found[group.group_name] = " x ".join(replica_axes(mesh.sizes, zero))
+    for group in mesh.shard_levels or ():
+        found[group.group_name] = " x ".join(sharding_axes(mesh.sizes, zero))
+    return found

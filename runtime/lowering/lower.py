@@ -180,10 +180,7 @@ def lower_module(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,
     )  # fmt: skip
-    split = strategy.pipeline.schedule in SPLIT_BACKWARD
-    puts_off = split and not compiled and mesh.sizes.tp == 1 and can_put_off(module)
-    if puts_off:
-        put_off(module)
+    puts_off = _puts_off(module, strategy)
     if compiled:
         compile_blocks(module, blocks)
     away, imagined = strategy.offload.activations, memory is not None
@@ -198,10 +195,24 @@ def lower_module(
     _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
     copied = {module.get_parameter(name) for name in names}
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
-    level = zero if sharded else None
     return Lowered(
-        module, strategy, zero=level, sync=sync, offloaded=offloaded, plain=plain, puts_off=puts_off
+        module,
+        strategy,
+        zero=zero if sharded else None,
+        sync=sync,
+        offloaded=offloaded,
+        plain=plain,
+        puts_off=puts_off,
     )
+
+
+def _puts_off(module: nn.Module, strategy: Strategy) -> bool:
+    """Make the layers of a stage put the gradients of their weights off where the schedule splits its backward; whether they do."""
+    split = strategy.pipeline.schedule in SPLIT_BACKWARD and strategy.execution.kernels != "compiled"
+    if not split or strategy.mesh.tp > 1 or not can_put_off(module):
+        return False
+    put_off(module)
+    return True
 
 
 def _units(strategy: Strategy, mesh: RankMesh, dtypes: Dtypes) -> tuple[tuple[str, ...], int]:

@@ -22,7 +22,8 @@ CLOSE = 0.01  # one block more or less may still tell less than this
 
 
 def under_other_schedules(strategy: Strategy) -> Iterator[Strategy]:
-    for schedule in ALIKE if strategy.pipeline.schedule in ALIKE else ():
+    one_chunk = strategy.pipeline.schedule in ALIKE and strategy.pipeline.virtual_stages == 1
+    for schedule in ALIKE if one_chunk else ():
         yield replace(strategy, pipeline=replace(strategy.pipeline, schedule=schedule))
 
 
