@@ -181,8 +181,7 @@ def lower_module(
         attention=strategy.execution.attention,
     )  # fmt: skip
     puts_off = _puts_off(module, strategy)
-    if compiled:
-        compile_blocks(module, blocks)
+    compile_blocks(module, blocks if compiled else ())
     away, imagined = strategy.offload.activations, memory is not None
     offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=imagined)
     if plain:
@@ -196,14 +195,9 @@ def lower_module(
     copied = {module.get_parameter(name) for name in names}
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
     return Lowered(
-        module,
-        strategy,
-        zero=zero if sharded else None,
-        sync=sync,
-        offloaded=offloaded,
-        plain=plain,
+        module, strategy, zero=zero if sharded else None, sync=sync, offloaded=offloaded, plain=plain,
         puts_off=puts_off,
-    )
+    )  # fmt: skip
 
 
 def _puts_off(module: nn.Module, strategy: Strategy) -> bool:
