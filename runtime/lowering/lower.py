@@ -190,9 +190,7 @@ def lower_module(
         module, blocks, mesh, axes=sharded, zero=zero, dtype=dtypes.compute,
         param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered, alone=alone,
     )  # fmt: skip
-    names = [name for name, parameter in module.named_parameters() if parameter in copied]
-    _fill(module, mesh.device, seed=seed, origin=origin, weights=weights, memory=memory)
-    copied = {module.get_parameter(name) for name in names}
+    copied = _fill(module, mesh.device, copied, seed=seed, origin=origin, weights=weights, memory=memory)
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)
     return Lowered(
         module, strategy, zero=zero if sharded else None, sync=sync, offloaded=offloaded, plain=plain,
@@ -230,10 +228,11 @@ def _may_run_plain(mesh: RankMesh, experts: Sequence[Sharing], memory: object) -
 
 
 def _fill(
-    module: nn.Module, device: torch.device, *, seed: int, origin: nn.Module | None, weights: Weights | None,
-    memory: AbstractContextManager[object] | None,
-) -> None:  # fmt: skip
-    """Give the module's shares their values on `device`; see `lower_module`."""
+    module: nn.Module, device: torch.device, copied: Collection[nn.Parameter], *, seed: int, origin: nn.Module | None,
+    weights: Weights | None, memory: AbstractContextManager[object] | None,
+) -> set[nn.Parameter]:  # fmt: skip
+    """Give the module's shares their values on `device` (see `lower_module`); what the parameters `copied` are then."""
+    names = [name for name, parameter in module.named_parameters() if parameter in copied]
     if on_meta(module):
         given = weights or () if memory is None else all_names(module)
         with memory or nullcontext():
@@ -242,6 +241,7 @@ def _fill(
         module.to(device)
     if weights is not None:
         load_weights(module, weights)
+    return {module.get_parameter(name) for name in names}
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:
