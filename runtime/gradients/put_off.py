@@ -97,6 +97,8 @@ def _forward(layer: nn.Module, input: Tensor) -> Tensor:
     if isinstance(layer, nn.Embedding):
         padding = -1 if layer.padding_idx is None else layer.padding_idx
         return _Embedding.apply(input, weight, padding)  # type: ignore[no-any-return]
+    if input.dim() == 1 or torch.is_autocast_enabled(input.device.type):  # whose casts are autograd's
+        return type(layer).forward(layer, input)  # type: ignore[no-any-return]
     return _Linear.apply(input, weight, bias, _is_turned(layer))  # type: ignore[no-any-return]
 
 
