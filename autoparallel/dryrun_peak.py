@@ -13,9 +13,12 @@ from autoparallel.planner.strategy.types import Strategy
 if TYPE_CHECKING:
     from autoparallel.runtime.check.dryrun import LoweredStage
 
-_FORWARD = (ActionKind.FORWARD,)
-_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-_HALVES = {ActionKind.BACKWARD_INPUT: "I", ActionKind.BACKWARD_WEIGHT: "W"}
+_PASSES = {
+    ActionKind.FORWARD: "F",
+    ActionKind.BACKWARD: "B",
+    ActionKind.BACKWARD_INPUT: "I",
+    ActionKind.BACKWARD_WEIGHT: "W",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +49,24 @@ def peak_of(
     lasting = whole + sum(lowered[s].gradient_bytes if before else lowered[s].buffer_bytes for s in stages)
     best, flying = Peak(bytes=0.0, action="", module=""), 0
     for action in program.ranks[rank]:
-        if action.kind not in (*_FORWARD, *_BACKWARD):
+        name = _PASSES.get(action.kind)
+        if name is None:
             continue
-        forward, lived = action.kind in _FORWARD, lowered[action.stage].live
-        half = _HALVES.get(action.kind, "")
-        name = "F" if forward else half if half in lived else "B"
-        live, saved = lived[name], lived["F"].kept
+        lived = lowered[action.stage].live
+        saved = lived["F"].kept
         if not before and gathers:
             saved -= lowered[action.stage].gathered_bytes
-        if half == "W" and name == "B":  # not looked at; until then nothing is freed
+        if name == "W" and name not in lived:  # halves were not looked at: nothing is freed before the second
             flying -= saved
             continue
-        held = state + lasting + flying + live.peak
-        if forward and not before and gathers:
+        seen = name if name in lived else "B"
+        held = state + lasting + flying + lived[seen].peak
+        if name == "F" and not before and gathers:
             held -= lowered[action.stage].gathered_bytes  # gathered in this very pass, which saw them come
         if held > best.bytes:
-            best = Peak(bytes=held, action=name, module=live.module)
-        if name == "I" and name in lived:
-            flying += live.kept  # freed, but for what the other half needs
-        elif name == "W":
-            flying -= saved + lived["I"].kept
-        elif half != "I":
-            flying += saved if forward else -saved
+            best = Peak(bytes=held, action=seen, module=lived[seen].module)
+        left = lived["I"].kept if "I" in lived else 0  # by the first half: less what it freed
+        flying += {"F": saved, "B": -saved, "I": left, "W": -saved - left}[name]
     return best
 
 

@@ -321,22 +321,19 @@ def _first_keepers(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
 
 
 def weight_saved_bytes(
-    local: LocalBlock,
-    units: Sequence[Unit],
-    kept: Mapping[str, int],
-    recomputed: Mapping[str, int] | None = None,
+    local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int], *, again: bool
 ) -> int | None:
     """What the weight gradients of a split backward still need: of what was kept the products' inputs, and the gradients
     of their outputs, which the first part of the backward made (Zero Bubble, arXiv:2401.10241: 32 s b h bytes a layer).
 
-    `recomputed`: what a block that runs again keeps then; None of it is told where the second part runs it once more. Under
-    `auto_parallelize` the first part runs it for both, as products put their weights' gradients off; but where not all of them
-    can (`runtime/gradients/put_off.py`), nothing that was kept is freed before the second part.
+    A block that runs `again` keeps the same then; None where the second part runs it once more. Under `auto_parallelize` the
+    first part runs it for both, as products put their weights' gradients off; but where not all of them can
+    (`runtime/gradients/put_off.py`), nothing that was kept is freed before the second part.
     """
     own = local.setting.execution.fsdp2
-    if recomputed is not None and not (own and _puts_off(local, units)):
+    puts_off = own and _puts_off(local, units)
+    if again and not puts_off:
         return None
-    kept = kept if recomputed is None else recomputed
     needed, gradients = set(), dict[str, int]()
     for operator in _with_weights(local, units):
         needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
@@ -344,7 +341,7 @@ def weight_saved_bytes(
         if made and operator.kind in PRODUCTS:
             placement = local.output_placement(operator.name)
             gradients[operator.name] = local.value_bytes(operator.name, placement)
-    whole = own and not _puts_off(local, units)
+    whole = own and not puts_off
     return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
 
 

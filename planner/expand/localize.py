@@ -107,7 +107,9 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         expert_trainable=sum(n for n, trainable, expert in parameters if trainable and expert),
         trainable_tensors=sum(trainable for _, trainable, _ in parameters),
         buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in block.buffers),
-        weight_saved_bytes=memory.weight_saved_bytes(local, units, kept, passes.kept if again else None),
+        weight_saved_bytes=memory.weight_saved_bytes(
+            local, units, passes.kept if again else kept, again=bool(again)
+        ),
     )
 
 

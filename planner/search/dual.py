@@ -25,7 +25,7 @@ from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.problem import StageProblem, has_choice
 from autoparallel.planner.search.partition.quick import quick_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
-from autoparallel.planner.search.partition.solve import EFFORT, solve_for_memory, solve_stages
+from autoparallel.planner.search.partition.solve import EFFORT, SHORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
@@ -33,7 +33,6 @@ from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
-SHORT = 0.1  # of the effort, for a first look at a stage problem
 MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
 TIGHTER = 0.005  # share by which a linear program must be above the paths' bound for its weights to be wanted
 MOST_CUTS = 12  # partitions of one candidate that are simulated for the paths that they show
@@ -261,14 +260,14 @@ class Dual:
                 return
         if self._by_memory:
             least = int(min(self.sims.value[0], float(problem.capacity_bytes))) + 1
-            answer = solve_for_memory(problem, excluded, least, effort, self._spend)
+            answer = solve_for_memory(problem, excluded, least, effort, self.sims.spend)
             value = (max(bound[0], float(answer.bound)), bound[1]) if answer else NOTHING
         else:
             below_s = self.sims.below_s(chosen.mesh.devices)
             below = ceil(below_s * PS) if below_s < inf else None
             to_solve = node.to_solve
             answer = solve_stages(
-                to_solve, excluded=excluded, below=below, effort=effort, spend=self._spend,
+                to_solve, excluded=excluded, below=below, effort=effort, spend=self.sims.spend,
                 hint=quick_partition(to_solve) if not excluded else None,
             )  # fmt: skip
             value = NOTHING
@@ -283,9 +282,6 @@ class Dual:
             self._given_up = min(self._given_up, value)
         else:
             self._push(value, node)
-
-    def _spend(self, work: float) -> None:
-        self.sims.work += work
 
     def _simulate(self, node: Node) -> None:
         """Simulate a node's partition, learn from it, and solve again for what is left."""

@@ -61,6 +61,10 @@ class Simulations:
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
     _simulated: dict[tuple[Candidate, Partition], Evaluation] = field(default_factory=dict)
 
+    def spend(self, work: float) -> None:
+        """Count work that was done elsewhere."""
+        self.work += work
+
     def may_win(self, bound: Value) -> bool:
         """Whether something with this bound could be better than the incumbent."""
         if self.outer.problem.objective == Objective.MEMORY:
@@ -156,12 +160,15 @@ class Simulations:
         near = found is not None and found.step_time_s < self.below_s(chosen.mesh.devices) * WORTH
         if near and chosen.schedule_key not in self.weights and chosen.actions <= MOST_WALKED:
             self.weigh(chosen, problem)
-        for weights in self.weights.get(chosen.schedule_key, ())[:1]:
-            whole = len(problem.kinds) / sum(weights.layers)
-            likely = proportional([n * whole for n in weights.layers], problem.least, problem.most)
-            other = self._with_room(chosen, replace(problem, likely=likely), bound)
-            if found is None or (other is not None and other.step_time_s < found.step_time_s):
-                found = other
+        known = self.weights.get(chosen.schedule_key)
+        if not known:
+            return found
+        layers = known[0].layers
+        whole = len(problem.kinds) / sum(layers)
+        likely = proportional([n * whole for n in layers], problem.least, problem.most)
+        other = self._with_room(chosen, replace(problem, likely=likely), bound)
+        if found is None or (other is not None and other.step_time_s < found.step_time_s):
+            return other
         return found
 
     def weigh(self, chosen: Candidate, problem: StageProblem) -> None:

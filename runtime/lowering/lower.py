@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,12 @@ class Lowered:
         if self._sharded and self._zero == 2:
             run_weights(self.module, half)
         else:
-            half.run(adding_up(self.module) if self._sharded else None)
+            half.run(self._add_up if self._sharded else None)
+
+    @cached_property
+    def _add_up(self) -> Callable[[Tensor], None]:
+        """Asked for after a forward pass, when FSDP2 has made whole parameters."""
+        return adding_up(self.module)
 
     def finish(self) -> None:
         """End the step: `.grad` holds the mean over all data-parallel ranks."""

@@ -193,10 +193,10 @@ class PipelineRunner:
         outputs, gradients = self._take_gradients(action)
         self._hooks.before_backward(action.stage, False)
         wanted = [t for t in flight.received if t.requires_grad]
-        weights = [p for p in self.stages[action.stage].parameters() if p.requires_grad]
         if action.stage in self._puts_off:
-            grads, flight.rest = backward_putting_off(outputs, gradients, wanted, weights)
+            grads, flight.rest = backward_putting_off(outputs, gradients, wanted, self._weights(action.stage))
         elif action.stage in self._recomputed:
+            weights = self._weights(action.stage)
             grads, flight.rest = backward_input_recomputed(outputs, gradients, wanted, weights)
         else:
             grads, flight.rest = backward_input(outputs, gradients, wanted)
@@ -204,6 +204,9 @@ class PipelineRunner:
         self._hand_back(
             action, flight.received, [next(found) if t.requires_grad else None for t in flight.received]
         )
+
+    def _weights(self, stage: int) -> list[Tensor]:
+        return [p for p in self.stages[stage].parameters() if p.requires_grad]
 
     def _backward_weight(self, action: Action) -> None:
         flight = self._flights.pop((action.stage, _micro(action)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoparallel.planner.expand.schedules import V_SHAPED
 from autoparallel.planner.search.space.build import SCHEDULES
-from autoparallel.planner.search.space.meshes import Ints
+from autoparallel.planner.search.space.meshes import Bools, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def in_flight(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp:
         whole=np.where(looped, np.maximum(rest // round_, 1), v),
         all=np.where(looped, held, single * v),
     )
-    shaped = word["zbv"] | word["dualpipev"]
+    shaped = is_v_shaped(schedule)
     down, up = np.minimum(2 * pp - 1 - rank, m), np.minimum(rank + 1, m)
     v_shaped = InFlight(least=up, part=up, most=down, whole=np.ones_like(down), all=down + up)
     return InFlight(
@@ -52,10 +52,14 @@ def in_flight(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp:
     )
 
 
+def is_v_shaped(schedule: Ints) -> Bools:
+    """Schedules whose first rank holds both ends of the model."""
+    return np.isin(schedule, [SCHEDULES.index(name) for name in V_SHAPED])
+
+
 def most_on_their_way(schedule: Ints, chunks: Ints, micro_batches: Ints, pp: Ints) -> Ints:
     """Micro-batches at most that have begun the first stage's forward and not ended its backward."""
-    m, v_shaped = micro_batches, np.isin(schedule, [SCHEDULES.index(name) for name in V_SHAPED])
-    round_ = m // np.maximum(1, m // pp)
-    several = np.where(v_shaped, 2 * pp, 2 * round_)
+    m, round_ = micro_batches, micro_batches // np.maximum(1, micro_batches // pp)
+    several = np.where(is_v_shaped(schedule), 2 * pp, 2 * round_)
     found = np.minimum(np.where(chunks > 1, several, pp), m)
     return np.asarray(np.where(schedule == SCHEDULES.index("gpipe"), m, found))

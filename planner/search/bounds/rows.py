@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.planner.expand.schedules import V_SHAPED
+from autoparallel.planner.search.bounds.flight import is_v_shaped
 from autoparallel.planner.search.bounds.tables import PriceTable, take_rows
-from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Shapes
+from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
 
 
@@ -56,7 +56,7 @@ class Rows:
     @property
     def v_shaped(self) -> Bools:
         """Variants whose first rank holds both ends of the model."""
-        return np.isin(self.schedule, [SCHEDULES.index(name) for name in V_SHAPED])
+        return is_v_shaped(self.schedule)
 
     def take(self, index: Ints) -> Rows:
         columns = (

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.planner.expand.schedules import V_SHAPED
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.communication import CommunicationPrices
-from autoparallel.planner.search.bounds.flight import most_on_their_way
+from autoparallel.planner.search.bounds.flight import is_v_shaped, most_on_their_way
 from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import PriceTable
@@ -112,13 +111,12 @@ def messages_s(
     """Seconds that messages make a step take at least, several ranks: `forward_s` and `back_s` of one micro-batch through the
     whole model and back, where a message takes `send_s`.
 
-    One micro-batch passes all links both ways. No more than `most_on_their_way` do so at a time. The first two ranks' links
-    carry a message of every chunk and micro-batch, one after the other: behind the first one of a chain of stages that leads there,
-    before the last one's way back. In the shape of a V they are those of both directions, and the last rank turns.
+    A micro-batch passes all links both ways, and no more than `most_on_their_way` do so at a time. Between the first two ranks a
+    link carries one message for each chunk and micro-batch, one after the other; before the first one, or after the last one,
+    comes the rest of a micro-batch's way. In the shape of a V each link carries messages of both directions, and the last rank
+    turns without one.
     """
-    v_shaped, gpipe = (
-        np.isin(schedule, [SCHEDULES.index(n) for n in names]) for names in (V_SHAPED, ("gpipe",))
-    )
+    v_shaped, gpipe = is_v_shaped(schedule), schedule == SCHEDULES.index("gpipe")
     hops = pp * chunks - 1 - v_shaped
     whole_s = forward_s + back_s + 2 * hops * send_s
     in_turns_s = whole_s * m / most_on_their_way(schedule, chunks, m, pp)
@@ -198,8 +196,8 @@ def _shared_s(rows: Rows) -> Floats:
     # No chunk's last backward starts before every micro-batch has passed all stages.
     reduced_s = fill_s + m * forward_s + left_s + rows.all_step_s
     back_s = np.where(plain, u.all_backward_s, u.all_input_s)
-    sent_s = messages_s(rows.schedule, rows.chunks, m, pp, u.all_forward_s, back_s, rows.send_s)
-    through_s = np.maximum(through_s, np.where(pp > 1, sent_s, 0.0))
+    passing_s = messages_s(rows.schedule, rows.chunks, m, pp, u.all_forward_s, back_s, rows.send_s)
+    through_s = np.maximum(through_s, np.where(pp > 1, passing_s, 0.0))
     return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp)
 
 

@@ -18,7 +18,7 @@ from autoparallel.planner.search.partition.problem import (
     has_choice,
     partition_fits,
 )
-from autoparallel.planner.search.partition.solve import EFFORT, solve_stages
+from autoparallel.planner.search.partition.solve import EFFORT, SHORT, solve_stages
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import Candidate
@@ -28,11 +28,10 @@ MOVES_TRIED = 8  # and moves of each that are simulated; further ones as long as
 LITTLE_WORK = 100.0  # of all, and
 LITTLE_EACH = 40.0  # of each. Kind: formula
 MOST_SOLVED = 4  # times the stage problem is solved, each with the path that the simulation before showed
-SHORT = 0.1  # of the usual effort, for each
 
 
 def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:
-    """Move single blocks of a candidate's best partition as long as that makes the step shorter."""
+    """Solve a candidate's stage problem anew, then move single blocks of its best partition as long as that makes the step shorter."""
     problem = sims.problem(chosen)
     if problem is None or (problem.chunks == 1 and not problem.recompute):
         return
@@ -63,14 +62,12 @@ def _solved(
     sims: Simulations, chosen: Candidate, found: Evaluation, problem: StageProblem
 ) -> tuple[Evaluation, StageProblem]:
     """The best of the partitions that the stage problem's solutions are, one after the other; and what it knows of paths then."""
-
-    def spend(work: float) -> None:
-        sims.work += work
-
     excluded: tuple[Partition, ...] = ()
     for _ in range(MOST_SOLVED if has_choice(problem) else 0):
         below = ceil(found.step_time_s * (1 - TOLERANCE) * PS)
-        answer = solve_stages(problem, excluded=excluded, below=below, effort=EFFORT * SHORT, spend=spend)
+        answer = solve_stages(
+            problem, excluded=excluded, below=below, effort=EFFORT * SHORT, spend=sims.spend
+        )
         if answer is None or answer.partition is None:
             break
         tried = sims.simulate(chosen, problem, answer.partition)

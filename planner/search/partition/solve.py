@@ -36,6 +36,7 @@ from autoparallel.planner.search.partition.small_numbers import in_small_numbers
 # Deterministic time that one solve may take before its bound is taken as it is (CP-SAT's own unit, several seconds).
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.13
+SHORT = 0.1  # of it, for a first look at a problem, and where a good partition is wanted and no proof
 PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
 # Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a partition that is
 # excluded. Kind: measured
