@@ -94,6 +94,15 @@ def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor |
     engine.run_backward(tuple(outputs), tuple(given), False, False, (), True, True)
 
 
+def gradients_under_modes(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Likewise `torch.autograd.grad`; None for what the outputs do not come from."""
+    given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
+    engine = torch.autograd.Variable._execution_engine
+    return engine.run_backward(tuple(outputs), tuple(given), False, False, tuple(inputs), True, False)
+
+
 def knows_parts() -> bool:
     """Whether this torch runs `shard_in_parts`."""
     return tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 12)

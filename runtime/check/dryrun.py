@@ -55,6 +55,7 @@ from autoparallel.runtime.torch_private import (
     as_one_of,
     backward_under_modes,
     fake_tensors,
+    gradients_under_modes,
     traced_as,
     unseen_propagation,
 )
@@ -197,7 +198,7 @@ class _Step:
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
         self._homes = rank_of_stage(pipeline.schedule, mesh.sizes.pp, pipeline.virtual_stages)
-        self._own = {p for i in lowered for p in stages[i].parameters()}  # FSDP2 puts others in their places
+        self._own = {i: set(stages[i].parameters()) for i in lowered}  # FSDP2 puts others in their places
         self._owned = {i: _bytes_of(stages[i].parameters()) for i in lowered}
         self._gathered = [0] * len(stages)
         self._gradients, self._buffers = [0] * len(stages), [0] * len(stages)
@@ -302,13 +303,8 @@ class _Step:
                 lowered.run_weights(WeightHalf())  # of whose work nothing is left
             return [gradient_part(t.grad, t) for t in wanted]
         weights = [p for p in self._stages[index].parameters() if p.requires_grad]
-
-        def differentiate(*_: Any) -> list[Tensor | None]:
-            backward_under_modes(outputs, gradients)  # adds up at once what is not put off
-            return [*(t.grad for t in wanted), *(None for _ in weights)]
-
         with self._counting(index, "B", often, half="I"):
-            found, half = backward_putting_off(outputs, gradients, wanted, weights, differentiate)
+            found, half = backward_putting_off(outputs, gradients, wanted, weights, gradients_under_modes)
         handed = sum(local(g).nbytes for g in found if g is not None)
         kept = self._lived[index]["I"].kept - handed  # that goes to another stage
         self._lived[index]["I"] = replace(self._lived[index]["I"], kept=kept)
@@ -363,14 +359,13 @@ class _Step:
 
     def _whole_bytes(self, index: int) -> int:
         """Parameters that stand gathered in the module now, other than those that the rank owns."""
-        return _bytes_of(p for p in self._stages[index].parameters() if p not in self._own)
+        return _bytes_of(p for p in self._stages[index].parameters() if p not in self._own[index])
 
     def _gradient_bytes(self, index: int) -> int:
         stage, lowered = self._stages[index], self._lowered[index]
-        whole, shares = list[Tensor](), list[Tensor]()  # of gathered parameters, and of a rank's own
-        for parameter in stage.parameters():
-            if parameter.grad is not None:
-                (shares if parameter in self._own else whole).append(parameter.grad)
+        own = self._own[index]
+        shares = [p.grad for p in own if p.grad is not None]
+        whole = [p.grad for p in stage.parameters() if p.grad is not None and p not in own]
         return max(_bytes_of(shares), lowered.buffer_bytes()) + _bytes_of(whole) + accumulated_bytes(stage)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 
@@ -12,12 +13,14 @@ class ModuleNames(ModuleTracker):
     """Tracks modules while it is active.
 
     What a block computes in its second run belongs to the block: torch's hooks on such tensors, of which not all get a
-    gradient, would keep what the run saved for ever.
+    gradient, would keep what the run saved for ever. Nor are there hooks on leaves, of which `torch.autograd.grad` cannot say
+    whether they get one: the module that reads one lasts until the end of the pass.
     """
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
         if not self.is_bw:
-            super()._fw_pre_hook(mod, input)
+            made = [t for t in tree_leaves(input) if isinstance(t, Tensor) and not t.is_leaf]
+            super()._fw_pre_hook(mod, made)
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
         if not self.is_bw:
