@@ -6,6 +6,7 @@ step of another micro-batch would be another one, of as many pieces as samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,20 @@ class Pieces:
         if not in_order or len(items) != count or (single and base.dim() < 2):
             return None
         return (torch.flatten, (base, 0, 1)) if single else (torch.cat, ([base],))
+
+    def together(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`tensors`, with a tensor itself where all its pieces follow one another: what a model returns for each sample."""
+        found: list[torch.Tensor] = []
+        at = 0
+        while at < len(tensors):
+            base, first, count, _ = self._whole.get(id(tensors[at]), (tensors[at], 0, 1, False))
+            known = [self._whole.get(id(piece)) for piece in tensors[at : at + count]]
+            is_whole = first == 0 and [k[1] for k in known if k is not None and k[0] is base] == list(
+                range(count)
+            )
+            found.append(base if is_whole else tensors[at])
+            at += count if is_whole else 1
+        return found
 
 
 def without_unread_pieces(graph: fx.Graph) -> None:

@@ -8,7 +8,7 @@ other rounds at another micro-batch one round is left, told how often it runs (`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -76,16 +76,40 @@ def _rounds(row: Sequence[Hashable], start: int, body: Sequence[Hashable]) -> in
 
 
 def matched(pattern: Sequence[Run], of: Sequence[Hashable], row: Sequence[Hashable]) -> list[Run] | None:
-    """`row` as the same runs, with other rounds, as `pattern` has of the sequence `of`; None where it is another one."""
-    found, at = [], 0
-    for run in pattern:
-        body = of[run.start : run.start + run.period]
-        rounds = _rounds(row, at, body) if run.rounds > 1 else int(list(row[at : at + 1]) == list(body))
-        if not rounds:
-            return None
-        found.append(Run(at, run.period, rounds))
-        at += run.period * rounds
-    return found if at == len(row) else None
+    """`row` as the same runs, with other rounds, as `pattern` has of the sequence `of`; None where it is another one.
+
+    What follows a run may have the same names: other numbers of rounds are tried until the rest agrees.
+    """
+    found: list[Run] = []
+    left = (
+        [_possible(pattern[0], of, row, 0)] if pattern else []
+    )  # rounds to try, of each run in `found` and the next
+    in_vain: set[tuple[int, int]] = set()  # (run, where it would start)
+    while left:
+        run, start = pattern[len(found)], found[-1].end if found else 0
+        rounds = next(left[-1], None)
+        if rounds is None or (len(found), start) in in_vain:
+            in_vain.add((len(found), start))
+            left.pop()
+            del found[-1:]
+            continue
+        found.append(Run(start, run.period, rounds))
+        if len(found) < len(pattern):
+            left.append(_possible(pattern[len(found)], of, row, found[-1].end))
+        elif found[-1].end == len(row):
+            return found
+        else:
+            found.pop()
+    return None if pattern or row else []
+
+
+def _possible(run: Run, of: Sequence[Hashable], row: Sequence[Hashable], at: int) -> Iterator[int]:
+    """How many rounds of a run `row` may have there: as many as the run has, then the most."""
+    body = of[run.start : run.start + run.period]
+    if run.rounds == 1:
+        return iter([1] if list(row[at : at + 1]) == list(body) else [])
+    most = _rounds(row, at, body)
+    return iter(sorted(range(1, most + 1), key=lambda rounds: (rounds != run.rounds, -rounds)))
 
 
 def one_round(graphs: Sequence[fx.Graph]) -> None:

@@ -89,7 +89,7 @@ def _traced(
         real = tensors(with_batch(example, micro_batch, numbers=True))
         tracer.given = {id(t): own for t, own in zip(tensors(inputs), real, strict=True) if not own.is_meta}
     result = _run(module, inputs, plan, tracer)
-    returned = tensors(plain(result))
+    returned = tracer.pieces.together(tensors(plain(result)))
     outputs = [writer.node_of(t) for t in returned]
     wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
     differentiable = [t for t in returned if t.requires_grad]

@@ -68,7 +68,7 @@ class Tracer(OpenedFunctions):
         self._pending: Pending | None = None
         self.rounds = Rounds(self.writer.is_held) if counts_rounds else None
         self.has_skipped = False
-        self._pieces = Pieces()
+        self.pieces = Pieces()
         self._starts: list[int] = []  # of each call: the number of the first autograd node that it makes
         self._runs_backward = False
         self._remembered: dict[str, Remembered] = {}
@@ -95,7 +95,7 @@ class Tracer(OpenedFunctions):
         if name in READERS:
             return self.meta_mode.numbers(name, *args)
         args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
-        if name in JOINS and (joined := self._pieces.joined(args, kwargs)) is not None:
+        if name in JOINS and (joined := self.pieces.joined(args, kwargs)) is not None:
             (func, args), kwargs = joined, {}
             name = func.__name__
         if name == "__getitem__":
@@ -129,7 +129,7 @@ class Tracer(OpenedFunctions):
         bases = {id(t._base): t._base for t in mutated if t._base is not None and self.writer.knows(t._base)}
         bases = {key: base for key, base in bases.items() if all(base is not t for t in mutated)}
         self.writer.results(call, out, [*fresh, *mutated, *bases.values()])
-        self._pieces.note(name, args, kwargs, out)
+        self.pieces.note(name, args, kwargs, out)
         if self.rounds:
             known = self.meta_mode.known
             of_numbers = all(known(t) is not None for t in (*fresh, *mutated))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,14 @@ class EachSample(nn.Module):
         return torch.stack(found).square().sum()
 
 
+class Returned(EachImage):
+    """Loss and features, apart for each image."""
+
+    def forward(self, x: Tensor) -> Any:
+        features = self.out(x.flatten(0, 1))
+        return features.square().sum(), torch.split(features, [x.shape[1]] * len(x))
+
+
 MODELS = {
     "images": EachImage,
     "windows": lambda: EachImage(windows=PLACES // 2),
@@ -68,6 +78,12 @@ def test_flops_and_saved_bytes_are_those_of_all_samples(name: str, batch: int) -
     assert saved_bytes(graph, batch) == eager_saved_bytes(module, inputs), show_saved(graph)
 
 
+def test_what_is_returned_for_each_sample_is_one_output() -> None:
+    graph = capture(Returned(), {"x": torch.randn(2, PLACES, WIDTH)}, name="returned")
+    whole = capture(EachImage().out, (torch.randn(2 * PLACES, WIDTH),), name="whole")
+    assert graph.model_flops(4) == whole.model_flops(4 * PLACES)
+
+
 def test_a_sequence_is_read_by_the_rounds_of_a_longer_one() -> None:
     long = "a bc bc bc bc dd e"
     pattern = runs(long)
@@ -77,3 +93,12 @@ def test_a_sequence_is_read_by_the_rounds_of_a_longer_one() -> None:
     ]
     assert [r.rounds for r in matched(pattern, long, "a bc bc dd e") or ()] == [1, 2, 1, 2, 1, 1]
     assert matched(pattern, long, "a bc bd dd e") is None
+
+
+def test_a_run_takes_no_more_rounds_than_leave_the_rest() -> None:
+    # three times alike by name, of which the third is another call: lengths by numbers, in the longer one
+    pattern = runs("xababABcdcdcde")
+    of = "xabababcdcdcde"
+    assert [r.rounds for r in pattern if r.rounds > 1] == [2, 3]
+    assert [r.rounds for r in matched(pattern, of, "xabababcde") or () if r.period > 1] == [2, 1]
+    assert matched(pattern, of, "xababce") is None
