@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoparallel.planner.capture.leaf import TracedForward
+from autoparallel.planner.capture.trees import mapped
 
 _FOLDED = 3  # modules that run at the head of a group, at most
 
@@ -40,6 +41,7 @@ class FoldPlan:
     shares: bool = False  # what is chosen by numbers that nobody knows is chosen equally often (`choices`)
     lasts: tuple[tuple[str, str], ...] = ()  # (second, last): equal but for the backward pass
     positions: dict[str, frozenset[tuple[str, str]]] = field(default_factory=dict)  # see `_index_attributes`
+    told: bool = False  # modules are called with their position in their list: that is hidden from them, too
 
 
 def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = False) -> FoldPlan:
@@ -68,7 +70,8 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
                 stood_in |= dict.fromkeys(group[first:-1], group[1])
                 pairs.append((group[1], group[2] if last_differs else group[-1]))
                 lasts.append((group[1], group[-1]))
-                positions |= {path: indices for path in group if path not in stood_in}
+                own = _own(module.get_submodule(group[0]), indices)
+                positions |= {path: own for path in group if path not in stood_in}
     run = tuple(p for p in paths if p not in stood_in) if stood_in else ()
     return FoldPlan(stood_in=stood_in, pairs=tuple(pairs), run=run, lasts=tuple(lasts), positions=positions)
 
@@ -93,24 +96,30 @@ def _shared_parameters(module: nn.Module) -> frozenset[int]:
 
 def _index_attributes(children: Sequence[nn.Module]) -> frozenset[tuple[str, str]]:
     """(submodule path, attribute) pairs that hold the position of each child in its list, such as `layer_idx`: the numbers
-    from 0 on, or, of children enough to be folded, others at equal distances (where a layer has two caches, say)."""
-    numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for child in children:
+    from 0 on, or, of children enough to be folded, others at equal distances (where a layer has two caches, say). Of a list
+    of several kinds of children each kind may hold them elsewhere."""
+    numbers: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)  # (position, value)
+    for position, child in enumerate(children):
         for path, part in child.named_modules():
             for name, value in vars(part).items():
                 if type(value) is int:
-                    numbers[path, name].append(value)
-    many = len(children) > _FOLDED
-    return frozenset(
-        key
-        for key, row in numbers.items()
-        if len(row) == len(children) > 1 and _is_position(row) and (many or (row[0] == 0 and row[1] == 1))
-    )
+                    numbers[path, name].append((position, value))
+    return frozenset(key for key, row in numbers.items() if len(row) > 1 and _is_position(row))
 
 
-def _is_position(row: Sequence[int]) -> bool:
-    step = row[1] - row[0]
-    return bool(step) and list(row) == list(range(row[0], row[0] + step * len(row), step))
+def _own(child: nn.Module, indices: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    """Those of the pairs that a child has."""
+    parts = dict(child.named_modules())
+    return frozenset((path, name) for path, name in indices if path in parts and name in vars(parts[path]))
+
+
+def _is_position(row: Sequence[tuple[int, int]]) -> bool:
+    """Whether values are in step with positions; of few, whether they are the positions."""
+    (first, start), (second, following) = row[:2]
+    step, rest = divmod(following - start, second - first)
+    if rest or not step or (len(row) <= _FOLDED and (start, step) != (first, 1)):
+        return False
+    return all(value == start + step * (position - first) for position, value in row)
 
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -187,6 +196,12 @@ def positions_hidden(module: nn.Module, plan: FoldPlan) -> Iterator[None]:
             table[name] = value
 
 
+def _without_position(path: str, given: Any) -> Any:
+    """Arguments of a module, those that are its position in its list hidden."""
+    own = path.rpartition(".")[2]
+    return mapped(lambda leaf: Position() if type(leaf) is int and str(leaf) == own else leaf, given)
+
+
 @contextmanager
 def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterator[None]:
     """While inside, the modules of the plan tell `tracer` of their calls or are stood in for by it."""
@@ -198,11 +213,15 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
             since = len(tracer.writer.calls)
+            if plan.told and path in plan.positions:
+                args, kwargs = _without_position(path, args), _without_position(path, kwargs)
             result = original(*args, **kwargs)
             tracer.remember_call(path, args, kwargs, result, since)
             return result
 
         def stood_in(*args: Any, **kwargs: Any) -> Any:
+            if plan.told:
+                args, kwargs = _without_position(path, args), _without_position(path, kwargs)
             return tracer.stand_in(child, path, model, args, kwargs)
 
         vars(child)["forward"] = TracedForward(stood_in if model else remembered)

@@ -11,19 +11,9 @@ from typing import Any
 import torch
 
 from autoparallel.planner.capture.errors import ModelError
-from autoparallel.planner.capture.huggingface_examples import (
-    GRIDS,
-    MAKERS,
-    OTHERS,
-    SAMPLES,
-    Example,
-    Model,
-    grid,
-    image,
-    in_one_row,
-    patches,
-    tokens,
-)
+from autoparallel.planner.capture.huggingface_examples import MAKERS, Example, examples_of, tokens
+from autoparallel.planner.capture.huggingface_images import GRIDS, grid, image, in_one_row, patches
+from autoparallel.planner.capture.huggingface_model import SAMPLES, Model
 from autoparallel.planner.capture.image_tokens import with_images
 from autoparallel.planner.capture.inputs_tried import fitted
 
@@ -43,6 +33,8 @@ _OF_TOKENS = frozenset(
         "token_type_ids",
         "inputs_embeds",
         "decoder_input_ids",
+        "decoder_attention_mask",
+        "encoder_attention_mask",
         "encoder_hidden_states",
     }
 )
@@ -95,8 +87,8 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
 def _made(model: Model, name: str, given: Mapping[str, Any]) -> Any:
     if name in MAKERS:
         return MAKERS[name](model)
-    if name in OTHERS:
-        return OTHERS[name][0](model, given)
+    if examples := examples_of(name):
+        return _example(model, name, examples[0], given)
     raise ModelError(
         f"{model.file}: {type(model.module).__name__} is fed {name}, for which no example is known; build it in a "
         "file of your own and pass FILE.py:NAME"
@@ -105,21 +97,23 @@ def _made(model: Model, name: str, given: Mapping[str, Any]) -> Any:
 
 def _fitted(model: Model, inputs: dict[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
     """`inputs` with what else the model turns out to need. A model of tokens alone runs on tokens: nothing is tried."""
-    asks = [name for name in accepted if name in OTHERS and name not in _OF_TOKENS]
-    if not asks:
-        return inputs
     makers = {
-        name: [partial(_example, model, example) for example in OTHERS[name]]
+        name: [partial(_example, model, name, example) for example in examples]
         for name in accepted
-        if name in OTHERS
+        if (examples := examples_of(name))
     }
+    if makers.keys() <= _OF_TOKENS:
+        return inputs
     return fitted(
         model.module, inputs, makers, [name for name in ("labels", "return_loss") if name in inputs]
     )
 
 
-def _example(model: Model, example: Example, given: Mapping[str, Any]) -> Any:
-    return example(model, given)
+def _example(model: Model, name: str, example: Example, given: Mapping[str, Any]) -> Any:
+    """An example of an argument: of flags where `forward` says that it takes these."""
+    found = example(model, given)
+    takes = str(inspect.signature(model.module.forward).parameters[name].annotation)
+    return found.bool() if "BoolTensor" in takes and not found.is_floating_point() else found
 
 
 def _labels(model: Model, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

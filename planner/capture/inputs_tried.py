@@ -6,6 +6,7 @@ the error itself, mostly names the argument that is missing; another shape of an
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import linecache
 import math
@@ -42,39 +43,44 @@ def fitted(
 ) -> Inputs:
     """`inputs` with what else the module asks for, by the `makers` of each argument; `optional` ones may be left out.
 
-    As they are where nothing that is tried helps: what is missing is then said where the model is captured.
+    What let the module run furthest is tried on first. As they are where nothing that is tried helps: what is missing is
+    then said where the model is captured.
     """
     end_s = time.process_time() + _LONGEST_S
     tried: set[str] = set()
-    queue: list[Inputs] = [inputs]
+    number = itertools.count()
+    queue: list[tuple[int, int, Inputs]] = [(0, next(number), inputs)]  # less how far it came, then the first
     while queue and len(tried) < _MOST_TRIES and time.process_time() < end_s:
-        given = queue.pop(0)
+        *_, given = heapq.heappop(queue)
         key = str(sorted((name, str(getattr(v, "shape", v))) for name, v in given.items()))
         if key in tried:
             continue
         tried.add(key)
-        error = failure(module, given)
+        error, calls = failure(module, given)
         if error is None:
             return given
-        queue = [*_next(given, error, makers, optional), *queue]
+        for following in _next(given, error, makers, optional):
+            heapq.heappush(queue, (-calls, next(number), following))
     return inputs
 
 
-def failure(module: Any, inputs: Inputs) -> Exception | None:
-    """What the forward pass raises on the meta device; None where it runs, or fails for want of numbers alone."""
+def failure(module: Any, inputs: Inputs) -> tuple[Exception | None, int]:
+    """What the forward pass raises on the meta device, None where it runs, or fails for want of numbers alone; and after how
+    many calls of torch."""
     mode = MetaMode(lambda *_: None)
     for buffer in module.buffers():
         if (values := noted_values(buffer)) is not None:
             mode.remember(buffer, values)
+    whole = Whole(mode, _LONG_ENOUGH_S)
     try:
         given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-        with left_as_it_was(module), torch.no_grad(), mode, Whole(mode, _LONG_ENOUGH_S):
+        with left_as_it_was(module), torch.no_grad(), mode, whole:
             module(**given)
     except (UntraceableError, NotImplementedError, LongEnoughError):
-        return None
+        return None, whole.calls
     except Exception as error:
-        return error
-    return None
+        return error, whole.calls
+    return None, whole.calls
 
 
 class LongEnoughError(Exception):
@@ -89,11 +95,13 @@ class Whole(OpenedFunctions):
         self._end_s = time.process_time() + longest_s
         self._mode = mode
         self._pieces = Pieces()
+        self.calls = 0
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function itself, or what stands for it."""
         if time.process_time() > self._end_s:
             raise LongEnoughError
+        self.calls += 1
         name = getattr(func, "__name__", "")
         if name in READERS:
             return self._mode.numbers(name, *args)
@@ -110,7 +118,11 @@ class Whole(OpenedFunctions):
 def _next(
     given: Inputs, error: Exception, makers: Mapping[str, Sequence[Maker]], optional: Sequence[str]
 ) -> Iterator[Inputs]:
-    """What is tried after an error: an argument that it names, another shape of one that is given, fewer arguments."""
+    """What is tried after an error: no argument that it says not to give, one that it names, another shape of one that is
+    given, fewer arguments."""
+    unwanted = set(re.findall(r"\w+", str(error))) & set(optional) & set(given)
+    if unwanted:
+        yield {name: value for name, value in given.items() if name not in unwanted}
     tokens = ("input_ids", "inputs_embeds")  # of these one
     missing = [n for n in makers if n not in given and not (n in tokens and any(t in given for t in tokens))]
     for name in _named(error, missing):
@@ -118,7 +130,7 @@ def _next(
             yield from _with(given, name, maker)
     for name in [name for name in makers if name in given]:
         for maker in makers[name][1:]:
-            yield from _with(given, name, maker)
+            yield from (_followed(given, new, makers) for new in _with(given, name, maker))
     left = [name for name in optional if name in given]
     for count in range(1, len(left) + 1):
         for names in itertools.combinations(left, count):
@@ -131,6 +143,16 @@ def _with(given: Inputs, name: str, maker: Maker) -> Iterator[Inputs]:
         yield given | {name: maker(given)}
     except (KeyError, IndexError, TypeError, ValueError, UserError, AttributeError):
         return
+
+
+def _followed(before: Inputs, given: Inputs, makers: Mapping[str, Sequence[Maker]]) -> Inputs:
+    """`given`, where one argument has another shape than `before`, with those that follow its shape made anew."""
+    for name in [name for name in given if name in makers and isinstance(given[name], torch.Tensor)]:
+        for maker in makers[name][:1]:
+            own = [made[name].shape for made in _with(before, name, maker)]
+            if own == [before[name].shape] and given[name] is before[name]:
+                given = next(iter(_with(given, name, maker)), given)
+    return given
 
 
 def _named(error: Exception, names: Sequence[str]) -> list[str]:
@@ -149,7 +171,7 @@ def _named(error: Exception, names: Sequence[str]) -> list[str]:
         if found:
             break
     words = set(re.findall(r"\w+", str(error)))
-    found += [name for name in names if name in words]
+    found += [name for name in names if name in words or name.removesuffix("s") in words]
     return list(dict.fromkeys(found))
 
 

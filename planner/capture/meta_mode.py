@@ -85,7 +85,8 @@ class MetaMode(TorchDispatchMode):
         with torch.no_grad():
             meta.set_(self._converted[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.numel() <= KNOWN_VALUES_LIMIT:
-            self.remember(meta, tensor.detach().cpu())
+            # One on a CPU as it is: where this mode is on, what `detach` returns would be on the meta device.
+            self.remember(meta, tensor if tensor.device.type == "cpu" else tensor.detach().cpu())
         return meta
 
     def remember(self, meta: torch.Tensor, real: torch.Tensor) -> None:

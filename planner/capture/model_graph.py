@@ -99,6 +99,7 @@ def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: Fold
     # Of an encoder and a decoder the last blocks are likely to differ: that is found out before all is traced.
     likely = len({second.rpartition(".")[0] for second, _ in alike.pairs}) > 1
     attempts = [(alike, likely), (last_differs, False), *([(alike, False)] if likely else [])]
+    attempts += [(replace(alike, told=True), True), (replace(last_differs, told=True), False)]
     for attempt, doubted in attempts:
         try:
             return take(attempt, doubted=doubted)

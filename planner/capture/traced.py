@@ -117,11 +117,14 @@ def _more_leaves(module: torch.nn.Module, error: TraceError, known: Mapping[str,
     """The module that failed and all of its class: what one cannot do the others cannot. One that does not run on numbers
     of their shapes either (boxes, lengths) is part of what calls it, at last of the model, which gets the example's own."""
     if error.path in known:
-        if not error.path:
+        path = error.path
+        while path and path in known:
+            path = _caller(module, path)
+        if path in known:
             raise ModelError(
                 f"{type(module).__name__} can neither be traced ({known['']}) nor run on the example inputs: {error.reason}"
             ) from error
-        return {_caller(module, error.path): known[error.path]}
+        return {path: known[error.path]}
     failed = type(module.get_submodule(error.path))
     return {
         path: error.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.graph_json import graph_hash
-from autoparallel.planner.capture import capture
+from autoparallel.planner.capture import capture, model_graph
 from autoparallel.planner.capture.alike import alike
 from autoparallel.planner.capture.fit import Fit
 from autoparallel.planner.capture.fold import FoldPlan
@@ -75,6 +76,55 @@ def test_layers_that_do_different_things_are_traced_whole() -> None:
     kinds = [[op.target for op in graph.blocks[link.block].operators] for link in graph.chain]
     assert kinds[3] == ["aten.linear", "aten.relu"]
     assert kinds[5] == ["aten.linear", "aten.tanh", "aten.tanh"]
+
+
+class _Told(nn.Module):
+    """Layers of two kinds, called with their position; every third holds one inside, of which one part is shared by all."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(
+            _Around(_Inner(i), shared) if i % 3 == 1 else _Inner(i) for i in range(length)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x
+        for index, layer in enumerate(self.layers):
+            x = layer(x, first, index)
+        return x.square().sum()
+
+
+class _Inner(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(8, 8)
+
+    def forward(
+        self, x: torch.Tensor, first: torch.Tensor, index: int, cache: dict[int, Any] | None = None
+    ) -> Any:
+        if cache is not None:
+            cache[index] = x
+        return torch.tanh(self.linear(x))
+
+
+class _Around(nn.Module):
+    def __init__(self, inner: nn.Module, shared: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.shared = inner, shared
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor, index: int) -> Any:
+        return self.inner(x + self.shared(x * first), first, index)
+
+
+def test_layers_that_are_told_their_position_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[FoldPlan] = []
+    monkeypatch.setattr(model_graph, "trace_step", lambda *a: plans.append(a[3]) or trace_step(*a))
+    module, x = _Told(19), torch.randn(2, 8)
+    folded = capture(module, x, name="x")
+    assert plans[-1].told
+    assert len(plans[-1].run) == 4 + 4  # of either kind three, and the last
+    assert folded == capture(module, x, name="x", fold=False)
 
 
 def _alternating(length: int) -> nn.Module:

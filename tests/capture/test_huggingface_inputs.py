@@ -61,6 +61,25 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
          "upsampling_ratios": [40, 20], "codebook_dim": 8, "codebook_size": 16},
         {"input_values": (2, 1, 48_000)},
     ),
+    "patches cut out before, and where they were": (
+        {"model_type": "siglip2_vision_model", "architectures": ["Siglip2VisionModel"], **_SMALL, "num_patches": 16,
+         "patch_size": 8},
+        {"pixel_values": (2, 16, 3 * 8 * 8), "pixel_attention_mask": (2, 16), "spatial_shapes": (2, 2)},
+    ),
+    "a film, parts of it masked": (
+        {"model_type": "videomae", "architectures": ["VideoMAEForPreTraining"], **_VISION, "num_frames": 4,
+         "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2},
+        {"pixel_values": (2, 4, 3, 16, 16), "bool_masked_pos": (2, 8)},
+    ),
+    "two views to match, and nothing to learn from": (
+        {"model_type": "efficientloftr", "architectures": ["EfficientLoFTRModel"]},
+        {"pixel_values": (2, 2, 3, 224, 224)},
+    ),
+    "sound by another name, with a mask of flags": (
+        {"model_type": "gemma3n_audio", "architectures": ["Gemma3nAudioEncoder"], "hidden_size": 32,
+         "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
+        {"audio_mel": (2, 1024, 128), "audio_mel_mask": (2, 1024)},
+    ),
     "a map of classes": (
         {"model_type": "segformer", "architectures": ["SegformerForSemanticSegmentation"], "image_size": 32},
         {"pixel_values": (2, 3, 32, 32), "labels": (2, 32, 32)},
