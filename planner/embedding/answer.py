@@ -60,7 +60,7 @@ def plan_tiers(
     devices, error = _devices(problem, without_tables(problem), on_devices)
     classes = classes_of(problem)
     search = PlacementSearch(
-        problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(expander, classes),
+        problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(problem, expander, classes),
         check=check,
     )  # fmt: skip
     if devices is not None:

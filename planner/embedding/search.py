@@ -4,9 +4,9 @@ A strategy with its tables open has a bound (`choose.least_s`); the one with the
 whose bound takes the place of the first one; when that leads, the choice is simulated and excluded, and the strategy
 goes back with the bound of the next choice. The search ends when no bound is below the incumbent.
 
-The space: one pipeline rank, no tensor, context or expert parallelism, blocks recomputed all or none, buckets of the
-default size. What is left out
-is in the space of the search that has all tables on the devices.
+The space: one pipeline rank, no tensor, context or expert parallelism, blocks recomputed all or none. Bounds hold for any
+algorithm and bucket size of reductions; a choice of tables is simulated with the default ones, and one that is the best so
+far with others. What is left out is in the space of the search that has all tables on the devices.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
+from autoparallel.planner.search.space.syncs import other_syncs
 from autoparallel.planner.strategy.types import Strategy
 
 ONE_RANK = ("mesh.pp", "mesh.tp", "mesh.cp", "mesh.ep")
@@ -182,9 +183,17 @@ class PlacementSearch:
         return (answer.held_bytes, 0.0) if self._by_memory else (answer.bound_s * rate, 0.0)
 
     def _simulate(self, node: _Node, counts: Counts) -> None:
-        """Price a strategy with its tables placed; it is the best if it fits and is better."""
+        """Price a strategy with its tables placed; where it is the best, with other ways to reduce gradients, too."""
         rules = rules_of(self.problem.graph, assigned(self.classes, counts))
         strategy = replace(node.strategy, embedding=rules)
+        better = self._is_best(strategy)
+        while better:
+            assert self.best is not None
+            others = other_syncs(self.problem, self.best.strategy)
+            better = any(self._is_best(s) for s in others if not self.problem.is_refused(s))
+
+    def _is_best(self, strategy: Strategy) -> bool:
+        """Simulate a strategy: whether it fits and is better than the best so far, which it then is."""
         prediction = simulate(
             self.expander.program(strategy), self.problem.cluster, pricer=self.expander.pricer,
             prepared=self.expander.prepared(strategy),
@@ -195,8 +204,10 @@ class PlacementSearch:
         )  # fmt: skip
         self.seen.append(found)
         self.work += PER_SIMULATION
-        if prediction.feasible and found.value < self.value:
-            self.best, self.value = found, found.value
+        if not (prediction.feasible and found.value < self.value):
+            return False
+        self.best, self.value = found, found.value
+        return True
 
 
 def strategies(problem: Problem) -> Iterator[Strategy]:

@@ -18,6 +18,8 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.cold import cold_state, exchange_steps, host_bytes, rows_per_micro_batch
 from autoparallel.planner.expand.expander import Expander, mesh_axes
 from autoparallel.planner.expand.tables import TablePlace, hot_graph
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.space.syncs import VARIED_MIB, open_algorithms
 from autoparallel.planner.strategy.types import Strategy
 
 BELOW = 1 - 1e-6  # rounding of buckets to whole bytes
@@ -79,20 +81,21 @@ class Whole:
 class Catalogue:
     """The model without its tables' rows, and the links of every class with every choice, expanded once."""
 
+    problem: Problem
     expander: Expander  # of the model as it is
     classes: tuple[TableClass, ...]
     bare: Expander
     _variants: dict[tuple[int, int | None], Expander] = field(default_factory=dict)
 
     @staticmethod
-    def of(expander: Expander, classes: tuple[TableClass, ...]) -> Catalogue:
+    def of(problem: Problem, expander: Expander, classes: tuple[TableClass, ...]) -> Catalogue:
         """The catalogue of a model."""
         graph = hot_graph(expander.graph, _bare_places(classes))
         bare = Expander(
             graph, expander.cluster, _pricers=[expander.pricer], _schedules=expander._schedules,
             _prepared=expander._prepared,
         )  # fmt: skip
-        return Catalogue(expander, classes, bare)
+        return Catalogue(problem, expander, classes, bare)
 
     def variant(self, which: int, option: int | None) -> Expander:
         """The expander of the link of the first table of a class with a choice (None: no rows), and of the link
@@ -253,16 +256,27 @@ def _exposed_s(bare: Bare, one: TableClass, gather_s: float) -> tuple[float, flo
 
 
 def _reduce_s(priced: Pricing, numbers: int) -> float:
-    """Reducing so many numbers, of a model that has more: at the rate of a full bucket, which none is larger than; by
-    itself where ZeRO-3 reduces link by link."""
+    """Reducing so many numbers, of a model that has more, by the fastest algorithm: at the rate of a full bucket, which none
+    is larger than; by itself where ZeRO-3 reduces link by link."""
     strategy = priced.strategy
-    bucket = round(strategy.grad_sync.bucket_mib * state.MIB)
+    bucket = round(_bucket_mib(priced, max) * state.MIB)
     if not numbers:
         return 0.0
-    if state.zero_level(strategy) == 3 or not bucket:
-        return priced.device_s(state.reduction_of(numbers, strategy))
-    full = max(bucket // state.dtype_bytes(strategy.execution.grad_dtype), 1)
-    return priced.device_s(state.reduction_of(full, strategy)) / full * numbers * BELOW
+    by_link = state.zero_level(strategy) == 3 or not bucket
+    count = numbers if by_link else max(bucket // state.dtype_bytes(strategy.execution.grad_dtype), 1)
+    seconds = min(
+        priced.device_s(
+            state.reduction_of(count, replace(strategy, grad_sync=replace(strategy.grad_sync, algorithm=one)))
+        )
+        for one in open_algorithms(priced.catalogue.problem)
+    )
+    return seconds if by_link else seconds / count * numbers * BELOW
+
+
+def _bucket_mib(priced: Pricing, end: Callable[..., float]) -> float:
+    """The least (`min`) or largest bucket that a strategy may have."""
+    fixed = priced.catalogue.problem.fixed.grad_sync.bucket_mib is not None
+    return end(priced.strategy.grad_sync.bucket_mib, *(() if fixed else VARIED_MIB))
 
 
 def chord(price: Callable[[int], float], low: int, high: int, floor: float = 0.0) -> Line:
@@ -298,7 +312,7 @@ def whole_of(priced: Pricing, bare: Bare, every: Sequence[Sequence[Terms]]) -> W
         after_s=sum(backward_s for _, backward_s in bare.seconds[last + 1 :]),
         reduce_s=sum(reduced),
         reduced_bytes=dense * state.dtype_bytes(strategy.execution.grad_dtype),
-        bucket_bytes=0 if zero == 3 else round(strategy.grad_sync.bucket_mib * state.MIB),
+        bucket_bytes=0 if zero == 3 else round(_bucket_mib(priced, min) * state.MIB),
         grad_bytes=state.dtype_bytes(strategy.execution.grad_dtype),
         optimizer=optimizer,
         gather_s=gather.fixed,

@@ -16,11 +16,10 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate, held_by
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.candidates import Candidate
-from autoparallel.planner.search.space.syncs import open_algorithms
+from autoparallel.planner.search.space.syncs import other_syncs
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
 
-BUCKETS_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
@@ -66,12 +65,6 @@ def _varied(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
     for share in SHARES if offloaded.activations else ():
         if share != offloaded.activations:
             yield replace(strategy, offload=replace(offloaded, activations=share))
-    if strategy.mesh.data_parallel * strategy.mesh.cp == 1:
-        return
-    for algorithm in open_algorithms(problem):
-        if algorithm != sync.algorithm:
-            yield replace(strategy, grad_sync=replace(sync, algorithm=algorithm))
-    for mib in BUCKETS_MIB if strategy.shard.zero < 3 else ():
-        if mib != sync.bucket_mib:
-            yield replace(strategy, grad_sync=replace(sync, bucket_mib=mib))
-    yield replace(strategy, grad_sync=replace(sync, overlap=not sync.overlap))
+    yield from other_syncs(problem, strategy)
+    if strategy.mesh.data_parallel * strategy.mesh.cp > 1:
+        yield replace(strategy, grad_sync=replace(sync, overlap=not sync.overlap))

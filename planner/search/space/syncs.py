@@ -3,6 +3,7 @@ follows from the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -19,6 +20,8 @@ MIB = 2**20
 # Bucket sizes tried unasked, MiB: torch's own (DistributedDataParallel), and larger ones for many ranks, where the
 # hops of a collective cost more than the bytes of a small bucket. Kind: formula.
 BUCKETS_MIB = (GradSync().bucket_mib, 100.0, 400.0)
+# Of one strategy, varied when it is as good as the best. Kind: chosen; steps of about two.
+VARIED_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
 WASTE = 0.25  # share of the network's time that a bucket may lose against the largest one. Kind: formula
 # Methods tried where lossy ones are allowed and none is named: those that cost a small Llama less than 0.1 % of its loss
 # (benchmarks/compressed_training.py) and are no longer on the wire than another (fp16, fp8). Kind: measured.
@@ -67,12 +70,28 @@ def _open_gradients(problem: Problem) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(((), *outer)))
 
 
+def other_syncs(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
+    """A strategy whose gradients go by another algorithm, or in buckets of another size; none where nothing is reduced."""
+    sync = strategy.grad_sync
+    if strategy.mesh.data_parallel * strategy.mesh.cp == 1:
+        return
+    for algorithm in open_algorithms(problem):
+        if algorithm != sync.algorithm:
+            yield replace(strategy, grad_sync=replace(sync, algorithm=algorithm))
+    for mib in (
+        VARIED_MIB if state.zero_level(strategy) < 3 and problem.fixed.grad_sync.bucket_mib is None else ()
+    ):
+        if mib != sync.bucket_mib:
+            yield replace(strategy, grad_sync=replace(sync, bucket_mib=mib))
+
+
 def open_algorithms(problem: Problem) -> tuple[str, ...]:
-    """Algorithms that are tried: the library's own choice, and the one that no library has where there are levels to it."""
+    """Algorithms that are tried: the library's own choice, which is never slower than a ring or a tree, and those of several
+    collectives that no library chooses."""
     fixed = problem.fixed.grad_sync.algorithm
     if fixed is not None:
         return (fixed,)
-    return ("auto", "hierarchical") if len(problem.cluster.levels) > 1 else ("auto",)
+    return ("auto", *(("hierarchical",) if len(problem.cluster.levels) > 1 else ()), "parameter-server")
 
 
 def widest_bucket_mib(problem: Problem) -> float:

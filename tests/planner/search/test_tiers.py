@@ -110,7 +110,7 @@ def test_brute_force_over_score_finds_nothing_better(case: int) -> None:
 def searched(problem: Problem) -> PlacementSearch:
     expander, classes = Expander(problem.graph, problem.cluster), classes_of(problem)
     search = PlacementSearch(
-        problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(expander, classes),
+        problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(problem, expander, classes),
         check=lambda _: None,
     )  # fmt: skip
     search.run()
