@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoparallel.planner.capture.recurrent import stepwise
 from autoparallel.planner.capture.trees import tensors
 
 _NO_OVERRIDE = {
@@ -55,6 +56,9 @@ class OpenedFunctions(TorchFunctionMode):
             and func.__name__ not in _READ
             and "has_torch_function" in " ".join(func.__globals__)
         )
+        if (steps := stepwise(getattr(func, "__name__", ""), args)) is not None:
+            with self:
+                return steps()
         # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
         if opens and func not in self._opening:
             self._opening.add(func)
