@@ -34,7 +34,8 @@ class Model:
 
     @property
     def length(self) -> int:
-        return self.seq_len or _default_length(self.text)
+        longest = getattr(self.config, "max_text_len", None) or DEFAULT_SEQ_LEN
+        return self.seq_len or min(_default_length(self.text), longest)
 
     def setting(self, *keys: str) -> Any:
         """The first of these settings that the model, or a part of it, has."""

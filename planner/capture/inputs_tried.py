@@ -90,6 +90,8 @@ class LongEnoughError(Exception):
 class Whole(OpenedFunctions):
     """What capture keeps whole is so here; for as long as a trial may take, where it says so."""
 
+    most_steps = 1
+
     def __init__(self, mode: MetaMode, longest_s: float = math.inf) -> None:
         super().__init__()
         self._end_s = time.process_time() + longest_s

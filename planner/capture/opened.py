@@ -30,6 +30,8 @@ def _is_mapped(tensor: torch.Tensor) -> bool:
 class OpenedFunctions(TorchFunctionMode):
     """Hands every call to `call`, with functions that are written in Python opened."""
 
+    most_steps: int | None = None  # of recurrent layers, where their shapes alone count
+
     def __init__(self) -> None:
         super().__init__()
         self._opened: dict[object, Callable[..., Any]] = {}
@@ -56,7 +58,7 @@ class OpenedFunctions(TorchFunctionMode):
             and func.__name__ not in _READ
             and "has_torch_function" in " ".join(func.__globals__)
         )
-        if (steps := stepwise(getattr(func, "__name__", ""), args)) is not None:
+        if (steps := stepwise(getattr(func, "__name__", ""), args, most=self.most_steps)) is not None:
             with self:
                 return steps()
         # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.

@@ -22,16 +22,17 @@ CELLS: dict[str, Callable[..., Any]] = {
 }
 
 
-def stepwise(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """What runs instead of the recurrent layer `name`; None for other functions, and for packed sequences, whose lengths are
-    values."""
+def stepwise(name: str, args: tuple[Any, ...], *, most: int | None = None) -> Callable[[], Any] | None:
+    """What runs instead of the recurrent layer `name`, `most` steps of it where shapes alone count; None for other functions,
+    and for packed sequences, whose lengths are values."""
     if name not in CELLS or len(args) != 9 or not isinstance(args[2], list | tuple):
         return None
-    return lambda: _layers(name, *args)
+    return lambda: _layers(name, most, *args)
 
 
 def _layers(
     name: str,
+    most: int | None,
     rows: Tensor,
     state: Any,
     weights: Sequence[Tensor],
@@ -57,7 +58,7 @@ def _layers(
             own = list(weights[row * each : (row + 1) * each])
             projection = own.pop() if projected else None
             first = tuple(part[row] for part in begin)
-            out, last = _over_time(cell, rows, first, own, projection, backwards=direction == 1)
+            out, last = _over_time(cell, rows, first, own, projection, backwards=direction == 1, most=most)
             found.append(out)
             ends.append(last)
         rows = found[0] if directions == 1 else torch.cat(found, dim=-1)
@@ -75,17 +76,19 @@ def _over_time(
     projection: Tensor | None,
     *,
     backwards: bool,
+    most: int | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The hidden states of all steps, in the order of the steps, and the last state."""
     steps = range(len(rows))
-    found = []
-    for step in reversed(steps) if backwards else steps:
+    found: list[Tensor] = []
+    for step in (steps[::-1] if backwards else steps)[:most]:
         if projection is None:
             new = cell(rows[step], state if len(state) > 1 else state[0], *weights)
             state = new if isinstance(new, tuple) else (new,)
         else:
             state = _projected(rows[step], state, weights, projection)
         found.append(state[0])
+    found += found[-1:] * (len(rows) - len(found))
     return torch.stack(found[::-1] if backwards else found), state
 
 
