@@ -85,7 +85,7 @@ def any_lossless_alone(problem: Problem) -> bool:
 
 def _besides(problem: Problem) -> Mapping[str, str]:
     found = {
-        "mesh.cp": f"shares of the sequence below {LEAST_TOKENS} tokens",
+        "mesh.cp": f"shares of the sequence below {LEAST_TOKENS} tokens, and a divisor of the micro-batch that ZeRO could take over",
         "mesh.ep": "of more than six sizes every other",
         "mesh.order": "cp anywhere but right outside tp",
         "pipeline.schedule": "program",
