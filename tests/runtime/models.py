@@ -321,6 +321,24 @@ def spectral(batch: int) -> Example:
     return replace(mlp(batch), module=model)
 
 
+class RecurrentBlock(MlpBlock):
+    """Reads the columns of its input as a series, one number a step."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.series = nn.LSTM(1, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + self.series(x.unsqueeze(-1))[0].mean(-1)
+        return out
+
+
+def recurrent(batch: int) -> Example:
+    model = Mlp()
+    model.blocks = nn.ModuleList(RecurrentBlock(16) for _ in range(3))
+    return replace(mlp(batch), module=model)
+
+
 class Held(nn.Module):
     """Its layers only hold modules: they are called from here, one by one."""
 
@@ -366,6 +384,7 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
         without_rules,
         entering,
         spectral,
+        recurrent,
         beside,
         held,
     )

@@ -61,6 +61,18 @@ def test_complex_numbers_are_trained_like_others(gloo: Processes, options: dict[
     _check(gloo, 2, "spectral", {"micro_batches": 2, **options}, "float64")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"dp_replicate": 2}, *({"dp_shard": 2, "zero": zero} for zero in (1, 2, 3)), {"tp": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_recurrent_layers_are_trained_like_others(
+    gloo: Processes, options: dict[str, Any], recompute: str
+) -> None:
+    _check(gloo, 2, "recurrent", {"micro_batches": 2, "recompute": recompute, **options}, "float64")
+
+
 def test_operators_without_a_rule_run_on_whole_tensors(gloo: Processes) -> None:
     _check(gloo, 2, "without_rules", {"tp": 2, "recompute": "full", "micro_batches": 2}, "float64")
 
