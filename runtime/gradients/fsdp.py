@@ -28,6 +28,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD
 from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
 from autoparallel.runtime.gradients.copies import cast_copies
 from autoparallel.runtime.gradients.gathered import UnitGather
+from autoparallel.runtime.gradients.own_outputs import own_outputs
 from autoparallel.runtime.gradients.put_off import PutOff
 from autoparallel.runtime.gradients.sharded import ShardWire, UnitScatter
 from autoparallel.runtime.gradients.split_backward import WeightHalf
@@ -74,6 +75,8 @@ def shard_data(
     ignored = copied | _shard_experts(experts, mesh, policy, reshard=zero == 3)
     for block in unshared_blocks(module, [path for path in blocks if path not in entered]):
         if any(p not in ignored for p in block.parameters()):
+            if zero == 3:
+                own_outputs(block)
             fully_shard(
                 block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored,
                 shard_placement_fn=placed,
@@ -82,6 +85,8 @@ def shard_data(
     paths = [name for name, own in module.named_modules() if own in by_themselves]
     for part in (*reversed(unshared_blocks(module, paths)), module):  # what stands inside another comes first
         if part is module or any(p not in ignored for p in part.parameters()):
+            if zero == 3 and part is not module:
+                own_outputs(part)
             fully_shard(
                 part, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=placed,
                 mp_policy=policy if part is module or isinstance(part, _ONE_DTYPE)

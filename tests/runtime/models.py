@@ -322,21 +322,33 @@ def spectral(batch: int) -> Example:
 
 
 class RecurrentBlock(MlpBlock):
-    """Reads the columns of its input as a series, one number a step."""
+    """Reads the columns of its input as a series, one number a step; returns a view."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.series = nn.LSTM(1, 4, num_layers=2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x) + self.series(x.unsqueeze(-1))[0].mean(-1)
-        return out
+        series: Tensor = self.series(x.unsqueeze(-1))[0]
+        return (super().forward(x) + series.mean(-1)).view_as(x)
+
+
+class Recurrent(Mlp):
+    """Changes in place what its blocks return."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RecurrentBlock(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1.0
+        return self.head(x)
 
 
 def recurrent(batch: int) -> Example:
-    model = Mlp()
-    model.blocks = nn.ModuleList(RecurrentBlock(16) for _ in range(3))
-    return replace(mlp(batch), module=model)
+    return replace(mlp(batch), module=Recurrent())
 
 
 class Held(nn.Module):
