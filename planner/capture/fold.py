@@ -11,8 +11,9 @@ last trace to equal blocks. Otherwise `FoldError` is raised, and the model is tr
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ from torch import nn
 from autoparallel.planner.capture.leaf import TracedForward
 from autoparallel.planner.capture.trees import mapped
 
+Positions = Mapping[
+    tuple[str, str], tuple[int, ...]
+]  # (submodule path, attribute): the numbers of equal modules
 _FOLDED = 3  # modules that run at the head of a group, at most
 
 
@@ -40,7 +44,7 @@ class FoldPlan:
     leaves: tuple[str, ...] = ()  # modules that cannot be traced: priced whole
     shares: bool = False  # what is chosen by numbers that nobody knows is chosen equally often (`choices`)
     lasts: tuple[tuple[str, str], ...] = ()  # (second, last): equal but for the backward pass
-    positions: dict[str, frozenset[tuple[str, str]]] = field(default_factory=dict)  # see `_index_attributes`
+    positions: dict[str, Positions] = field(default_factory=dict)  # of those that run and stand for, or prove
     told: bool = False  # modules are called with their position in their list: that is hidden from them, too
 
 
@@ -57,7 +61,7 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
         lists[_place(module, path)].append(path)
     stood_in: dict[str, str] = {}
     pairs, lasts = [], []
-    positions: dict[str, frozenset[tuple[str, str]]] = {}
+    positions: dict[str, Positions] = {}
     for parent, members in lists.items():
         children = [module.get_submodule(path) for path in members]
         indices = _index_attributes(children)
@@ -70,8 +74,8 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
                 stood_in |= dict.fromkeys(group[first:-1], group[1])
                 pairs.append((group[1], group[2] if last_differs else group[-1]))
                 lasts.append((group[1], group[-1]))
-                own = _own(module.get_submodule(group[0]), indices)
-                positions |= {path: own for path in group if path not in stood_in}
+                same = _positions([module.get_submodule(path) for path in group[1:]], indices)
+                positions |= {path: same for path in group[1:] if path not in stood_in}
     run = tuple(p for p in paths if p not in stood_in) if stood_in else ()
     return FoldPlan(stood_in=stood_in, pairs=tuple(pairs), run=run, lasts=tuple(lasts), positions=positions)
 
@@ -107,10 +111,14 @@ def _index_attributes(children: Sequence[nn.Module]) -> frozenset[tuple[str, str
     return frozenset(key for key, row in numbers.items() if len(row) > 1 and _is_position(row))
 
 
-def _own(child: nn.Module, indices: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    """Those of the pairs that a child has."""
-    parts = dict(child.named_modules())
-    return frozenset((path, name) for path, name in indices if path in parts and name in vars(parts[path]))
+def _positions(children: Sequence[nn.Module], indices: frozenset[tuple[str, str]]) -> Positions:
+    """Those of the pairs that equal children have, with the numbers that these hold there."""
+    parts = dict(children[0].named_modules())
+    return {
+        (path, name): tuple(vars(child.get_submodule(path))[name] for child in children)
+        for path, name in sorted(indices)
+        if path in parts and name in vars(parts[path])
+    }
 
 
 def _is_position(row: Sequence[tuple[int, int]]) -> bool:
@@ -166,33 +174,62 @@ def _setting(value: object, depth: int = 2) -> object:
 
 
 class Position:
-    """Stands for a module's position in its list while the module runs: any use but passing it on is an error."""
+    """Stands for a module's position in its list while the module runs. It may be passed on, and compared with what all of
+    `values`, the positions of equal modules, compare with alike (with 0, where none is the first); any other use is an error."""
+
+    def __init__(self, values: Sequence[int] = ()) -> None:
+        self._values = values
 
     def _used(self, *_: object) -> Any:
         raise FoldError("a module's position in its list decides what it does")
 
-    __index__ = __int__ = __float__ = __bool__ = __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = _used
-    __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = _used
-    __truediv__ = __rtruediv__ = __neg__ = __pow__ = _used
+    def _compared(self, other: object, compare: Callable[[Any, Any], bool]) -> bool:
+        answers = (
+            {compare(value, other) for value in self._values} if isinstance(other, int | None) else set()
+        )
+        return answers.pop() if len(answers) == 1 else bool(self._used())
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared(other, operator.eq)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared(other, operator.ne)
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(other, operator.lt)
+
+    def __le__(self, other: object) -> bool:
+        return self._compared(other, operator.le)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compared(other, operator.gt)
+
+    def __ge__(self, other: object) -> bool:
+        return self._compared(other, operator.ge)
+
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = __add__ = __radd__ = __sub__ = __rsub__ = (
+        __mul__
+    ) = _used
+    __rmul__ = __mod__ = __floordiv__ = __truediv__ = __rtruediv__ = __neg__ = __pow__ = _used
 
 
 @contextmanager
 def positions_hidden(module: nn.Module, plan: FoldPlan) -> Iterator[None]:
     """While inside, the attributes that hold a position are a `Position` in all modules of the plan that run."""
     hidden = [
-        (vars(module.get_submodule(path).get_submodule(inside)), name)
+        (vars(module.get_submodule(path).get_submodule(inside)), name, values)
         for path, attributes in plan.positions.items()
-        for inside, name in attributes
+        for (inside, name), values in attributes.items()
     ]
-    if any(name not in table for table, name in hidden):
+    if any(name not in table for table, name, _ in hidden):
         raise FoldError("a submodule was replaced while the model ran")
-    values = [table[name] for table, name in hidden]
+    own = [table[name] for table, name, _ in hidden]
     try:
-        for table, name in hidden:
-            table[name] = Position()
+        for table, name, values in hidden:
+            table[name] = Position(values)
         yield
     finally:
-        for (table, name), value in zip(hidden, values, strict=True):
+        for (table, name, _), value in zip(hidden, own, strict=True):
             table[name] = value
 
 

@@ -127,6 +127,24 @@ def test_layers_that_are_told_their_position_are_folded(monkeypatch: pytest.Monk
     assert folded == capture(module, x, name="x", fold=False)
 
 
+class _First(_Layer):
+    """The first does something else; the others ask whether they are it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return torch.relu(x) if self.index == 0 else torch.tanh(x) if self.index > 0 else x
+
+
+def test_layers_that_ask_whether_they_are_the_first_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[FoldPlan] = []
+    monkeypatch.setattr(model_graph, "trace_step", lambda *a: plans.append(a[3]) or trace_step(*a))
+    module, x = _Layers(), torch.randn(2, 8)
+    module.layers = nn.ModuleList(_First(i) for i in range(9))
+    folded = capture(module, x, name="x")
+    assert plans[-1].run == ("layers.0", "layers.1", "layers.8")
+    assert folded == capture(module, x, name="x", fold=False)
+
+
 def _alternating(length: int) -> nn.Module:
     def layer(i: int) -> nn.Module:
         return nn.Linear(8, 8, bias=bool(i % 2))
