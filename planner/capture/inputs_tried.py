@@ -149,11 +149,11 @@ def _with(given: Inputs, name: str, maker: Maker) -> Iterator[Inputs]:
 
 def _followed(before: Inputs, given: Inputs, makers: Mapping[str, Sequence[Maker]]) -> Inputs:
     """`given`, where one argument has another shape than `before`, with those that follow its shape made anew."""
-    for name in [name for name in given if name in makers and isinstance(given[name], torch.Tensor)]:
-        for maker in makers[name][:1]:
-            own = [made[name].shape for made in _with(before, name, maker)]
-            if own == [before[name].shape] and given[name] is before[name]:
-                given = next(iter(_with(given, name, maker)), given)
+    for name in [name for name in given if name in makers and given[name] is before.get(name)]:
+        first = makers[name][0]
+        shapes = [made[name].shape for made in _with(before, name, first)]
+        if shapes == [before[name].shape]:  # it is as it was first made
+            given = next(iter(_with(given, name, first)), given)
     return given
 
 
