@@ -24,9 +24,8 @@ from torch import nn
 from autoparallel.planner.capture.leaf import TracedForward
 from autoparallel.planner.capture.trees import mapped
 
-Positions = Mapping[
-    tuple[str, str], tuple[int, ...]
-]  # (submodule path, attribute): the numbers of equal modules
+# By submodule path and attribute: the numbers that equal modules hold there.
+Positions = Mapping[tuple[str, str], tuple[int, ...]]
 _FOLDED = 3  # modules that run at the head of a group, at most
 
 
@@ -173,44 +172,34 @@ def _setting(value: object, depth: int = 2) -> object:
     return id(value)
 
 
+def _unless_alike(compare: Callable[[Any, Any], bool]) -> Any:
+    """A comparison of a `Position`: what it gives for all its values."""
+
+    def compared(position: Position, other: object) -> bool:
+        answers = (
+            {compare(value, other) for value in position.values} if isinstance(other, int | None) else set()
+        )
+        return answers.pop() if len(answers) == 1 else bool(_used())
+
+    return compared
+
+
+def _used(*_: object) -> Any:
+    raise FoldError("a module's position in its list decides what it does")
+
+
 class Position:
     """Stands for a module's position in its list while the module runs. It may be passed on, and compared with what all of
     `values`, the positions of equal modules, compare with alike (with 0, where none is the first); any other use is an error."""
 
     def __init__(self, values: Sequence[int] = ()) -> None:
-        self._values = values
+        self.values = values
 
-    def _used(self, *_: object) -> Any:
-        raise FoldError("a module's position in its list decides what it does")
-
-    def _compared(self, other: object, compare: Callable[[Any, Any], bool]) -> bool:
-        answers = (
-            {compare(value, other) for value in self._values} if isinstance(other, int | None) else set()
-        )
-        return answers.pop() if len(answers) == 1 else bool(self._used())
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared(other, operator.eq)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared(other, operator.ne)
-
-    def __lt__(self, other: object) -> bool:
-        return self._compared(other, operator.lt)
-
-    def __le__(self, other: object) -> bool:
-        return self._compared(other, operator.le)
-
-    def __gt__(self, other: object) -> bool:
-        return self._compared(other, operator.gt)
-
-    def __ge__(self, other: object) -> bool:
-        return self._compared(other, operator.ge)
-
-    __index__ = __int__ = __float__ = __bool__ = __hash__ = __add__ = __radd__ = __sub__ = __rsub__ = (
-        __mul__
-    ) = _used
-    __rmul__ = __mod__ = __floordiv__ = __truediv__ = __rtruediv__ = __neg__ = __pow__ = _used
+    __eq__, __ne__ = _unless_alike(operator.eq), _unless_alike(operator.ne)
+    __lt__, __le__ = _unless_alike(operator.lt), _unless_alike(operator.le)
+    __gt__, __ge__ = _unless_alike(operator.gt), _unless_alike(operator.ge)
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = __add__ = __radd__ = __sub__ = __rsub__ = _used
+    __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = __rtruediv__ = __neg__ = __pow__ = _used
 
 
 @contextmanager
@@ -251,14 +240,14 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
         def remembered(*args: Any, **kwargs: Any) -> Any:
             since = len(tracer.writer.calls)
             if plan.told and path in plan.positions:
-                args, kwargs = _without_position(path, args), _without_position(path, kwargs)
+                args, kwargs = _without_position(path, (args, kwargs))
             result = original(*args, **kwargs)
             tracer.remember_call(path, args, kwargs, result, since)
             return result
 
         def stood_in(*args: Any, **kwargs: Any) -> Any:
             if plan.told:
-                args, kwargs = _without_position(path, args), _without_position(path, kwargs)
+                args, kwargs = _without_position(path, (args, kwargs))
             return tracer.stand_in(child, path, model, args, kwargs)
 
         vars(child)["forward"] = TracedForward(stood_in if model else remembered)

@@ -81,9 +81,8 @@ def matched(pattern: Sequence[Run], of: Sequence[Hashable], row: Sequence[Hashab
     What follows a run may have the same names: other numbers of rounds are tried until the rest agrees.
     """
     found: list[Run] = []
-    left = (
-        [_possible(pattern[0], of, row, 0)] if pattern else []
-    )  # rounds to try, of each run in `found` and the next
+    # Rounds that are left to try, of each run in `found` and of the next.
+    left = [_possible(pattern[0], of, row, 0)] if pattern else []
     in_vain: set[tuple[int, int]] = set()  # (run, where it would start)
     while left:
         run, start = pattern[len(found)], found[-1].end if found else 0

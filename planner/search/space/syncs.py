@@ -78,9 +78,8 @@ def other_syncs(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
     for algorithm in open_algorithms(problem):
         if algorithm != sync.algorithm:
             yield replace(strategy, grad_sync=replace(sync, algorithm=algorithm))
-    for mib in (
-        VARIED_MIB if state.zero_level(strategy) < 3 and problem.fixed.grad_sync.bucket_mib is None else ()
-    ):
+    has_buckets = state.zero_level(strategy) < 3 and problem.fixed.grad_sync.bucket_mib is None
+    for mib in VARIED_MIB if has_buckets else ():
         if mib != sync.bucket_mib:
             yield replace(strategy, grad_sync=replace(sync, bucket_mib=mib))
 
