@@ -57,6 +57,12 @@ class Expander:
     def __post_init__(self) -> None:
         object.__setattr__(self, "works", LocalWorks(self.graph, self.cluster))
 
+    def elsewhere(self, cluster: Cluster) -> Expander:
+        """One for the same model on another cluster, which shares the work that is the same there."""
+        other = Expander(graph=self.graph, cluster=cluster, placed=self.placed)
+        object.__setattr__(other, "works", self.works.elsewhere(cluster))
+        return other
+
     def tensor_plan(self, strategy: Strategy) -> TensorPlan:
         """As `LocalWorks.tensor_plan`."""
         return self.works.tensor_plan(strategy)

@@ -17,7 +17,7 @@ from autoparallel.planner.expand.localize import Passes, fused_units, localize, 
 from autoparallel.planner.expand.offload import with_offloaded
 from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.pareto import pareto_plan
-from autoparallel.planner.sharding.plan import TensorPlan
+from autoparallel.planner.sharding.plan import BlockPlan, TensorPlan
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
@@ -26,7 +26,7 @@ from autoparallel.profiles.hardware import Cluster
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
     block: int
-    plan: TensorRequest | None
+    plan: int  # the identity of its plan: every plan stays alive
     micro: int
     tp: int
     cp: int
@@ -46,7 +46,8 @@ class LocalWorks:
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
     _strides: dict[Mesh, int] = field(default_factory=dict, repr=False, compare=False)
     _pareto: dict[TensorRequest, TensorPlan | None] = field(default_factory=dict, repr=False, compare=False)
-    _layouts: dict[tuple[int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
+    _same: dict[BlockPlan, BlockPlan] = field(default_factory=dict, repr=False, compare=False)
+    _layouts: dict[tuple[int, int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
     _units: dict[tuple[int, str], tuple[Unit, ...]] = field(default_factory=dict, repr=False, compare=False)
     _passes: dict[_WorkKey, Passes] = field(default_factory=dict, repr=False, compare=False)
     _works: dict[_WorkKey, BlockWork] = field(default_factory=dict, repr=False, compare=False)
@@ -64,7 +65,7 @@ class LocalWorks:
         """How each distinct block runs over the tp axis: the user's rules kept, the rest solved."""
         request = self._request(strategy)
         if request not in self._plans:
-            self._plans[request] = self._solve(request)
+            self.know({request: self._solve(request)})
         return self._plans[request]
 
     @property
@@ -73,9 +74,14 @@ class LocalWorks:
         return self._plans
 
     def know(self, plans: Mapping[TensorRequest, TensorPlan]) -> None:
-        """Take plans that were solved elsewhere."""
+        """Take plans that were solved; equal plans of a block become one, as everything else follows from them."""
         for request, plan in plans.items():
-            self._plans.setdefault(request, plan)
+            blocks = tuple(self._same.setdefault(block, block) for block in plan.blocks)
+            self._plans.setdefault(request, replace(plan, blocks=blocks))
+
+    def elsewhere(self, cluster: Cluster) -> LocalWorks:
+        """The same model on another cluster: other links ask for other plans, but where those are equal, so is the work."""
+        return replace(self, cluster=cluster, _plans={}, _strides={}, _pareto={})
 
     def _solve(self, request: TensorRequest) -> TensorPlan:
         indices = tuple(
@@ -103,7 +109,7 @@ class LocalWorks:
 
     def _layout(self, strategy: Strategy, block: int) -> Layout:
         plan, dropout = self.tensor_plan(strategy).blocks[block], strategy.execution.dropout > 0
-        key = (id(plan), dropout)  # every plan stays alive
+        key = (block, id(plan), dropout)  # every plan stays alive
         if key not in self._layouts:
             self._layouts[key] = Layout(index=self.index(block, dropout=dropout), plan=plan)
         return self._layouts[key]
@@ -111,12 +117,11 @@ class LocalWorks:
     def work(self, strategy: Strategy, block: int, recompute: str) -> BlockWork:
         """A block's local work for one micro-batch, before data parallelism."""
         mesh, execution = strategy.mesh, strategy.execution
-        request = self._request(strategy) if mesh.tp > 1 else None
         repeated = any(self.graph.chain[i].block == block for i in self.graph.repeated_positions)
         offloaded = strategy.offload.activations if repeated else 0.0
         micro, plan = strategy.batch.micro, self.tensor_plan(strategy).blocks[block]
         ep = mesh.ep if plan.has_experts else 1  # elsewhere its size changes nothing
-        key = _WorkKey(block, request, micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)
+        key = _WorkKey(block, id(plan), micro, mesh.tp, mesh.cp, ep, recompute, offloaded, execution)
         if key not in self._works:
             if offloaded:
                 here = self.work(replace(strategy, offload=Offload()), block, recompute)

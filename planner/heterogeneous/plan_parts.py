@@ -14,6 +14,7 @@ from functools import partial
 
 from autoparallel.errors import UserError
 from autoparallel.planner.check import check_plan
+from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.explain.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
 from autoparallel.planner.explain.constraints import ALL
 from autoparallel.planner.explain.infeasible import explain_empty, explain_infeasible
@@ -61,14 +62,15 @@ def plan_parts(
     advise: bool = True,
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
-    waiting = deque(_promising_first(every_part(problem), check))
+    expander = Expander(graph=problem.graph, cluster=problem.cluster)
+    waiting = deque(_promising_first(every_part(problem), expander, check))
     done: list[Searched] = []
     errors: list[UserError] = []
     stopped, value = False, NOTHING
     while waiting:
         part, glanced = waiting.popleft()
         try:
-            outer = glanced.outer if glanced is not None else _outer(part)
+            outer = glanced.outer if glanced is not None else _outer(part, expander)
             if outer is None:
                 continue
             if part.worth is None:
@@ -98,7 +100,7 @@ def plan_parts(
 
 
 def _promising_first(
-    found: tuple[Part, ...], check: Callable[[Search], None]
+    found: tuple[Part, ...], expander: Expander, check: Callable[[Search], None]
 ) -> list[tuple[Part, Searched | None]]:
     """Placements of one network by the best strategy that a glance finds, with what it saw; other parts stay where
     they are."""
@@ -115,7 +117,7 @@ def _promising_first(
         seen = None
         if part.worth is not None:
             with suppress(UserError, KeyboardInterrupt):
-                outer = _outer(part)
+                outer = _outer(part, expander)
                 seen = _search(part, outer, glance, NOTHING) if outer is not None else None
         glances.append((part, seen))
     return sorted(glances, key=lambda one: one[1].search.value if one[1] is not None else (0.0, 0.0))
@@ -148,9 +150,9 @@ def _placed(loose: Searched) -> Iterator[Part]:
     yield from (on_nodes(loose.part, placement) for placement in reversed(found))
 
 
-def _outer(part: Part) -> Outer | None:
-    """A part's space, with the meshes and orders that want its placement."""
-    outer = outer_of(part.problem)
+def _outer(part: Part, expander: Expander) -> Outer | None:
+    """A part's space, with the meshes and orders that want its placement; `expander` is that of any part."""
+    outer = outer_of(part.problem, expander.elsewhere(part.problem.cluster))
     if outer is None or part.worth is None:
         return outer
     space = replace(outer.space, meshes=replace(outer.space.meshes, placed=part.worth))

@@ -146,6 +146,8 @@ class Search:
         self._climb.try_schedules()
         for chosen in self._to_polish():
             self._was_polished.add(chosen)
+            if self.climbs:
+                self._climb.try_keys(chosen)
             improve_partition(self.sims, chosen, self.sims.candidates[chosen])
             improve_details(self.sims, chosen, self.sims.candidates[chosen])
         self._polished = self.incumbent

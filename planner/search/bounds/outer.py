@@ -139,12 +139,15 @@ def expand_shapes(
 def expand_quickly(outer: Outer, rows: Ints) -> tuple[Variants, Bounds]:
     """The variants of some shapes, with bounds that do not look at each rank."""
     found = variants(outer.space, rows)
+    return found, quickly_bounded(outer, found)
+
+
+def quickly_bounded(outer: Outer, found: Variants) -> Bounds:
+    """Bounds of variants that do not look at each rank."""
     priced = rows_of(outer, found)
     bounds = quick_bounds(outer.problem, priced, outer.capacity_bytes)
     least = np.maximum(bounds.memory_bytes, outer.bounds.memory_bytes[found.shape])
-    return found, Bounds(
-        time_s=np.maximum(bounds.time_s, outer.bounds.time_s[found.shape]), memory_bytes=least
-    )
+    return Bounds(time_s=np.maximum(bounds.time_s, outer.bounds.time_s[found.shape]), memory_bytes=least)
 
 
 def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: bool = False) -> Bounds:

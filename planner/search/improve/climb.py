@@ -16,12 +16,12 @@ import numpy as np
 
 from autoparallel.planner.problem import Objective, Value, objective_value
 from autoparallel.planner.search import spending
-from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly
-from autoparallel.planner.search.improve.neighbours import neighbours
+from autoparallel.planner.search.bounds.outer import bound_variants, quickly_bounded
+from autoparallel.planner.search.improve.neighbours import beside, neighbours, one_key_apart
 from autoparallel.planner.search.improve.starts import first_of_each
 from autoparallel.planner.search.open import values_of
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, shape_row
+from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, shape_row, variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.strategy.types import Offload
@@ -31,6 +31,7 @@ NEAR = 1.6  # times as long as the incumbent at most: the best of each size of p
 SCHEDULES_EACH = 3  # of a neighbouring shape, that are simulated
 VARIANTS_EACH = 2  # of the shape itself, under each schedule: numbers of chunks, most of all
 MOST_TRIED = 16  # simulations of one step, of the shape itself and of its neighbours
+MOST_KEYS = 32  # simulations of what differs from one strategy in one key
 MOST_LOOKS = 6  # at the neighbours of one shape, each time at those that promise most of what is left
 MOST_BOUNDED = 4096  # variants of a step that are bounded rank by rank
 MOST_ACTIONS = 40_000  # of a schedule that is simulated here: a third of a second. Kind: measured
@@ -46,6 +47,7 @@ class Climb:
     _looks: Counter[int] = field(default_factory=Counter)  # at the neighbours of each shape
     _scheduled: set[int] = field(default_factory=set)  # shapes that were tried under every schedule
     _tried: set[Candidate] = field(default_factory=set)
+    _varied: set[Candidate] = field(default_factory=set)  # key by key
 
     def step(self, *, again: bool = False) -> bool:
         """Look at one more neighbourhood, or `again` at what is left of one; False where those of the best strategies have all
@@ -54,7 +56,8 @@ class Climb:
         if row is None or self._looks[row] >= (MOST_LOOKS if again else 1):
             return False
         self._try_schedules(row)
-        promising = self._promising(neighbours(self.sims.outer.space.shapes, row), 1, SCHEDULES_EACH)
+        near = self._expanded(neighbours(self.sims.outer.space.shapes, row))
+        promising = self._promising(near, 1, SCHEDULES_EACH)
         self._looks[row] = self._looks[row] + 1 if promising else MOST_LOOKS
         self._try(promising)
         return True
@@ -65,10 +68,27 @@ class Climb:
         if row is not None:
             self._try_schedules(row)
 
+    def try_keys(self, chosen: Candidate) -> None:
+        """Simulate what differs from a candidate in one key alone, whatever else promises more: bounds of partial
+        recomputation and of sharding are weak, and hide it from `step`."""
+        row = self._row(chosen)
+        if row is None or chosen in self._varied:
+            return
+        self._varied.add(chosen)
+        space = self.sims.outer.space
+        found = self._expanded(np.array([row, *one_key_apart(space.shapes, row)]))
+        found = found.take(beside(space, found, row, chosen))
+        self._try(self._promising(found, len(found), len(SCHEDULES), MOST_KEYS))
+
+    def _expanded(self, rows: Ints) -> Variants:
+        """All variants of the shapes that may fit."""
+        outer = self.sims.outer
+        return variants(outer.space, rows[outer.bounds.memory_bytes[rows] <= outer.capacity_bytes])
+
     def _try_schedules(self, row: int) -> None:
         if row not in self._scheduled:
             self._scheduled.add(row)
-            self._try(self._promising(np.array([row]), VARIANTS_EACH, len(SCHEDULES)))
+            self._try(self._promising(self._expanded(np.array([row])), VARIANTS_EACH, len(SCHEDULES)))
 
     def _try(self, promising: list[tuple[Candidate, Value]]) -> None:
         self._tried.update(chosen for chosen, _ in promising)
@@ -111,13 +131,14 @@ class Climb:
         new = (row for row in (*beam, *best_of.values()) if not self._looks[row])
         return next(new, min(beam, key=lambda row: self._looks[row], default=None))
 
-    def _promising(self, near: Ints, each: int, schedules: int) -> list[tuple[Candidate, Value]]:
-        """Variants of shapes that could win, the least bound first: of each shape the best few `schedules`, of each of these
-        the best `each`; at most `MOST_TRIED`."""
+    def _promising(
+        self, found: Variants, each: int, schedules: int, most: int = MOST_TRIED
+    ) -> list[tuple[Candidate, Value]]:
+        """Of these variants those that could win, the least bound first: of each shape the best few `schedules`, of each of
+        these the best `each`; at most `most`."""
         outer = self.sims.outer
         shapes = outer.space.shapes
-        near = near[outer.bounds.memory_bytes[near] <= outer.capacity_bytes]
-        found, bounds = expand_quickly(outer, near)
+        bounds = quickly_bounded(outer, found)
         self.sims.work += spending.PER_VARIANT * len(found)
         actions = 2 * shapes.pp[found.shape] * found.virtual_stages * shapes.micro_batches[found.shape]
         open_ = np.isfinite(bounds.time_s) & (actions <= (self.most_actions or MOST_ACTIONS))
@@ -140,4 +161,4 @@ class Climb:
         order = first_of_each(found.shape[order], order, each * schedules)
         every = ((candidate(outer.space, found, int(i)), values.at(int(i))) for i in order)
         new = (one for one in every if one[0] not in self._tried and one[0] not in self.sims.candidates)
-        return list(islice(new, MOST_TRIED))
+        return list(islice(new, most))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoparallel.planner.search.space.build import Shapes
+from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Space, Variants
+from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.syncs import Compressed
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _OTHERS = ("micro", "sequence_parallel", "recompute", "optimizer_offloaded", "activations_offloaded", "ep")
@@ -24,6 +26,30 @@ def neighbours(shapes: Shapes, row: int) -> Ints:
     moved = (axes == MOST_CHANGED) & (others <= 1)
     stays = (axes == 0) & (others >= 1) & (others <= MOST_CHANGED)
     return np.flatnonzero((moved | stays) & (shapes.devices == shapes.devices[row]))
+
+
+def one_key_apart(shapes: Shapes, row: int) -> Ints:
+    """The rows of the shapes that differ from that of `row` in one key alone, replicas that become shards among them."""
+    axes = sum(_differs(shapes, name, row).astype(np.int64) for name in _AXES)
+    others = sum(_differs(shapes, name, row).astype(np.int64) for name in _OTHERS)
+    data = _differs(shapes, "dp_replicate", row) & _differs(shapes, "dp_shard", row) & (axes == MOST_CHANGED)
+    found = ((axes == 0) & (others == 1)) | (data & (others == 0))
+    return np.flatnonzero(found & (shapes.devices == shapes.devices[row]))
+
+
+def beside(space: Space, found: Variants, row: int, chosen: Candidate) -> Bools:
+    """Variants of a candidate's own shape `row` that differ from it in one key, and of other shapes those that do not. The level
+    of ZeRO may follow where replicas become shards, compression the level, and the order of the axes the shape."""
+    compressed = Compressed(gradients=chosen.compression, weights=chosen.weights)
+    own = found.shape == row
+    resharded = space.shapes.dp_shard[found.shape] != chosen.mesh.dp_shard
+    schedule = found.schedule != SCHEDULES.index(chosen.schedule)
+    schedule |= found.virtual_stages != chosen.virtual_stages
+    order = found.order != space.meshes.orders.index(chosen.mesh.order)
+    level = found.zero != chosen.zero
+    compression = found.compression != space.compressions.index(compressed)
+    changed = (~own, schedule, order & own, level & ~resharded, compression & ~level)
+    return np.asarray(sum(key.astype(np.int64) for key in changed) == 1)
 
 
 def _differs(shapes: Shapes, name: str, row: int) -> Bools:
