@@ -134,7 +134,7 @@ class Search:
             self._climbed = 0
             return True
         self.settled = True
-        return self._climb.step(again=True)
+        return self._climb.try_others() or self._climb.step(again=True)
 
     def _is_small(self) -> bool:
         """Whether the incumbent is simulated in no time."""
@@ -146,11 +146,11 @@ class Search:
         self._climb.try_schedules()
         for chosen in self._to_polish():
             self._was_polished.add(chosen)
-            if self.climbs:
-                self._climb.try_keys(chosen)
             improve_partition(self.sims, chosen, self.sims.candidates[chosen])
             improve_details(self.sims, chosen, self.sims.candidates[chosen])
         self._polished = self.incumbent
+        if self.climbs and self.sims.chosen is not None:
+            self._climb.try_keys(self.sims.chosen)  # what is better is polished in its turn
 
     def _to_polish(self) -> list[Candidate]:
         """The incumbent and the best candidates near it that have not been polished."""

@@ -71,14 +71,30 @@ class Climb:
     def try_keys(self, chosen: Candidate) -> None:
         """Simulate what differs from a candidate in one key alone, whatever else promises more: bounds of partial
         recomputation and of sharding are weak, and hide it from `step`."""
-        row = self._row(chosen)
-        if row is None or chosen in self._varied:
-            return
+        row = self._row(chosen) if chosen not in self._varied else None
         self._varied.add(chosen)
+        if row is None:
+            return
         space = self.sims.outer.space
         found = self._expanded(np.array([row, *one_key_apart(space.shapes, row)]))
         found = found.take(beside(space, found, row, chosen))
         self._try(self._promising(found, len(found), len(SCHEDULES), MOST_KEYS))
+
+    def try_others(self) -> bool:
+        """`try_keys` of the best strategy of one more size of pp, tp and cp that is near the incumbent; False where all have
+        been."""
+        problem, best_of = self.sims.outer.problem, dict[tuple[int, int, int], Candidate]()
+        for chosen in sorted(
+            self.sims.candidates, key=lambda one: objective_value(problem, self.sims.candidates[one])
+        ):
+            best_of.setdefault((chosen.mesh.pp, chosen.mesh.tp, chosen.mesh.cp), chosen)
+        for chosen in best_of.values():
+            if objective_value(problem, self.sims.candidates[chosen])[0] > self.sims.value[0] * NEAR:
+                return False
+            if chosen not in self._varied:
+                self.try_keys(chosen)
+                return True
+        return False
 
     def _expanded(self, rows: Ints) -> Variants:
         """All variants of the shapes that may fit."""

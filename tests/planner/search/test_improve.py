@@ -10,7 +10,8 @@ import pytest
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.types import Execution, Recompute, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
 
@@ -50,3 +51,28 @@ def test_no_other_schedule_and_no_block_moved_is_better(cluster: str, batch: int
             assert not known.feasible or known.step_time_s >= found.prediction.step_time_s * (1 - close), (
                 other
             )
+
+
+def one_key_changed(strategy: Strategy) -> Iterator[Strategy]:
+    shard, batch = strategy.shard, strategy.batch
+    for mode in ("none", "selective", "full"):
+        yield replace(strategy, recompute=Recompute(mode=mode))
+    for zero in (1, 2, 3) if strategy.mesh.dp_shard > 1 else ():
+        yield replace(strategy, shard=replace(shard, zero=zero))
+    whole = strategy.batch.micro * strategy.micro_batches
+    for micro in (batch.micro * 2, batch.micro // 2):
+        if micro and whole % micro == 0:
+            yield replace(strategy, batch=replace(batch, micro=micro))
+
+
+@pytest.mark.parametrize("cluster", ["v100-sxm2-16gb:4x4", "a100-pcie-80gb:8x2"])
+def test_no_key_changed_is_better(cluster: str) -> None:
+    execution = Execution(dtype="fp16", param_dtype="fp16")
+    problem = Problem(graph=GRAPH, cluster=load_cluster(cluster), global_batch=16, execution=execution)
+    found = plan(problem, advise=False, most_work=1500.0)
+    tried = 0
+    for other in one_key_changed(found.strategy):
+        if not strategy_problems(problem.graph, problem.cluster, other):
+            known, tried = score(problem.graph, problem.cluster, other), tried + 1
+            assert not known.feasible or known.step_time_s >= found.prediction.step_time_s * (1 - 1e-6), other
+    assert tried > 2
