@@ -120,13 +120,15 @@ class Climb:
         )
 
     def _offloads_needlessly(self, chosen: Candidate) -> bool:
-        """Whether the same with less on the host was simulated and fits: copies only take time."""
+        """Whether the same with less on the host was simulated and fits, and recomputes no block for it: copies only take
+        time."""
         less = (
             replace(chosen, offload=Offload(optimizer=o, activations=a))
             for o in (0.0, chosen.offload.optimizer)
             for a in (0.0, chosen.offload.activations)
         )
-        return any(one != chosen and one in self.sims.candidates for one in less)
+        known = (self.sims.candidates[one] for one in less if one != chosen and one in self.sims.candidates)
+        return any(not any(found.strategy.recompute.per_stage) for found in known)
 
     def _next(self) -> int | None:
         """The shape to look at: of the `BEAM` best strategies, then of the best of each size of pp, tp and cp that is near them,
