@@ -142,7 +142,7 @@ class Search:
 
     def _polish(self) -> None:
         """Improve what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details; and of
-        what comes close to it, as the one may gain more by that than the other."""
+        what comes close to it, as the one may gain more by that than the other. Then single keys of the incumbent."""
         self._climb.try_schedules()
         for chosen in self._to_polish():
             self._was_polished.add(chosen)
@@ -180,16 +180,16 @@ class Search:
                     continue
                 if self.sims.try_quickly(chosen) is not None:
                     left -= 1
-                    found.add(_sizes(chosen))
+                    found.add(chosen.size)
                     break
         if left <= self.starts - ENOUGH:
             return
         for chosen, bound_s in smallest_first(self.dual.upcoming, self.only, self.most_actions):
             self.check(self)
-            if left and _sizes(chosen) not in found and bound_s < self.sims.below_s(chosen.mesh.devices):
+            if left and chosen.size not in found and bound_s < self.sims.below_s(chosen.mesh.devices):
                 left -= 1
                 if self.sims.try_quickly(chosen) is not None:
-                    found.add(_sizes(chosen))
+                    found.add(chosen.size)
 
     def ended(self, rows: Ints | None = None) -> bool:
         """Search as `run` does; whether to the end."""
@@ -245,10 +245,6 @@ class Search:
     def consider(self, *simulated: Evaluation) -> None:
         """Take a simulated strategy as the incumbent if it fits and is better."""
         self.sims.consider(*simulated)
-
-
-def _sizes(chosen: Candidate) -> object:
-    return chosen.mesh.pp, chosen.mesh.tp, chosen.mesh.cp
 
 
 def after(most_work: float) -> Callable[[Search], None]:

@@ -83,18 +83,25 @@ class Climb:
     def try_others(self) -> bool:
         """`try_keys` of the best strategy of one more size of pp, tp and cp that is near the incumbent; False where all have
         been."""
-        problem, best_of = self.sims.outer.problem, dict[tuple[int, int, int], Candidate]()
-        for chosen in sorted(
-            self.sims.candidates, key=lambda one: objective_value(problem, self.sims.candidates[one])
-        ):
-            best_of.setdefault((chosen.mesh.pp, chosen.mesh.tp, chosen.mesh.cp), chosen)
-        for chosen in best_of.values():
-            if objective_value(problem, self.sims.candidates[chosen])[0] > self.sims.value[0] * NEAR:
-                return False
-            if chosen not in self._varied:
-                self.try_keys(chosen)
-                return True
-        return False
+        best_of: dict[tuple[int, int, int], Candidate] = {}
+        for chosen in self._ranked():
+            if self._is_far(chosen):
+                break
+            best_of.setdefault(chosen.size, chosen)
+        new = next((chosen for chosen in best_of.values() if chosen not in self._varied), None)
+        if new is not None:
+            self.try_keys(new)
+        return new is not None
+
+    def _ranked(self) -> list[Candidate]:
+        """What was simulated and fits, the best first."""
+        problem, found = self.sims.outer.problem, self.sims.candidates
+        return sorted(found, key=lambda one: objective_value(problem, found[one]))
+
+    def _is_far(self, chosen: Candidate) -> bool:
+        """Whether a candidate is not near the incumbent."""
+        value = objective_value(self.sims.outer.problem, self.sims.candidates[chosen])
+        return value[0] > self.sims.value[0] * NEAR
 
     def _expanded(self, rows: Ints) -> Variants:
         """All variants of the shapes that may fit."""
@@ -133,18 +140,16 @@ class Climb:
     def _next(self) -> int | None:
         """The shape to look at: of the `BEAM` best strategies, then of the best of each size of pp, tp and cp that is near them,
         then of the former the one that was looked at least often."""
-        problem = self.sims.outer.problem
-        ranked = sorted(self.sims.candidates.items(), key=lambda one: objective_value(problem, one[1]))
         rows: dict[int, None] = {}
         best_of: dict[tuple[int, int, int], int] = {}
-        for chosen, found in ranked:
+        for chosen in self._ranked():
             row = self._row(chosen)
             if row is None or row in rows:
                 continue
-            if len(rows) >= BEAM and objective_value(problem, found)[0] > self.sims.value[0] * NEAR:
+            if len(rows) >= BEAM and self._is_far(chosen):
                 break
             rows[row] = None
-            best_of.setdefault((chosen.mesh.pp, chosen.mesh.tp, chosen.mesh.cp), row)
+            best_of.setdefault(chosen.size, row)
         beam = list(rows)[:BEAM]
         new = (row for row in (*beam, *best_of.values()) if not self._looks[row])
         return next(new, min(beam, key=lambda row: self._looks[row], default=None))

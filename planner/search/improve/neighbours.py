@@ -21,8 +21,7 @@ MOST_CHANGED = 2  # axes, and of the others one beside them
 
 def neighbours(shapes: Shapes, row: int) -> Ints:
     """The rows of the shapes that are one move from that of `row`."""
-    axes = sum(_differs(shapes, name, row).astype(np.int64) for name in _AXES)
-    others = sum(_differs(shapes, name, row).astype(np.int64) for name in _OTHERS)
+    axes, others = _changed(shapes, row)
     moved = (axes == MOST_CHANGED) & (others <= 1)
     stays = (axes == 0) & (others >= 1) & (others <= MOST_CHANGED)
     return np.flatnonzero((moved | stays) & (shapes.devices == shapes.devices[row]))
@@ -30,8 +29,7 @@ def neighbours(shapes: Shapes, row: int) -> Ints:
 
 def one_key_apart(shapes: Shapes, row: int) -> Ints:
     """The rows of the shapes that differ from that of `row` in one key alone, replicas that become shards among them."""
-    axes = sum(_differs(shapes, name, row).astype(np.int64) for name in _AXES)
-    others = sum(_differs(shapes, name, row).astype(np.int64) for name in _OTHERS)
+    axes, others = _changed(shapes, row)
     data = _differs(shapes, "dp_replicate", row) & _differs(shapes, "dp_shard", row) & (axes == MOST_CHANGED)
     found = ((axes == 0) & (others == 1)) | (data & (others == 0))
     return np.flatnonzero(found & (shapes.devices == shapes.devices[row]))
@@ -50,6 +48,13 @@ def beside(space: Space, found: Variants, row: int, chosen: Candidate) -> Bools:
     compression = found.compression != space.compressions.index(compressed)
     changed = (~own, schedule, order & own, level & ~resharded, compression & ~level)
     return np.asarray(sum(key.astype(np.int64) for key in changed) == 1)
+
+
+def _changed(shapes: Shapes, row: int) -> tuple[Ints, Ints]:
+    """In how many axes each shape differs from that of `row`, and in how many of the others."""
+    axes = sum(_differs(shapes, name, row).astype(np.int64) for name in _AXES)
+    others = sum(_differs(shapes, name, row).astype(np.int64) for name in _OTHERS)
+    return np.asarray(axes), np.asarray(others)
 
 
 def _differs(shapes: Shapes, name: str, row: int) -> Bools:

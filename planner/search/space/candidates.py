@@ -46,6 +46,11 @@ class Candidate:
         return self.mesh.pp * self.virtual_stages
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """pp, tp and cp: starts and local search look at the best of each."""
+        return self.mesh.pp, self.mesh.tp, self.mesh.cp
+
+    @property
     def actions(self) -> int:
         """Forwards and backwards of the schedule."""
         return 2 * self.chunks * self.micro_batches
