@@ -1,10 +1,8 @@
-"""The file of the runtime that touches torch's private names, those of FSDP2 aside (`fsdp_private.py`). Its test says which
-torch both hold for."""
+"""The file of the runtime that touches torch's private names, those of FSDP2 (`fsdp_private.py`) and how DTensor finds what to
+do (`dtensor_private.py`) aside. Its test says which torch they hold for."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,12 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -264,51 +260,6 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
     return result
 
 
-def replicate_without_rule(axis: str) -> None:
-    """Let operators for which DTensor has no rule run on whole tensors, on every rank alike: on a mesh of the one axis
-    called `axis`, and in backward passes, which nobody else sees to. For the process; idempotent."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    known = propagator.propagate_op_sharding_non_cached
-    if getattr(known, "axis", None) == axis:
-        return
-
-    def propagate(schema: Any) -> Any:
-        try:
-            return known(schema)
-        except NotImplementedError:
-            # What is made of other operators is taken apart by DTensor itself.
-            composite = torch._C.DispatchKey.CompositeImplicitAutograd
-            is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(schema.op.name(), composite)
-            in_backward = torch._C._current_autograd_node() is not None
-            if is_composite or not (in_backward or schema.get_mesh_from_args().mesh_dim_names == (axis,)):
-                raise
-            register_sharding(schema.op)(functools.partial(_replicated, len(schema.op._schema.returns)))
-            return known(schema)
-
-    propagate.axis = axis  # type: ignore[attr-defined]
-    propagator.propagate_op_sharding_non_cached = propagate  # type: ignore[assignment, method-assign]
-    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
-
-
-def tell_masks_apart(operator: Any) -> None:
-    """Make the cache of DTensor's rules know calls of a backward `operator` by the gradients that are asked for.
-
-    Else a call without some gradient, and one with it, get the layouts of whichever came first (torch 2.13, efficient
-    attention with a bias). Idempotent.
-    """
-    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    kinds = [str(argument.type) for argument in operator._schema.arguments]
-    info = known.get(operator, RuntimeSchemaInfo())
-    first = min(info.static_argnum, kinds.index("List[bool]"))
-    known[operator] = dataclasses.replace(info, static_argnum=first)
-
-
-def _replicated(results: int, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-    """The one row of a rule by which all tensors are whole."""
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensorSpec)]
-    return [([Replicate()] * results, [Replicate()] * len(given))]
-
-
 def run_again(kept: Any, which: Callable[[Tensor], bool]) -> bool:
     """Of the results that the first context of selective checkpointing keeps, let those of which `which` is true run
     again after all. False where this torch (before 2.13) has no way to."""
@@ -367,24 +318,6 @@ def group_name_of(group: Any) -> str:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells a storage from every other that lives, whatever tensors share it."""
     return int(storage._cdata)
-
-
-@contextmanager
-def unseen_propagation() -> Iterator[None]:
-    """While inside, what DTensor runs on whole shapes, to learn what comes of an operator, is seen by no mode: it is no part
-    of what a rank computes."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    known = propagator._propagate_tensor_meta_non_cached
-
-    def unseen(schema: Any) -> Any:
-        with outside_tracing():
-            return known(schema)
-
-    propagator._propagate_tensor_meta_non_cached = unseen
-    try:
-        yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = known
 
 
 def adds_up_gradients(operator: Any) -> bool:

@@ -75,33 +75,33 @@ _KEPT = re.compile(
     r"vocab|kernel|image|patch|window|chunk|max_|rope|rotary|conv_dim$|position|token|_id$|stride|frame"
 )
 _DROPPED = re.compile(r"drop(out|_path|_rate|$)|layerdrop|_dropout|stochastic")
-_DEPTH_LEFT, _LEAST = 4, 8
+_EXPERTS = re.compile(r"^(moe_)?(num|n)_(\w*_)?experts$")
+_VOCABULARY = re.compile(r"vocab(_size)?$")
+_TOKEN = re.compile(r"_token_(id|index)s?$|^image_token")
+_STAGE = re.compile(r"^stage(\d+)$")
+_DEPTH_LEFT, _LEAST, _EXPERTS_LEFT = 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """How much smaller: widths and heads by these factors."""
+    """How much smaller: widths and heads by these factors, and vocabularies; whether heads get less wide."""
 
     widths: int
     heads: int
+    vocabulary: int = 1
+    head_dim: bool = True
 
 
-# What is tried, smallest first: a model is not always built with as many heads as it likes.
+_FACTORS = (
+    (16, 4), (8, 8), (8, 4), (8, 2), (4, 4), (4, 2), (8, 1), (4, 1), (2, 2), (2, 1), (1, 1),
+)  # fmt: skip
+# What is tried, smallest first: a model is not always built with as many heads as it likes, nor with any width of one,
+# which may be parted between dimensions. Tokens have special numbers, which a small vocabulary does not have.
 SIZES = tuple(
-    Smaller(widths=widths, heads=heads)
-    for widths, heads in (
-        (16, 4),
-        (8, 8),
-        (8, 4),
-        (8, 2),
-        (4, 4),
-        (4, 2),
-        (8, 1),
-        (4, 1),
-        (2, 2),
-        (2, 1),
-        (1, 1),
-    )
+    Smaller(widths=widths, heads=heads, vocabulary=vocabulary, head_dim=head_dim)
+    for vocabulary in (1, 32)
+    for head_dim in (True, False)
+    for widths, heads in _FACTORS
 )
 
 
@@ -125,6 +125,10 @@ def smaller(settings: Settings, by: Smaller) -> Settings:
             out[key] = type(value)(0)
         elif isinstance(value, list) and len(value) in depths and key != "architectures":
             out[key] = value[:_DEPTH_LEFT]
+        elif key == "out_features" and isinstance(value, list):
+            out[key] = _stages(value)
+        elif key == "out_indices":
+            out[key] = None
         elif isinstance(value, int) and not isinstance(value, bool):
             out[key] = _number(key, value, by)
         elif isinstance(value, list) and value and all(type(v) is int for v in value):
@@ -134,7 +138,23 @@ def smaller(settings: Settings, by: Smaller) -> Settings:
     return out
 
 
+def _stages(names: list[str]) -> list[str]:
+    """As many stages of a backbone, of those that are left of it."""
+    numbers = [int(found[1]) for name in names if (found := _STAGE.match(name))]
+    if len(numbers) < len(names) or max(numbers, default=0) <= _DEPTH_LEFT:
+        return names
+    return [f"stage{number + 1}" for number in range(max(_DEPTH_LEFT - len(names), 0), _DEPTH_LEFT)]
+
+
 def _number(key: str, value: int, by: Smaller) -> int:
+    if _TOKEN.search(key) and by.vocabulary > 1:
+        return value % 997
+    if _VOCABULARY.search(key):
+        return max(value // by.vocabulary, 1024) if value > 1024 else value
+    if _EXPERTS.search(key):
+        return min(value, _EXPERTS_LEFT)
+    if key == "head_dim" and not by.head_dim:
+        return value
     if _DEPTH.search(key):
         return min(value, _DEPTH_LEFT)
     if _KEPT.search(key):

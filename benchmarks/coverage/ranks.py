@@ -144,6 +144,9 @@ def _trained(rank: int, folder: str, module: nn.Module, batch: Any, strategy: st
 
 
 def is_deterministic(module: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether two steps of one process are equal: where random numbers are drawn, nothing can be compared."""
+    """Whether two steps of one process are equal, and not all of it zero: where random numbers are drawn, or a loss was cut
+    off, nothing can be compared."""
     first, second = (reference(module, batch, micro=SHARE) for _ in range(2))
-    return all(torch.equal(g, second[name]) and bool(g.isfinite().all()) for name, g in first.items())
+    return any(bool(g.any()) for g in first.values()) and all(
+        torch.equal(g, second[name]) and bool(g.isfinite().all()) for name, g in first.items()
+    )

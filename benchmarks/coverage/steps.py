@@ -10,6 +10,7 @@ from torch import nn
 
 from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.huggingface_images import GRIDS, in_one_row
 from autoparallel.planner.capture.on_meta import with_batch
 from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.plan import plan
@@ -83,7 +84,11 @@ def ranked(entry: Entry) -> Result:
     del module
     batch = with_numbers(with_batch(inputs, ranks.RANKS * ranks.SHARE, numbers=True))
     if not ranks.is_deterministic(real, batch):
-        return {"ok": False, "ran": False, "why": "draws random numbers, or its gradients are not finite"}
+        return {
+            "ok": False,
+            "ran": False,
+            "why": "draws random numbers, or its gradients are zero or not finite",
+        }
     found = [ranks.run_on_ranks(real, batch, strategy) for strategy in ranks.drawn(entry.key)]
     outcomes = [each["outcome"] for each in found]
     return {
@@ -143,6 +148,8 @@ def _small(full: dict[str, Any], by: Smaller) -> tuple[nn.Module, Any, nn.Module
     real = type(small.module)._from_config(small.module.config).float()  # type: ignore[attr-defined]
     real.train()
     _without_dropout(real, small.module)
+    if any(name in small.example_inputs for name in GRIDS):
+        in_one_row(real)  # as it was loaded
     numbers = with_numbers(small.example_inputs)
     with torch.no_grad():
         real(**numbers)

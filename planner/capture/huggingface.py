@@ -12,6 +12,7 @@ import torch
 
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_inputs import example_inputs
+from autoparallel.planner.capture.image_tokens import IMAGE_TOKENS
 from autoparallel.planner.capture.meta_mode import MetaMode
 from autoparallel.planner.capture.on_meta import holds_few, note_values
 
@@ -61,7 +62,7 @@ def _unquantised(file: Path, raw: dict[str, Any]) -> tuple[str, ...]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(), object_hook=_infinite)
     except FileNotFoundError as error:
         raise ModelError(
             f"{file}: no such file; give a config.json or the folder that holds it. Nothing is downloaded: of a model "
@@ -81,6 +82,11 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{file}: model_type is missing; is this a Hugging Face config.json?")
     return raw
+
+
+def _infinite(value: dict[str, Any]) -> Any:
+    """Numbers that JSON does not have, as transformers writes them: `{"__float__": "Infinity"}`."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _config(file: Path, raw: dict[str, Any]) -> Any:
@@ -105,12 +111,21 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
             part.use_cache = False  # a cache of keys and values is for generation
+    _name_image_token(config)
     if config.is_encoder_decoder:
         # Checkpoints say which token comes first and which fills up; the decoder's inputs are made of labels with them.
         for key in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, key, None) is None:
                 setattr(config, key, 0)
     return config
+
+
+def _name_image_token(config: Any) -> None:
+    """Checkpoints say which token stands for an image; where a configuration of its own does not, the last one does."""
+    last = (getattr(config.get_text_config(), "vocab_size", None) or 0) - 1
+    for key in IMAGE_TOKENS:
+        if last >= 0 and getattr(config, key, 0) is None:
+            setattr(config, key, last)
 
 
 def _build(file: Path, raw: dict[str, Any], config: Any) -> torch.nn.Module:

@@ -16,6 +16,7 @@ from autoparallel.planner.capture.huggingface_images import (
     image,
     in_patches,
     masked,
+    places_in_rows,
     places_of,
     places_of_film,
 )
@@ -28,6 +29,9 @@ from autoparallel.planner.capture.huggingface_model import (
 )
 
 USUAL_SIZES = (512, 560)  # pixels, where windows of patches of 16 or 14 are to fit. Kind: chosen
+MANY_PATCHES = (
+    1536  # pixels, of a model that looks at its image in several sizes. Kind: chosen. Source: Depth Pro
+)
 USUAL_BANDS = (80, 128)  # of sound. Kind: chosen. Source: what Whisper's models are fed
 USUAL_FRAMES = (
     1024  # of sound, 10 ms each. Kind: chosen. Source: the ten seconds that speech is usually cut into
@@ -182,9 +186,10 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         lambda model, _: in_patches(model),
         *(
             lambda model, _, size=size: floats(model, image(model).shape[-3], size, size)
-            for size in USUAL_SIZES
+            for size in (*USUAL_SIZES, MANY_PATCHES)
         ),
     ),
+    "pixel_position_ids": (lambda _, given: places_in_rows(given),),
     "target_sizes": (lambda model, given: places_of(model, given),),
     "spatial_shapes": (lambda model, given: places_of(model, given),),
     "image_sizes": (lambda _, given: torch.tensor(given["pixel_values"].shape[-2:]).repeat(SAMPLES, 1),),
@@ -199,6 +204,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
             for first in (False, True)
         ),
         *(lambda model, _, bands=bands: floats(model, USUAL_FRAMES, bands) for bands in USUAL_BANDS),
+        lambda model, _: floats(model, 1, USUAL_FRAMES, _bands(model)),  # as a picture
     ),
     "input_values": (
         lambda model, _: _sound(model),
@@ -223,7 +229,10 @@ OTHERS: dict[str, tuple[Example, ...]] = {
     ),
     "inputs_embeds": (lambda model, _: _embedded(model),),
     "hidden_states": (lambda model, _: _embedded(model), lambda model, _: _convolved(model)),
-    "encoder_hidden_states": (lambda model, _: _embedded(model),),
+    "encoder_hidden_states": (
+        lambda model, _: _embedded(model),
+        lambda model, _: _embedded(model, width=model.setting("encoder_hidden_size", "encoder_width")),
+    ),
     "query_embeds": (lambda model, _: _embedded(model, model.setting("num_query_tokens") or 32),),
     "latents": (lambda model, _: floats(model, _width(model), USUAL_FRAMES),),
     "visual_feats": (lambda model, _: _embedded(model, USUAL_REGIONS, model.setting("visual_feat_dim")),),

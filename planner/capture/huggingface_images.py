@@ -81,7 +81,9 @@ def flat_patches(model: Model, places: int) -> torch.Tensor:
 def in_patches(model: Model) -> torch.Tensor:
     """Patches cut out before, as many as a model says that it takes."""
     width = first_width(model.module, (torch.nn.Linear,)) or 1
-    return floats(model, int(model.setting("num_patches", "max_num_patches") or _SIDE * _SIDE), width)
+    pooled = int(model.setting("pooling_kernel_size") or 1)  # rows and columns that become one
+    side = -(-_SIDE // pooled) * pooled
+    return floats(model, int(model.setting("num_patches", "max_num_patches") or side * side), width)
 
 
 def places_of(model: Model, given: Inputs) -> torch.Tensor:
@@ -91,6 +93,14 @@ def places_of(model: Model, given: Inputs) -> torch.Tensor:
         return torch.tensor([math.isqrt(images.shape[1])] * 2).repeat(SAMPLES, 1)
     patch = int(model.setting("patch_size") or 16)
     return torch.tensor([int(size) // patch for size in images.shape[-2:]]).repeat(SAMPLES, 1)
+
+
+def places_in_rows(given: Inputs) -> torch.Tensor:
+    """Column and row of each patch that was cut out before, of a square."""
+    count = given["pixel_values"].shape[1]
+    places = torch.arange(count)
+    side = math.isqrt(count)
+    return torch.stack([places % side, places // side], dim=-1).repeat(SAMPLES, 1, 1)
 
 
 def places_of_film(model: Model, given: Inputs) -> int:

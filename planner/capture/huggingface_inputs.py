@@ -12,7 +12,14 @@ import torch
 
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_examples import MAKERS, Example, examples_of, tokens
-from autoparallel.planner.capture.huggingface_images import GRIDS, grid, image, in_one_row, patches
+from autoparallel.planner.capture.huggingface_images import (
+    GRIDS,
+    grid,
+    image,
+    in_one_row,
+    in_patches,
+    patches,
+)
 from autoparallel.planner.capture.huggingface_model import SAMPLES, Model
 from autoparallel.planner.capture.image_tokens import with_images
 from autoparallel.planner.capture.inputs_tried import fitted
@@ -63,8 +70,12 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
     if any(name in GRIDS for name in accepted):
         in_one_row(module)
     for name in dict.fromkeys(needed):
-        cut = needs_grid and name in ("hidden_states", "pixel_values")
-        inputs[name] = patches(model, inputs) if cut else _made(model, name, inputs)
+        if needs_grid and name in ("hidden_states", "pixel_values"):
+            inputs[name] = patches(model, inputs)
+        elif name == "pixel_values" and "pixel_position_ids" in needed:
+            inputs[name] = in_patches(model)
+        else:
+            inputs[name] = _made(model, name, inputs)
     inputs |= {"return_loss": True} if "return_loss" in accepted else {}
     if "labels" in accepted:
         inputs |= _labels(model, inputs)
@@ -72,6 +83,8 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
             inputs["next_sentence_label"] = torch.zeros(SAMPLES, dtype=torch.int64)
     elif "input_ids" in inputs and config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens(model)
+    if "pixel_values" in inputs:
+        inputs = with_images(module, config, inputs, {"pixel_values": inputs["pixel_values"]})
     inputs = _fitted(model, inputs, list(accepted))
     if "pixel_values" in accepted and "pixel_values" not in inputs:
         found = with_images(module, config, inputs, {"pixel_values": image(model)})

@@ -13,16 +13,15 @@ from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
 from autoparallel.planner.capture.samples import matched, runs
 from autoparallel.planner.capture.trees import mapped, plain, tensors
 
+# The settings that say which token stands for an image, or a film.
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+
 
 def with_images(module: Any, config: Any, inputs: dict[str, Any], images: dict[str, Any]) -> dict[str, Any]:
     """`inputs` with one image a sample, given as `images`. As they are, so that idle parameters are warned of, where the
     model wants something else (the places of crops), or leaves no room for text."""
     token = next(
-        (
-            t
-            for key in ("image_token_id", "image_token_index")
-            if isinstance(t := getattr(config, key, None), int)
-        ),
+        (t for key in IMAGE_TOKENS if isinstance(t := getattr(config, key, None), int)),
         None,
     )
     if "input_ids" not in inputs or token is None or not hasattr(module, "get_image_features"):

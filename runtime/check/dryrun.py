@@ -32,6 +32,7 @@ from autoparallel.runtime.check.module_names import ModuleNames
 from autoparallel.runtime.check.optimizer_state import optimizer_bytes
 from autoparallel.runtime.check.small_values import SmallValues
 from autoparallel.runtime.check.traffic import TrafficRecorder, group_names
+from autoparallel.runtime.dtensor_private import unseen_propagation
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
@@ -57,7 +58,6 @@ from autoparallel.runtime.torch_private import (
     fake_tensors,
     gradients_under_modes,
     traced_as,
-    unseen_propagation,
 )
 
 

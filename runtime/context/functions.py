@@ -27,9 +27,10 @@ from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
 from autoparallel.runtime.context.random_numbers import drawn_apart
 from autoparallel.runtime.context.values import cut, on_mesh, onto, placed, whole
+from autoparallel.runtime.dtensor_private import replicate_without_rule
 from autoparallel.runtime.tensor.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place
-from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, replicate_without_rule, seen_through
+from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
 
 # Along a dim of space DTensor's rule exchanges edges, and only in some layouts; of grouped products it knows those in
 # bfloat16, and their rows are not in the order of the sequence.

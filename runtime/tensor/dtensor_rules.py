@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 
-from autoparallel.runtime.torch_private import tell_masks_apart
+from autoparallel.runtime.dtensor_private import let_views_copy, tell_masks_apart
 
 _aten = torch.ops.aten
 _BATCH, _HEADS = 0, 1  # dims of query, key, value: batch, heads, length, head size
@@ -26,7 +26,8 @@ def allow_plain_tensors() -> None:
 
 def register_missing_rules() -> None:
     """Flash attention on the CPU: batch or heads may be sharded; efficient attention's bias, with a gradient or without.
-    Idempotent."""
+    Views of shares that are laid out otherwise than the whole. Idempotent."""
+    let_views_copy()
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_flash_forward)
     register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_flash_backward)
     tell_masks_apart(_aten._scaled_dot_product_efficient_attention_backward.default)

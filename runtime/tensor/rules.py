@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import TensorRule
+from autoparallel.runtime.dtensor_private import replicate_without_rule
 from autoparallel.runtime.tensor.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.tensor.functions import run_with_rules
 from autoparallel.runtime.tensor.fused_parts import cut_parts_apart
@@ -32,7 +33,6 @@ from autoparallel.runtime.torch_private import (
     distribute_in_parts,
     knows_parts,
     parts_of,
-    replicate_without_rule,
     shard_in_parts,
 )
 

@@ -80,6 +80,34 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
          "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
         {"audio_mel": (2, 1024, 128), "audio_mel_mask": (2, 1024)},
     ),
+    "images by queries in front of a text, by a token without a number": (
+        {"model_type": "blip-2", "architectures": ["Blip2ForConditionalGeneration"], "num_query_tokens": 4,
+         "vision_config": _VISION, "qformer_config": {**_SMALL, "encoder_hidden_size": 16},
+         "text_config": {"model_type": "opt", **_SMALL, "ffn_dim": 32, "word_embed_proj_dim": 16}},
+        {"pixel_values": (2, 3, 16, 16), "input_ids": (2, 24), "labels": (2, 24)},
+    ),
+    "what queries ask is as wide as another model": (
+        {"model_type": "blip_2_qformer", "architectures": ["Blip2QFormerModel"], **_SMALL, "encoder_hidden_size": 24},
+        {"input_ids": (2, 24), "query_embeds": (2, 32, 16), "encoder_hidden_states": (2, 24, 24),
+         "attention_mask": (2, 24), "encoder_attention_mask": (2, 24)},
+    ),
+    "patches cut out before, each with its column and row": (
+        {"model_type": "gemma4_vision", "architectures": ["Gemma4VisionModel"], **_SMALL, "head_dim": 8,
+         "num_key_value_heads": 2, "patch_size": 4},
+        {"input_ids": (2, 24), "pixel_values": (2, 324, 48), "pixel_position_ids": (2, 324, 2)},
+    ),
+    "sound as a picture": (
+        {"model_type": "clap", "architectures": ["ClapModel"], "text_config": _SMALL,
+         "audio_config": {"depths": [1, 1], "num_attention_heads": [2, 2], "patch_embeds_hidden_size": 16,
+                          "num_hidden_layers": 2, "hidden_size": 32}, "projection_dim": 16},
+        {"input_ids": (2, 24), "input_features": (2, 1, 1024, 64)},
+    ),
+    "steps without an end": (
+        {"model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], **_SMALL,
+         "num_key_value_heads": 2, "layer_types": ["attention"], "mamba_n_heads": 4,
+         "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+        {"input_ids": (2, 24), "labels": (2, 24)},
+    ),
     "a map of classes": (
         {"model_type": "segformer", "architectures": ["SegformerForSemanticSegmentation"], "image_size": 32},
         {"pixel_values": (2, 3, 32, 32), "labels": (2, 32, 32)},
@@ -95,3 +123,5 @@ def test_a_model_is_fed_what_it_is_made_for(kind: str, tmp_path: Path) -> None:
     assert {k: tuple(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)} == shapes
     if raw["model_type"] == "paligemma":
         assert (inputs["input_ids"] == 63).sum(1).tolist() == [4, 4]  # the patches of an image
+    if raw["model_type"] == "blip-2":
+        assert (inputs["input_ids"] == 63).sum(1).tolist() == [4, 4]  # what the queries found

@@ -119,6 +119,7 @@ def test_a_package_that_lists_its_files_lists_them_all(folder: Path) -> None:
 ROOMS = (
     "fsdp_private",
     "torch_private",
+    "dtensor_private",
     "ranks",
     "capabilities",
     "tensor",

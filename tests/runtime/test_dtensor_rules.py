@@ -31,3 +31,14 @@ def _attends(mesh: DeviceMesh) -> None:
         bias = _heads(mesh, 16, 16).detach().requires_grad_(wanted)
         _efficient(query, key, value, bias, True, 0.0, False)[0].sum().backward()
         assert (bias.grad is not None) == wanted
+
+
+def test_a_share_laid_out_otherwise_than_the_whole_can_be_seen_in_another_shape() -> None:
+    register_missing_rules()
+    with as_one_of(2):
+        mesh = init_device_mesh("cpu", (2,))
+        share = torch.randn(2, 4, 6).transpose(1, 2)  # of a gradient whose whole is contiguous, says DTensor
+        whole = DTensor.from_local(share.contiguous(), mesh, [Shard(1)])
+        whole._local_tensor = share
+        seen = whole.view(24, 4).to_local()
+        assert torch.equal(seen, share.reshape(12, 4))
