@@ -60,12 +60,12 @@ def part(batch: Any, start: int, stop: int) -> Any:
     return tree_map_only(Tensor, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t, batch)
 
 
-def reference(module: nn.Module, batch: Mapping[str, Any], micro: int) -> dict[str, Tensor]:
+def reference(module: nn.Module, batch: Mapping[str, Any], micro: int, seed: int = 0) -> dict[str, Tensor]:
     """Gradients of one process that runs the same micro-batches."""
     module = copy.deepcopy(module)
     count = RANKS * SHARE // micro
     for index in range(count):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         (loss_of(module(**part(batch, index * micro, (index + 1) * micro))) / count).backward()
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
@@ -144,9 +144,9 @@ def _trained(rank: int, folder: str, module: nn.Module, batch: Any, strategy: st
 
 
 def is_deterministic(module: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether two steps of one process are equal, and not all of it zero: where random numbers are drawn, or a loss was cut
-    off, nothing can be compared."""
-    first, second = (reference(module, batch, micro=SHARE) for _ in range(2))
+    """Whether two steps of one process are equal whatever the seed, and not all of it zero: where random numbers are drawn,
+    or a loss was cut off, nothing can be compared."""
+    first, second = (reference(module, batch, micro=SHARE, seed=seed) for seed in range(2))
     return any(bool(g.any()) for g in first.values()) and all(
         torch.equal(g, second[name]) and bool(g.isfinite().all()) for name, g in first.items()
     )

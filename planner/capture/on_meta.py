@@ -114,10 +114,7 @@ def _caches(module: torch.nn.Module) -> list[Callable[[], None]]:
         values = list(vars(sys.modules[file]).values())
         kinds = [v for v in values if isinstance(v, type) and v.__module__ == file]
         members = [member for kind in kinds for member in vars(kind).values()]
-        for value in (
-            *values,
-            *(m for m in members),
-        ):  # static and class methods, too
+        for value in (*values, *(getattr(m, "__func__", m) for m in members)):  # static methods, too
             wrapped = getattr(value, "__closure__", None) if isinstance(value, types.FunctionType) else None
             for inner in (value, *(cell.cell_contents for cell in wrapped or () if _is_filled(cell))):
                 clear = getattr(inner, "cache_clear", None) if callable(inner) else None
