@@ -12,9 +12,9 @@ import torch
 
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_inputs import example_inputs
-from autoparallel.planner.capture.image_tokens import IMAGE_TOKENS
 from autoparallel.planner.capture.meta_mode import MetaMode
 from autoparallel.planner.capture.on_meta import holds_few, note_values
+from autoparallel.planner.capture.placeholders import MEDIA_TOKENS
 
 # For a config without `architectures`: the first of these tables of transformers that knows the model type.
 _TASKS = (
@@ -111,7 +111,7 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
             part.use_cache = False  # a cache of keys and values is for generation
-    _name_image_token(config)
+    _name_media_tokens(config)
     if config.is_encoder_decoder:
         # Checkpoints say which token comes first and which fills up; the decoder's inputs are made of labels with them.
         for key in ("pad_token_id", "decoder_start_token_id"):
@@ -120,11 +120,13 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
     return config
 
 
-def _name_image_token(config: Any) -> None:
-    """Checkpoints say which token stands for an image; where a configuration of its own does not, the last one does."""
-    last = (getattr(config.get_text_config(), "vocab_size", None) or 0) - 1
-    for key in IMAGE_TOKENS:
-        if last >= 0 and getattr(config, key, 0) is None:
+def _name_media_tokens(config: Any) -> None:
+    """Checkpoints say which token stands for an image or a sound; where a configuration of its own does not, one of the last
+    does."""
+    last = getattr(config.get_text_config(), "vocab_size", None) or 0
+    for key in MEDIA_TOKENS:
+        if last > 0 and getattr(config, key, 0) is None:
+            last -= 1
             setattr(config, key, last)
 
 

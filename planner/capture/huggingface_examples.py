@@ -11,6 +11,7 @@ import torch
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_images import (
     GRIDS,
+    PLACES,
     flat_patches,
     grid,
     image,
@@ -35,6 +36,9 @@ MANY_PATCHES = (
 USUAL_BANDS = (80, 128)  # of sound. Kind: chosen. Source: what Whisper's models are fed
 USUAL_FRAMES = (
     1024  # of sound, 10 ms each. Kind: chosen. Source: the ten seconds that speech is usually cut into
+)
+LONG_SOUND = (
+    3_000  # frames, 10 ms each. Kind: chosen. Source: the thirty seconds that Whisper's models are fed
 )
 USUAL_SOUND = (
     48_000  # samples: two seconds at 24 kHz. Kind: chosen; codecs of sound cut it into frames of many lengths
@@ -181,18 +185,36 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         lambda model, _: image(model),
         lambda model, _: floats(model, *image(model).shape[-3:]),
         lambda model, _: image(model).unsqueeze(1),
+        lambda model, _: floats(model, 1, int(model.setting("max_num_tiles")), *image(model).shape[-3:]),
         lambda model, _: floats(model, int(model.setting("num_frames")), *image(model).shape[-3:]),
-        lambda model, _: floats(model, 2, *image(model).shape[-3:]),  # two views to match
+        # two views to match; an image, and the crops it was cut into
+        *(
+            lambda model, _, count=count: floats(model, count, *image(model).shape[-3:])
+            for count in (2, 3, 5)
+        ),
         lambda model, _: in_patches(model),
         *(
             lambda model, _, size=size: floats(model, image(model).shape[-3], size, size)
             for size in (*USUAL_SIZES, MANY_PATCHES)
         ),
     ),
-    "pixel_position_ids": (lambda _, given: places_in_rows(given),),
+    **dict.fromkeys(PLACES, (lambda _, given: places_in_rows(given),)),
     "target_sizes": (lambda model, given: places_of(model, given),),
     "spatial_shapes": (lambda model, given: places_of(model, given),),
     "image_sizes": (lambda _, given: torch.tensor(given["pixel_values"].shape[-2:]).repeat(SAMPLES, 1),),
+    # An image in one tile of those that its model cuts images into.
+    "aspect_ratio_ids": (
+        lambda _, given: torch.ones((SAMPLES, given["pixel_values"].shape[1]), dtype=torch.int64),
+    ),
+    "aspect_ratio_mask": (
+        lambda _, given: torch.ones((SAMPLES, *given["pixel_values"].shape[1:3]), dtype=torch.int64),
+    ),
+    "cross_attention_mask": (
+        lambda model, given: torch.ones(
+            (SAMPLES, _like_tokens(model, given).shape[1], *given["pixel_values"].shape[1:3]),
+            dtype=torch.int64,
+        ),
+    ),
     "image_attention_mask": (lambda model, given: _like_tokens(model, given)[..., None] + 1,),
     "input_features": (
         lambda model, _: _spectrum(model),
@@ -205,6 +227,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         ),
         *(lambda model, _, bands=bands: floats(model, USUAL_FRAMES, bands) for bands in USUAL_BANDS),
         lambda model, _: floats(model, 1, USUAL_FRAMES, _bands(model)),  # as a picture
+        lambda model, _: floats(model, _bands(model), LONG_SOUND),
     ),
     "input_values": (
         lambda model, _: _sound(model),

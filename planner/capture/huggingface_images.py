@@ -34,6 +34,7 @@ def image(model: Model) -> torch.Tensor:
 # -- patches that are cut out of images before --------------------------------------------------------------------
 
 GRIDS = ("grid_thw", "image_grid_thw")  # of an image: frames, rows and columns of patches
+PLACES = ("pixel_position_ids", "image_position_ids")  # of patches that were cut out before: column and row
 _SIDE = (
     16  # rows and columns. Kind: chosen; 224 pixels in patches of 14, and even as often as patches are merged
 )
@@ -42,6 +43,16 @@ _PATCHES = ("hidden_states", "pixel_values")
 
 def patches(model: Model, _: Inputs) -> torch.Tensor:
     """Patches of one image a sample, flattened."""
+    return floats(model, _SIDE * _SIDE, math.prod(_patch(model)))
+
+
+def patches_as_they_are(model: Model, _: Inputs) -> torch.Tensor:
+    """Patches of one image a sample, each (channels, rows, columns)."""
+    return floats(model, _SIDE * _SIDE, *_patch(model))
+
+
+def _patch(model: Model) -> tuple[int, ...]:
+    """The shape that the first layer of what sees reads."""
     kinds = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
     towers = [part for name, part in model.module.named_children() if "visi" in name or "visual" in name]
     inside = [
@@ -51,8 +62,7 @@ def patches(model: Model, _: Inputs) -> torch.Tensor:
     ]
     tower = next(iter((*towers, *inside)), model.module)
     first = next((part for part in tower.modules() if isinstance(part, kinds)), None)
-    width = 1 if first is None else int(first.get_parameter("weight")[0].numel())
-    return floats(model, _SIDE * _SIDE, width)
+    return (1,) if first is None else tuple(first.get_parameter("weight").shape[1:])
 
 
 def grid(_: Model, __: Inputs) -> torch.Tensor:
@@ -64,12 +74,18 @@ def in_one_row(module: torch.nn.Module) -> None:
     """Let a module that is fed the patches of all images in one row take them sample by sample, batch first."""
 
     def flatten(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not any(name in kwargs for name in GRIDS):
-            return None
-        found = {n: kwargs[n].flatten(0, 1) for n in _PATCHES if n in kwargs and kwargs[n].dim() == 3}
+        found = flattened(kwargs)
         return (args, kwargs | found) if found else None
 
     module.register_forward_pre_hook(flatten, with_kwargs=True)
+
+
+def flattened(inputs: Inputs) -> dict[str, Any]:
+    """Patches (samples, patches, numbers) or (samples, patches, channels, rows, columns) in one row, where a grid says which
+    are whose."""
+    if not any(name in inputs for name in GRIDS):
+        return {}
+    return {n: inputs[n].flatten(0, 1) for n in _PATCHES if n in inputs and inputs[n].dim() in (3, 5)}
 
 
 def flat_patches(model: Model, places: int) -> torch.Tensor:
@@ -80,7 +96,7 @@ def flat_patches(model: Model, places: int) -> torch.Tensor:
 
 def in_patches(model: Model) -> torch.Tensor:
     """Patches cut out before, as many as a model says that it takes."""
-    width = first_width(model.module, (torch.nn.Linear,)) or 1
+    width = math.prod(_patch(model))
     pooled = int(model.setting("pooling_kernel_size") or 1)  # rows and columns that become one
     side = -(-_SIDE // pooled) * pooled
     return floats(model, int(model.setting("num_patches", "max_num_patches") or side * side), width)

@@ -14,15 +14,15 @@ from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_examples import MAKERS, Example, examples_of, tokens
 from autoparallel.planner.capture.huggingface_images import (
     GRIDS,
-    grid,
-    image,
+    PLACES,
     in_one_row,
     in_patches,
     patches,
+    patches_as_they_are,
 )
 from autoparallel.planner.capture.huggingface_model import SAMPLES, Model
-from autoparallel.planner.capture.image_tokens import with_images
-from autoparallel.planner.capture.inputs_tried import fitted
+from autoparallel.planner.capture.inputs_tried import Maker, failure, fitted
+from autoparallel.planner.capture.placeholders import with_media
 
 # transformers' tables by what a label is given for: one a sample; one a pixel; or of a form of its own (boxes, masks),
 # where the outputs are differentiated instead. All others take one a token.
@@ -72,7 +72,7 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
     for name in dict.fromkeys(needed):
         if needs_grid and name in ("hidden_states", "pixel_values"):
             inputs[name] = patches(model, inputs)
-        elif name == "pixel_values" and "pixel_position_ids" in needed:
+        elif name == "pixel_values" and any(name in PLACES for name in needed):
             inputs[name] = in_patches(model)
         else:
             inputs[name] = _made(model, name, inputs)
@@ -83,17 +83,13 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
             inputs["next_sentence_label"] = torch.zeros(SAMPLES, dtype=torch.int64)
     elif "input_ids" in inputs and config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens(model)
-    if "pixel_values" in inputs:
-        inputs = with_images(module, config, inputs, {"pixel_values": inputs["pixel_values"]})
-    inputs = _fitted(model, inputs, list(accepted))
-    if "pixel_values" in accepted and "pixel_values" not in inputs:
-        found = with_images(module, config, inputs, {"pixel_values": image(model)})
-        name = next((name for name in GRIDS if name in accepted), None)
-        if "pixel_values" not in found and name is not None:
-            found = with_images(
-                module, config, inputs, {"pixel_values": patches(model, inputs), name: grid(model, inputs)}
-            )
-        return found
+    makers = _makers(model, list(accepted))
+    placed, runs, otherwise = with_media(module, config, inputs, makers)
+    inputs = placed if runs else _fitted(model, inputs, list(accepted))
+    for name in otherwise:  # read beside the text, not in the place of tokens
+        if name not in inputs:
+            more = fitted(module, inputs | {name: makers[name][0](inputs)}, makers, ())
+            inputs = more if failure(module, more)[0] is None else inputs
     return inputs
 
 
@@ -110,16 +106,26 @@ def _made(model: Model, name: str, given: Mapping[str, Any]) -> Any:
 
 def _fitted(model: Model, inputs: dict[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
     """`inputs` with what else the model turns out to need. A model of tokens alone runs on tokens: nothing is tried."""
-    makers = {
-        name: [partial(_example, model, name, example) for example in examples]
-        for name in accepted
-        if (examples := examples_of(name))
-    }
+    makers = _makers(model, accepted)
     if makers.keys() <= _OF_TOKENS:
         return inputs
     return fitted(
         model.module, inputs, makers, [name for name in ("labels", "return_loss") if name in inputs]
     )
+
+
+def _makers(model: Model, accepted: Sequence[str]) -> dict[str, list[Maker]]:
+    """Of each argument of which examples are known, what makes them."""
+    examples = {name: examples_of(name) for name in accepted}
+    if any(name in GRIDS for name in accepted) and "pixel_values" in examples:
+        examples["pixel_values"] = (patches, patches_as_they_are)
+    if any(name in PLACES for name in accepted):
+        examples["pixel_values"] = (lambda model, _: in_patches(model),)
+    return {
+        name: [partial(_example, model, name, example) for example in made]
+        for name, made in examples.items()
+        if made
+    }
 
 
 def _example(model: Model, name: str, example: Example, given: Mapping[str, Any]) -> Any:

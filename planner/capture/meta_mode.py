@@ -71,6 +71,7 @@ class MetaMode(TorchDispatchMode):
         self._converted: dict[int, torch.UntypedStorage] = {}
         self._results: dict[object, Any] = {}  # operator and arguments -> what its result looks like
         self._alive: list[object] = []  # storages are told apart by address: none may be freed
+        self._made: set[int] = set()  # storages that operators filled
 
     def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor that aliases as `tensor` does, with its values remembered where they are small."""
@@ -148,6 +149,8 @@ class MetaMode(TorchDispatchMode):
         else:
             out = self._like(func, args, kwargs, real)
         self._alive.append(out)
+        given = {storage_key(t) for t in tensors((args, kwargs))}
+        self._made.update(key for t in tensors(out) if (key := storage_key(t)) not in given)
         self._observer(func, args, kwargs, out)
         return out
 
@@ -192,6 +195,8 @@ class MetaMode(TorchDispatchMode):
             return None
         if inputs and (answer := _if_finite(name, args)) is not None:
             return torch.tensor(answer).expand(inputs[0].shape)
+        if name in {"eq", "ne"} and self._are_data(*args):
+            return torch.tensor(name == "ne").expand(inputs[0].shape)
         values: dict[int, torch.Tensor] = {}
         for tensor in inputs:
             value = self.known(tensor) if tensor.numel() <= limit else None
@@ -215,6 +220,11 @@ class MetaMode(TorchDispatchMode):
         if name == "_to_copy":
             real_kwargs |= _of_bytes(values[id(inputs[0])], kwargs.get("dtype"))
         return func(*mapped(real, args), **real_kwargs)
+
+    def _are_data(self, tensor: torch.Tensor, number: object) -> bool:
+        """Whether numbers that the model was given, which nobody knows, are compared with one: they are not that one."""
+        is_given = tensor.is_floating_point() and storage_key(tensor) not in self._made
+        return is_given and not _is_tensor(number) and self.known(tensor) is None
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result on meta tensors. Where nothing is aliased it is made again from its shapes: torch takes
