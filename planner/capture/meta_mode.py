@@ -16,11 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
+from autoparallel.planner.capture.uniform import compacted, distinct
 
 # Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
 # attention masks over the square of a long sequence do not (kind: chosen; it bounds the memory of a capture, and
 # leaves room for a million tokens).
 KNOWN_VALUES_LIMIT = 1 << 23
+
+# Of all that is remembered of a trace together, and what counts as large of it. Kind: chosen; it bounds the memory.
+_MOST_HELD_BYTES, _LARGE_BYTES = 1 << 30, 1 << 16
 
 # The same for which token goes to which expert (`choices`), as many flags as tokens times experts times choices: a byte each,
 # and by what code does with such flags alone. Kind: chosen; a quarter of a gigabyte.
@@ -71,6 +75,7 @@ class MetaMode(TorchDispatchMode):
         self._converted: dict[int, torch.UntypedStorage] = {}
         self._results: dict[object, Any] = {}  # operator and arguments -> what its result looks like
         self._alive: list[object] = []  # storages are told apart by address: none may be freed
+        self._held_bytes = 0  # of values
         self._made: set[int] = set()  # storages that operators filled
 
     def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,9 +96,17 @@ class MetaMode(TorchDispatchMode):
         return meta
 
     def remember(self, meta: torch.Tensor, real: torch.Tensor) -> None:
-        """From now on the values of `meta` are those of `real`."""
+        """From now on the values of `meta` are those of `real`; large ones are let go where there are many already."""
+        size = distinct(real) * real.element_size()
+        if self._held_bytes > _MOST_HELD_BYTES and size > _LARGE_BYTES:
+            return
+        self._held_bytes += size
         self._known[storage_key(meta)][_place(meta)] = real
         self._alive.append(meta)
+
+    def forget(self) -> None:
+        """Let go of all values, once nothing will ask for them."""
+        self._known.clear()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, where they are remembered."""
@@ -199,16 +212,20 @@ class MetaMode(TorchDispatchMode):
             return torch.tensor(name == "ne").expand(inputs[0].shape)
         values: dict[int, torch.Tensor] = {}
         for tensor in inputs:
-            value = self.known(tensor) if tensor.numel() <= limit else None
-            if value is None:
+            value = self.known(tensor)
+            if value is None or distinct(value) > limit:
                 # What a model checks of its data holds in training.
                 return torch.tensor(True) if name == "_is_all_true" else None
             # Flags are kept as bytes.
             narrow = value.dtype != tensor.dtype and name not in _OF_FLAGS
             values[id(tensor)] = value.to(tensor.dtype) if narrow else value
-        if torch.Tag.nondeterministic_seeded in func.tags or not _small(
-            leaves((args, kwargs)), inputs, name, limit
-        ):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        compact = compacted(func, name, list(values.values()))
+        if compact is not None:
+            values = dict(zip(values, compact[0], strict=True))
+        sees = any(r.alias_info is not None for r in func._schema.returns)  # and computes nothing
+        if not sees and not _small(leaves((args, kwargs)), list(values.values()), name, limit):
             return None
 
         def real(leaf: Any) -> Any:
@@ -219,7 +236,14 @@ class MetaMode(TorchDispatchMode):
         real_kwargs = mapped(real, kwargs) | ({} if inputs else {"device": _CPU})
         if name == "_to_copy":
             real_kwargs |= _of_bytes(values[id(inputs[0])], kwargs.get("dtype"))
-        return func(*mapped(real, args), **real_kwargs)
+        try:
+            result = func(*mapped(real, args), **real_kwargs)
+        except RuntimeError:
+            if not sees or sum(value.numel() for value in values.values()) > limit:
+                return None
+            values = {key: value.contiguous() for key, value in values.items()}
+            result = func(*mapped(real, args), **real_kwargs)
+        return result if compact is None or not compact[1] else result.expand(compact[1])
 
     def _are_data(self, tensor: torch.Tensor, number: object) -> bool:
         """Whether numbers that the model was given, which nobody knows, are compared with one: they are not that one."""
@@ -239,7 +263,7 @@ class MetaMode(TorchDispatchMode):
             return self._run_fresh(func, args, kwargs)
         out = self._run_fresh(func, args, kwargs)
         inputs = {storage_key(t) for t in tensors((args, kwargs))}
-        if not any(storage_key(t) in inputs for t in tensors(out)):
+        if not any(storage_key(t) in inputs or not t.is_meta for t in tensors(out)):
             self._results[key] = mapped(_Shape.of, out)
         return out
 

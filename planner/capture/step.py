@@ -100,6 +100,7 @@ def _traced(
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
     without_unread_pieces(writer.graph)
+    tracer.meta_mode.forget()
     return Step(writer.graph, writer.constants)
 
 

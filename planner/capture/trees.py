@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -53,13 +55,22 @@ def _collect_tensors(items: Iterable[Any], found: list[torch.Tensor]) -> None:
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with `function` applied to its leaves."""
     if isinstance(tree, tuple):
-        items = [mapped(function, item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+        parts = [mapped(function, item) for item in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
     if isinstance(tree, list):
         return [mapped(function, item) for item in tree]
     if isinstance(tree, dict):
-        return {key: mapped(function, item) for key, item in tree.items()}
+        items = {key: mapped(function, item) for key, item in tree.items()}
+        return _alike(tree, items) if isinstance(tree, OrderedDict) else items
     return function(tree)
+
+
+def _alike(tree: Any, items: Mapping[Any, Any]) -> Any:
+    """The output of a model, a dictionary that is asked for its first value by number, with other values."""
+    made = copy.copy(tree)
+    for key, item in items.items():
+        made[key] = item
+    return made
 
 
 def plain(result: Any) -> Any:

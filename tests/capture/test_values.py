@@ -53,6 +53,38 @@ def test_a_mask_of_known_values_picks_as_many_as_it_has() -> None:
     assert [size.at(2) for size in last.outputs[0].shape] == [2 * 3, 4]
 
 
+class _LongMasked(nn.Module):
+    """Looks at a mask that is expanded over the square of its sequence, and at images that are all black; asks torch for a
+    quotient of sizes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        length = x.shape[1]
+        square = 1.0 - mask.float()[:, None, None, :].expand(-1, 2, length, length)
+        if (square.masked_fill(square.bool(), -1.0)[:, 0, 0] < 0).flatten().any().item():
+            raise AssertionError("nothing is masked")
+        x = x[(x == 0.0).sum(dim=(1, 2)) != length * 4]
+        for _ in range(2):
+            x = x.view(x.shape[0], torch.div(length, 4, rounding_mode="trunc"), 16).view(
+                x.shape[0], length, 4
+            )
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_masks_over_the_square_of_a_long_sequence_and_samples_that_are_not_empty_are_known() -> None:
+    length = 4096
+    graph = capture(
+        _LongMasked(), (torch.randn(2, length, 4), torch.ones(2, length, dtype=torch.int64)), name="x"
+    )
+    assert not graph.warnings
+    (linear,) = [op for block in graph.blocks for op in block.operators if op.target.endswith("linear")]
+    assert [size.at(3) for size in linear.outputs[0].shape] == [3, length, 4]
+
+
 class _Recognised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
