@@ -74,7 +74,7 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     """The largest norm of a difference over the larger of the gradient's norm and a thousandth of the median's."""
     if found.keys() != expected.keys():
         return float("inf")
-    floor = 1e-3 * torch.stack([g.norm() for g in expected.values()]).median()
+    floor = (1e-3 * torch.stack([g.norm() for g in expected.values()]).median()).clamp(min=1e-30)
     return max(((found[n] - g).norm() / torch.maximum(g.norm(), floor)).item() for n, g in expected.items())
 
 
@@ -145,8 +145,12 @@ def _trained(rank: int, folder: str, module: nn.Module, batch: Any, strategy: st
 
 def is_deterministic(module: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether two steps of one process are equal whatever the seed, and not all of it zero: where random numbers are drawn,
-    or a loss was cut off, nothing can be compared."""
-    first, second = (reference(module, batch, micro=SHARE, seed=seed) for seed in range(2))
+    a loss was cut off or a sample is too few, nothing can be compared."""
+    try:
+        first, second = (reference(module, batch, micro=SHARE, seed=seed) for seed in range(2))
+        reference(module, batch, micro=1)
+    except (ValueError, RuntimeError):  # it cannot be trained so
+        return False
     return any(bool(g.any()) for g in first.values()) and all(
         torch.equal(g, second[name]) and bool(g.isfinite().all()) for name, g in first.items()
     )

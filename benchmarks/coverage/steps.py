@@ -87,7 +87,7 @@ def ranked(entry: Entry) -> Result:
         return {
             "ok": False,
             "ran": False,
-            "why": "draws random numbers, or its gradients are zero or not finite",
+            "why": "draws random numbers, cannot be trained with one sample, or its gradients are zero or not finite",
         }
     found = [ranks.run_on_ranks(real, batch, strategy) for strategy in ranks.drawn(entry.key)]
     outcomes = [each["outcome"] for each in found]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.errors import UserError
 from autoparallel.runtime.stages.known_values import EagerView
-from autoparallel.runtime.torch_private import sizes_of_its_own, traced_as
+from autoparallel.runtime.torch_private import sizes_of_its_own, storage_id, traced_as
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -112,10 +112,17 @@ class _Watch(TorchDispatchMode):
             self.read[id(tensor)] = self.read.get(id(tensor), frozenset()) | {i}
         self.shares = dict(self.read)  # which of them a value is a view of
         self.written: frozenset[int] = frozenset()
+        self.put: dict[
+            int, frozenset[int]
+        ] = {}  # what was written into a storage, through whatever view of it
 
     def sources(self, values: Any) -> frozenset[int]:
         """Indices of the watched tensors that `values` depend on."""
-        found = [self.read.get(id(v), frozenset()) for v in pytree.tree_leaves(values)]
+        leaves = pytree.tree_leaves(values)
+        found = [self.read.get(id(v), frozenset()) for v in leaves]
+        if self.put:
+            stored = [storage_id(v.untyped_storage()) for v in leaves if isinstance(v, torch.Tensor)]
+            found += [self.put.get(storage, frozenset()) for storage in stored]
         return frozenset().union(*found)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,6 +133,10 @@ class _Watch(TorchDispatchMode):
         aliased = [self.shares.get(id(a), frozenset()) for a, v in given if v.alias_info is not None]
         writes = [a for a, v in given if v.is_write]
         self.written = self.written.union(*(self.shares.get(id(a), frozenset()) for a in writes))
+        for value in writes:
+            if isinstance(value, torch.Tensor):
+                storage = storage_id(value.untyped_storage())
+                self.put[storage] = self.put.get(storage, frozenset()) | sources
         for value in pytree.tree_leaves((output, writes)):
             if isinstance(value, torch.Tensor):
                 self.kept.append(value)
