@@ -202,6 +202,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
     "target_sizes": (lambda model, given: places_of(model, given),),
     "spatial_shapes": (lambda model, given: places_of(model, given),),
     "image_sizes": (lambda _, given: torch.tensor(given["pixel_values"].shape[-2:]).repeat(SAMPLES, 1),),
+    **dict.fromkeys(("merge_sizes", "image_merge_sizes"), (lambda model, _: _merged(model),)),
     # An image in one tile of those that its model cuts images into.
     "aspect_ratio_ids": (
         lambda _, given: torch.ones((SAMPLES, given["pixel_values"].shape[1]), dtype=torch.int64),
@@ -283,6 +284,11 @@ OTHERS: dict[str, tuple[Example, ...]] = {
     **dict.fromkeys(GRIDS, (grid,)),
     "noise_embeds": (lambda model, _: _embedded(model),),
 }
+
+
+def _merged(model: Model) -> torch.Tensor:
+    """Rows and columns of patches that become one, of each image."""
+    return torch.full((SAMPLES,), int(model.setting("spatial_merge_size") or 1))
 
 
 def _convolved(model: Model) -> torch.Tensor:

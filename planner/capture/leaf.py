@@ -65,12 +65,14 @@ class _Deadline(TorchDispatchMode):
         super().__init__()
         self._path = path
         self._end_s = time.process_time() + _LONGEST_RUN_S
+        self.attends = False  # by a fused kernel
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if time.process_time() > self._end_s:
             raise LeafError(self._path, f"that takes more than {_LONGEST_RUN_S:.0f} s")
+        self.attends |= "scaled_dot_product" in func._schema.name
         return func(*args, **(kwargs or {}))
 
 
@@ -88,16 +90,58 @@ def measure_leaf(
         raise LeafError(path, f"it is too large ({size / 2**30:.1f} GiB)")
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
         try:
-            with _Deadline(path):
-                return _run(module, args, kwargs, known)
+            key = _kind(module, path, args, kwargs, known)
+            if key not in _measured:
+                with _Deadline(path) as deadline:
+                    _measured[key] = _run(module, args, kwargs, known, deadline)
+            result, cost = _measured[key]
+            return mapped(_to_meta, result), cost
         except LeafError:
             raise
         except Exception as error:
             raise TraceError(path, f"{type(error).__name__}: {error}") from error
 
 
+# Of equal leaves called alike, in other layers and in later traces of one model, one is run.
+_measured: dict[Any, tuple[Any, LeafCost]] = {}
+
+
+def forget_leaves() -> None:
+    """Let go of what was measured: another model is captured."""
+    _measured.clear()
+
+
+def _kind(
+    module: nn.Module, path: str, args: Any, kwargs: Any, known: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Any:
+    """Equal for calls that cost the same: classes, printed settings, shapes, plain attributes other than the leaf's own
+    place in a list, and what is given."""
+    places = {part for part in path.split(".") if part.isdigit()}
+    parts: list[Any] = [repr(module)]
+    for name, part in module.named_modules():
+        plain = [
+            (k, v) for k, v in vars(part).items() if isinstance(v, int | float | str) and str(v) not in places
+        ]
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        state = [(key, t.shape, t.dtype, t.requires_grad) for key, t in own]
+        parts.append((name, type(part), tuple(plain), tuple(state)))
+    return tuple(parts), str(mapped(lambda leaf: _seen(leaf, known), (args, kwargs)))
+
+
+def _seen(leaf: Any, known: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf if isinstance(leaf, int | float | str | torch.dtype | None) else type(leaf)
+    values = known(leaf)
+    numbers = None if values is None else hash(values.contiguous().view(-1).numpy().tobytes())
+    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, numbers
+
+
 def _run(
-    module: nn.Module, args: Any, kwargs: Any, known: Callable[[torch.Tensor], torch.Tensor | None]
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    known: Callable[[torch.Tensor], torch.Tensor | None],
+    deadline: _Deadline,
 ) -> tuple[Any, LeafCost]:
     generator = torch.Generator().manual_seed(0)
     trial = copy.deepcopy(module)
@@ -117,11 +161,15 @@ def _run(
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = trial(*args, **kwargs)
-    with sdpa_kernel(SDPBackend.MATH):  # the products of fused attention on a CPU are not counted
-        with FlopCounterMode(display=False) as forward:
-            counted = trial(*args, **kwargs)
+    with (
+        FlopCounterMode(display=False) as forward,
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+    ):
+        result = counted = trial(*args, **kwargs)
+    with sdpa_kernel(SDPBackend.MATH):
+        if deadline.attends:  # whose products in a fused kernel on a CPU are not counted
+            with FlopCounterMode(display=False) as forward:
+                counted = trial(*args, **kwargs)
         differentiable = [t for t in tensors(counted) if t.requires_grad]
         with FlopCounterMode(display=False) as backward:
             if differentiable:

@@ -14,6 +14,7 @@ from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture.build import main_dtype
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
+from autoparallel.planner.capture.leaf import forget_leaves
 from autoparallel.planner.capture.links import repeated_paths
 from autoparallel.planner.capture.loops import loop_warnings
 from autoparallel.planner.capture.on_meta import in_dtype, on_meta
@@ -47,6 +48,7 @@ def capture(
     another one of its own accord casts then, and keeps what it has cast. A module that does not run so runs as it is.
     `say` is told what is done, often.
     """
+    forget_leaves()
     inputs = checked_inputs(module, example_inputs, name)
     own, wanted = getattr(torch, main_dtype(module)), getattr(torch, dtype) if dtype else None
     if wanted in (None, own):
