@@ -43,6 +43,11 @@ def _now_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | Non
     return None
 
 
+def _for_itself(result: Tensor) -> Tensor:
+    """A result that autograd does not take for a view of what nobody else sees: the model's code may write into it."""
+    return torch.ops.aten._unsafe_view.default(result, result.shape)  # type: ignore[no-any-return]
+
+
 class _Linear(torch.autograd.Function):
     """`F.linear`, [..., in] x [out, in] -> [..., out]; `turned`: of a weight [in, out]."""
 
@@ -50,7 +55,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.turned = turned
-        return F.linear(input, weight.t() if turned else weight, bias)
+        return _for_itself(F.linear(input, weight.t() if turned else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,7 +82,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
         ctx.save_for_backward(indices, weight)
         ctx.padding = padding
-        return F.embedding(indices, weight, padding if padding >= 0 else None)
+        return _for_itself(F.embedding(indices, weight, padding if padding >= 0 else None))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -28,6 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(self.norm(x))
+        hidden += 0.5  # as code may
         for _ in range(6):
             hidden = torch.sin(hidden)  # keeps what it reads
         return x + self.second(hidden)  # type: ignore[no-any-return]
@@ -43,7 +44,9 @@ class Stage(nn.Module):
         self.recomputes = recomputes
 
     def forward(self, indices: Tensor, x: Tensor) -> Tensor:
-        x = x + self.table(indices)
+        rows = self.table(indices)
+        rows += x
+        x = rows
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return x
