@@ -12,6 +12,7 @@ import torch
 
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.huggingface_inputs import example_inputs
+from autoparallel.planner.capture.huggingface_model import text_settings
 from autoparallel.planner.capture.meta_mode import MetaMode
 from autoparallel.planner.capture.on_meta import holds_few, note_values
 from autoparallel.planner.capture.placeholders import MEDIA_TOKENS
@@ -123,7 +124,7 @@ def _config(file: Path, raw: dict[str, Any]) -> Any:
 def _name_media_tokens(config: Any) -> None:
     """Checkpoints say which token stands for an image or a sound; where a configuration of its own does not, one of the last
     does."""
-    last = getattr(config.get_text_config(), "vocab_size", None) or 0
+    last = getattr(text_settings(config), "vocab_size", None) or 0
     for key in MEDIA_TOKENS:
         if last > 0 and getattr(config, key, 0) is None:
             last -= 1

@@ -30,7 +30,7 @@ class Model:
     @property
     def text(self) -> Any:
         """The settings of what reads tokens."""
-        return self.config.get_text_config()
+        return text_settings(self.config)
 
     @property
     def length(self) -> int:
@@ -45,6 +45,14 @@ class Model:
                 if (value := getattr(config, key, None)) is not None:
                     return value
         return None
+
+
+def text_settings(config: Any) -> Any:
+    """The settings of what reads tokens; of two that do, an encoder and a decoder, those of the decoder."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
 
 
 def _default_length(config: Any) -> int:

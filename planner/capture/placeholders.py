@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autoparallel.planner.capture.huggingface_images import flattened
+from autoparallel.planner.capture.huggingface_model import text_settings
 from autoparallel.planner.capture.inputs_tried import Maker, Whole, fitted
 from autoparallel.planner.capture.meta_mode import MetaMode
 from autoparallel.planner.capture.on_meta import left_as_it_was, with_batch
@@ -79,7 +80,7 @@ def _with(
         raise _NoPlaceholderError
     given = _given(module, method, medium, inputs, makers)
     features = _on_meta(module, method, _as_taken(given))[0]
-    places = _places(features, inputs["input_ids"].shape[0], config.get_text_config().hidden_size)
+    places = _places(features, inputs["input_ids"].shape[0], text_settings(config).hidden_size)
     placed = _placed(inputs, token, slice(used, used + places)) | given
     kinds = (placed["input_ids"] == token).to(torch.int64)
     accepted = inspect.signature(module.forward).parameters
