@@ -112,9 +112,8 @@ class _Watch(TorchDispatchMode):
             self.read[id(tensor)] = self.read.get(id(tensor), frozenset()) | {i}
         self.shares = dict(self.read)  # which of them a value is a view of
         self.written: frozenset[int] = frozenset()
-        self.put: dict[
-            int, frozenset[int]
-        ] = {}  # what was written into a storage, through whatever view of it
+        # What was written into a storage, through whatever view of it.
+        self.put: dict[int, frozenset[int]] = {}
 
     def sources(self, values: Any) -> frozenset[int]:
         """Indices of the watched tensors that `values` depend on."""
