@@ -21,8 +21,8 @@ from autoparallel.planner.capture.huggingface_images import (
     patches_as_they_are,
 )
 from autoparallel.planner.capture.huggingface_model import SAMPLES, Model
-from autoparallel.planner.capture.inputs_tried import Maker, failure, fitted
-from autoparallel.planner.capture.placeholders import with_media
+from autoparallel.planner.capture.inputs_tried import Maker, fitted
+from autoparallel.planner.capture.placeholders import is_traceable, with_media
 
 # transformers' tables by what a label is given for: one a sample; one a pixel; or of a form of its own (boxes, masks),
 # where the outputs are differentiated instead. All others take one a token.
@@ -89,7 +89,7 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
     for name in otherwise:  # read beside the text, not in the place of tokens
         if name not in inputs:
             more = fitted(module, inputs | {name: makers[name][0](inputs)}, makers, ())
-            inputs = more if failure(module, more)[0] is None else inputs
+            inputs = more if is_traceable(module, more) else inputs
     return inputs
 
 

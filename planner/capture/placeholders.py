@@ -167,6 +167,15 @@ def _on_meta(module: Any, function: Any, inputs: Inputs) -> tuple[Any, list[tupl
         return function(**given), ran
 
 
+def is_traceable(module: Any, inputs: Inputs) -> bool:
+    """Whether the module runs on the meta device to its end: without values, and without a part run for real."""
+    try:
+        _on_meta(module, module, inputs)
+    except Exception:  # whatever it is that the model wants else
+        return False
+    return True
+
+
 def _places(features: Any, samples: int, width: int) -> int:
     """How many tokens one image becomes: the rows of the last features as wide as the text's."""
     pooled = getattr(features, "pooler_output", None)
