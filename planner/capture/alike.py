@@ -21,6 +21,7 @@ def alike(graphs: Sequence[fx.Graph]) -> fx.Graph:
         for side in (tensor_inputs, tensor_outputs):
             for nodes in zip(*map(side, row), strict=True):
                 nodes[0].meta["twins"] = nodes
+    for row in zip(*rows, strict=True):  # what a call returns may be read before it is written into, or after
         row[0].meta["twins"] = row
     return graphs[0]
 
