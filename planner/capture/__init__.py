@@ -6,7 +6,7 @@
   `placeholders.py` puts images and sound in front of a text.
 - `traced.py`: `trace`, the step as one `torch.fx` graph, `show.py` as code; `nodes.py` says what its nodes say.
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three
-  (`fold.py`); what a router chooses gets equal shares where code asks for
+  (`fold.py`, by their `structure.py`); what a router chooses gets equal shares where code asks for
   it (`choices.py`); what cannot be traced is run once for real (`leaf.py`).
 - `step.py`: one training step, run by `tracer.py` on the meta device (`on_meta.py`, `meta_mode.py` with `uniform.py`), torch's own
   Python functions opened (`opened.py`) and others such as attention kept whole (`whole.py`), recurrent layers step by step (`recurrent.py`), rounds of a

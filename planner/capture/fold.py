@@ -10,7 +10,6 @@ last trace to equal blocks. Otherwise `FoldError` is raised, and the model is tr
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from autoparallel.planner.capture.leaf import TracedForward
+from autoparallel.planner.capture.structure import structure
 from autoparallel.planner.capture.trees import mapped
 
 # By submodule path and attribute: the numbers that equal modules hold there.
@@ -127,49 +127,6 @@ def _is_position(row: Sequence[tuple[int, int]]) -> bool:
     if rest or not step or (len(row) <= _FOLDED and (start, step) != (first, 1)):
         return False
     return all(value == start + step * (position - first) for position, value in row)
-
-
-_SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-def structure(module: nn.Module, indices: frozenset[tuple[str, str]], shared: frozenset[int]) -> object:
-    """What two modules must have in common to trace alike: classes, scalar settings, parameters and buffers.
-
-    Attributes that only hold the position in the list are left out; a parameter that is shared is told by its
-    identity, other objects (a config) by theirs.
-    """
-    parts: list[object] = []
-    for path, part in module.named_modules():
-        settings = tuple(
-            (name, _setting(value))
-            for name, value in sorted(vars(part).items())
-            if not name.startswith("_") and (path, name) not in indices
-        )
-        parts.append((path, type(part), settings, len(part._forward_hooks), len(part._forward_pre_hooks)))
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                identity = id(tensor) if id(tensor) in shared else 0
-                parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, identity))
-    return tuple(parts)
-
-
-def _setting(value: object, depth: int = 2) -> object:
-    """What of an attribute must be equal; an object that is not plain data by its own attributes, or itself."""
-    if isinstance(value, _SCALARS):
-        return (type(value), value)
-    if isinstance(value, tuple | list | frozenset | set):
-        return (type(value), tuple(_setting(item, depth) for item in value))
-    if isinstance(value, dict):
-        return tuple((str(key), _setting(item, depth)) for key, item in value.items())
-    if isinstance(value, functools.partial):
-        return (_setting(value.func), _setting(value.args, depth), _setting(value.keywords, depth))
-    if callable(value) and hasattr(value, "__qualname__"):
-        return value.__qualname__
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype)
-    if depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        return (type(value), tuple((k, _setting(v, depth - 1)) for k, v in sorted(vars(value).items())))
-    return id(value)
 
 
 def _unless_alike(compare: Callable[[Any, Any], bool]) -> Any:

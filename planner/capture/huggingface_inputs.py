@@ -84,8 +84,8 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
     elif "input_ids" in inputs and config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens(model)
     makers = _makers(model, list(accepted))
-    placed, runs, otherwise = with_media(module, config, inputs, makers)
-    inputs = placed if runs else _fitted(model, inputs, list(accepted))
+    placed, otherwise = with_media(module, config, inputs, makers)
+    inputs = _fitted(module, inputs, makers) if placed is inputs else placed
     for name in otherwise:  # read beside the text, not in the place of tokens
         if name not in inputs:
             more = fitted(module, inputs | {name: makers[name][0](inputs)}, makers, ())
@@ -104,14 +104,11 @@ def _made(model: Model, name: str, given: Mapping[str, Any]) -> Any:
     )
 
 
-def _fitted(model: Model, inputs: dict[str, Any], accepted: Sequence[str]) -> dict[str, Any]:
+def _fitted(module: Any, inputs: dict[str, Any], makers: Mapping[str, Sequence[Maker]]) -> dict[str, Any]:
     """`inputs` with what else the model turns out to need. A model of tokens alone runs on tokens: nothing is tried."""
-    makers = _makers(model, accepted)
     if makers.keys() <= _OF_TOKENS:
         return inputs
-    return fitted(
-        model.module, inputs, makers, [name for name in ("labels", "return_loss") if name in inputs]
-    )
+    return fitted(module, inputs, makers, [name for name in ("labels", "return_loss") if name in inputs])
 
 
 def _makers(model: Model, accepted: Sequence[str]) -> dict[str, list[Maker]]:

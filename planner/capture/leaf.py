@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.planner.capture.errors import TraceError
+from autoparallel.planner.capture.structure import structure
 from autoparallel.planner.capture.trees import mapped, tensors
 
 # A leaf with more parameter bytes than this is not run here (kind: chosen; about what a laptop can spare).
@@ -102,6 +104,8 @@ def measure_leaf(
             raise TraceError(path, f"{type(error).__name__}: {error}") from error
 
 
+_OF_A_PLACE = re.compile(r"(layer|block)_?(idx|index|id|number)$")
+
 # Of equal leaves called alike, in other layers and in later traces of one model, one is run.
 _measured: dict[Any, tuple[Any, LeafCost]] = {}
 
@@ -114,18 +118,17 @@ def forget_leaves() -> None:
 def _kind(
     module: nn.Module, path: str, args: Any, kwargs: Any, known: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Any:
-    """Equal for calls that cost the same: classes, printed settings, shapes, plain attributes other than the leaf's own
-    place in a list, and what is given."""
+    """Equal for calls that cost the same: of modules of one structure, but for the number of their layer, given the same."""
     places = {part for part in path.split(".") if part.isdigit()}
-    parts: list[Any] = [repr(module)]
-    for name, part in module.named_modules():
-        plain = [
-            (k, v) for k, v in vars(part).items() if isinstance(v, int | float | str) and str(v) not in places
-        ]
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        state = [(key, t.shape, t.dtype, t.requires_grad) for key, t in own]
-        parts.append((name, type(part), tuple(plain), tuple(state)))
-    return tuple(parts), str(mapped(lambda leaf: _seen(leaf, known), (args, kwargs)))
+    indices = frozenset(
+        (name, key)
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if _OF_A_PLACE.search(key) and str(value) in places
+    )
+    return structure(module, indices, frozenset()), str(
+        mapped(lambda leaf: _seen(leaf, known), (args, kwargs))
+    )
 
 
 def _seen(leaf: Any, known: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:

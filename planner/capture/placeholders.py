@@ -22,6 +22,7 @@ Inputs = dict[str, Any]
 _OF_IMAGES = ("image_token_id", "image_token_index")
 _OF_SOUND = ("audio_token_id", "audio_token_index")
 MEDIA_TOKENS = (*_OF_IMAGES, *_OF_SOUND, "video_token_id", "video_token_index")
+_TOKENS = ("input_ids", "inputs_embeds")
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")  # what says which tokens are an image's
 
 
@@ -46,11 +47,11 @@ class _NoPlaceholderError(LookupError):
 
 def with_media(
     module: Any, config: Any, inputs: Inputs, makers: Mapping[str, Sequence[Maker]]
-) -> tuple[Inputs, bool, list[str]]:
-    """`inputs` with one image and one sound a sample, examples of which the `makers` of each argument make; whether the
-    module was seen to run on them; and the arguments of media for which no token stands.
+) -> tuple[Inputs, list[str]]:
+    """`inputs` with one image and one sound a sample, on which the module was seen to run; the `makers` of each argument make
+    examples of it. And the arguments of media for which no token stands.
 
-    As they are, so that idle parameters are warned of, where the model wants something else, or leaves no room for text.
+    `inputs` itself, so that idle parameters are warned of, where the model wants something else, or leaves no room for text.
     """
     found, used, otherwise = inputs, 0, []
     for medium in _MEDIA:
@@ -60,7 +61,7 @@ def with_media(
             otherwise += [medium.argument] if medium.argument in makers else []
         except Exception:  # whatever it is that the model wants else
             continue
-    return found, used > 0, otherwise
+    return found, otherwise
 
 
 def _with(
@@ -127,17 +128,11 @@ def _given(
 ) -> Inputs:
     """The arguments of the method: those it must have, and what it turns out to need."""
     asked = inspect.signature(method).parameters
-    named = {
-        name: makers[name] for name in asked if name in makers and name not in ("input_ids", "inputs_embeds")
-    }
+    named = {name: makers[name] for name in asked if name in makers and name not in _TOKENS}
+    needed = [name for name in named if asked[name].default is asked[name].empty]
     given: Inputs = {}
-    for name in (medium.argument, *asked):
-        if (
-            name in named
-            and name not in given
-            and (name == medium.argument or asked[name].default is asked[name].empty)
-        ):
-            given[name] = named[name][0](inputs | given)
+    for name in dict.fromkeys((medium.argument, *needed)):
+        given[name] = named[name][0](inputs | given)
     return fitted(_Features(module, method), given, named, ())
 
 
