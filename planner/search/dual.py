@@ -91,8 +91,13 @@ class Dual:
 
     def bound(self) -> Value:
         """What nothing that is still open, or was given up, goes below."""
-        head = min((heap[0][0] for heap in (self._heap, self._undecided) if heap), default=NOTHING)
-        return min(head, self.upcoming.value, self._current, self._given_up)
+        undecided = self._undecided[0][0] if self._undecided else NOTHING
+        return min(self.lead, undecided, self._current, self._given_up)
+
+    @property
+    def lead(self) -> Value:
+        """The least bound of what is looked at next."""
+        return min(self._heap[0][0] if self._heap else NOTHING, self.upcoming.value)
 
     def _push(
         self, bound: Value, item: Node | Run, heap: list[tuple[Value, int, Node | Run]] | None = None
@@ -238,10 +243,21 @@ class Dual:
             bound = max(bound, relaxed)
             if not self.sims.may_win(bound):
                 return
-            if chosen not in self.sims.candidates:
-                self.sims.try_quickly(chosen, bound)
-                problem = self.sims.with_paths(chosen, problem)
+            node = Node(chosen=chosen, bound=bound, problem=problem, relaxed=True)
+            if bound > self.lead:  # something else is looked at sooner
+                self._push(bound, node)
+                return
+            self._begin(node)
+            return
         self._resolve(Node(chosen=chosen, bound=bound, problem=problem), SHORT)
+
+    def _begin(self, node: Node) -> None:
+        """Simulate an easily found partition of a candidate that leads, then give its stage problem to the solver."""
+        chosen, problem = node.chosen, node.problem
+        if chosen not in self.sims.candidates:
+            self.sims.try_quickly(chosen, node.bound)
+        problem = self.sims.with_paths(chosen, problem)
+        self._resolve(replace(node, problem=problem, relaxed=False), SHORT)
 
     def _relaxed(self, chosen: Candidate, problem: StageProblem) -> Value:
         """What the linear relaxation of a candidate's stage problem says that no partition goes below."""
@@ -285,6 +301,9 @@ class Dual:
 
     def _simulate(self, node: Node) -> None:
         """Simulate a node's partition, learn from it, and solve again for what is left."""
+        if node.relaxed:
+            self._begin(node)
+            return
         if node.partition is None:
             self._resolve(node)
             return

@@ -139,7 +139,8 @@ def scheduled_alike(shapes: Shapes, run: Run) -> Bools:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A variant with its stage problem, the partitions already simulated, and the one to simulate next; None where a first,
-    short solve found none, and left open whether there is one. `fits`: all that were simulated did, as their rows say."""
+    short solve found none, and left open whether there is one. `fits`: all that were simulated did, as their rows say;
+    `relaxed`: its bound is that of its linear relaxation, and the solver has not looked at it."""
 
     chosen: Candidate
     bound: Value
@@ -147,6 +148,7 @@ class Node:
     excluded: tuple[Partition, ...] = ()
     partition: Partition | None = None
     fits: bool = True
+    relaxed: bool = False
 
     @property
     def to_solve(self) -> StageProblem:
