@@ -19,6 +19,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import NOTHING, Objective, Value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, rows_of
+from autoparallel.planner.search.bounds.ranks import rates_of
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
 from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, scheduled_alike, values_of
 from autoparallel.planner.search.partition.forms import PS
@@ -173,7 +174,8 @@ class Dual:
         self._push_run(run.take(~same))
         run = run.take(same)
         rows = rows_of(self.outer, run.variants)
-        each_s = [weights.bounds_s(rows, self.outer.chain) for weights in every[run.weighed :]]
+        held, room = rates_of(self.outer.problem, rows.shapes, rows.zero), self.outer.capacity_bytes
+        each_s = [one.bounds_s(rows, self.outer.chain, held, room) for one in every[run.weighed :]]
         bounds_s = np.max([np.zeros(len(run)), *each_s], axis=0)
         self.sims.work += spending.PER_PASS + spending.PER_RANK * len(run) * chosen.chunks * len(each_s)
         devices = self.outer.space.shapes.devices[run.variants.shape]

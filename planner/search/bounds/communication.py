@@ -27,7 +27,8 @@ from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, al
 from autoparallel.planner.strategy.types import AXES, Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+SHARD_AXES = ("dp_shard", "cp")
+DATA_AXES = ("dp_replicate", *SHARD_AXES)
 STEPPED = ("step_s", "step_expert_s")
 REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
 LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
@@ -67,6 +68,7 @@ class CommunicationPrices:
     table: PriceTable
     book: PriceBook
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
+    shared: Ints  # likewise of the ranks that parameters which are no experts' are sharded over
     sized: Ints  # by shape: the number of its sizes of the axes that parameters are shared over
     held: Ints  # by shape: the number of what its layer groups hold
     offloaded: Ints  # by shape: the number of the share of the optimizer's state on the host
@@ -77,6 +79,7 @@ class CommunicationPrices:
     tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
     _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _stepped_experts: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _sends: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _joins: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
@@ -97,6 +100,7 @@ class CommunicationPrices:
             table=table,
             book=book,
             placed=_placements(space),
+            shared=_placements(space, SHARD_AXES),
             sized=_sizes_shared(space)[space.shapes.mesh],
             held=held.reshape(-1),
             offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
@@ -277,17 +281,29 @@ class CommunicationPrices:
         placed = np.where(
             gathered, sizes * 4 + self._placed_keys(found), self.sized[found.shape] * 4 + found.zero
         )
-        keys = placed * (int(self.offloaded.max(initial=0)) + 1) + self.offloaded[found.shape]
+        several = int(self.offloaded.max(initial=0)) + 1
+        keys = placed * several + self.offloaded[found.shape]
         whole = max(self.problem.graph.parameter_count, 1)
+        apart = self.table.all_experts[found.shape] > 0  # then their shards are elsewhere
+        where = self.shared[self.space.shapes.mesh[found.shape], found.order]
+        alone = np.where(gathered, sizes * 4 + where, placed) * several + self.offloaded[found.shape]
 
-        def price(row: int) -> tuple[float, ...]:
+        def dense(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            axes, experts = mesh_axes(strategy), self.table.all_experts[found.shape[row]] > 0
-            step_s = update_s(self.book, strategy, axes, whole, 0)
-            expert_s = update_s(self.book, strategy, axes, whole, whole) if experts else 0.0
-            return step_s / whole, expert_s / whole
+            return (update_s(self.book, strategy, mesh_axes(strategy), whole, 0) / whole,)
 
-        return _looked_up(self._stepped, keys, price, len(STEPPED))
+        def of_experts(row: int) -> tuple[float, ...]:
+            strategy = self._example_of(found, row)
+            return (update_s(self.book, strategy, mesh_axes(strategy), whole, whole) / whole,)
+
+        prices = np.zeros((len(found), len(STEPPED)))
+        prices[:, 0] = _looked_up(self._stepped, alone, dense, 1)[:, 0]
+        if apart.any():
+            rows = np.flatnonzero(apart)
+            prices[rows, 1] = _looked_up(
+                self._stepped_experts, keys[rows], lambda at: of_experts(int(rows[at])), 1
+            )[:, 0]
+        return prices
 
     def _placed_keys(self, found: Variants) -> Ints:
         """Where data parallelism is placed, and the level of ZeRO: 1 and 2 exchange the same, if not as often."""
@@ -357,11 +373,16 @@ def _sizes_shared(space: Space) -> Ints:
     return np.asarray(np.unique(ranks, axis=0, return_inverse=True)[1].reshape(-1))
 
 
-def _placements(space: Space) -> Ints:
-    """For each mesh and order, a number that is the same where the groups of data parallelism are placed alike."""
-    axes = [AXES.index(name) for name in DATA_AXES]
+def _placements(space: Space, names: tuple[str, ...] = ()) -> Ints:
+    """For each mesh and order, a number that is the same where the groups of these axes are placed alike, or all groups of data
+    parallelism, experts' among them."""
+    axes = [AXES.index(name) for name in names or DATA_AXES]
     orders, meshes = space.meshes.near.shape[:2]
     near = space.meshes.near[:, :, axes].reshape(orders * meshes, -1)
+    if names:
+        own = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in names]]
+        rows = np.concatenate([near, np.tile(own, (orders, 1))], axis=1)
+        return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1].reshape(orders, meshes).T)
     sizes = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in MESH_KEYS if name != "pp"]]
     # tp and ep say how experts are shared among the ranks of data parallelism; without experts apart tp does not.
     sizes = np.where(np.array([n == "tp" for n in MESH_KEYS if n != "pp"]) & (sizes[:, -1:] == 1), 1, sizes)

@@ -5,18 +5,22 @@ With n[c] layers in chunk c and weights l[p] of the known paths that sum to one,
     T >= sum l[p] (const[p] + sum a[p, c] n[c]) >= const + sum least[c] A[c] + (N - sum least[c]) min A[c]
 
 where A[c] = sum l[p] a[p, c]. Every choice of weights gives a true bound; the best ones are the dual values of the
-linear program of one variant, and serve all others of the schedule, whose layers take other times.
+linear program of one variant, and serve all others of the schedule, whose layers take other times. Where memory is short,
+its moments have weights, too (`held.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
 from autoparallel.costmodel.stage_cost import Phase, StageCost
 from autoparallel.costmodel.timetable import pipeline_times
+from autoparallel.planner.search.bounds.held import HeldWeights, held_weights, that_bind
+from autoparallel.planner.search.bounds.ranks import Rates
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.partition.forms import PS, Chain
 from autoparallel.planner.search.partition.paths import SchedulePaths
@@ -24,11 +28,11 @@ from autoparallel.planner.search.partition.problem import Q, Row, StageProblem
 from autoparallel.planner.search.partition.relaxation import Relaxation
 from autoparallel.planner.search.space.meshes import Bools, Floats
 
-MOST_PLANES = 60  # paths that are added for one schedule. Kind: formula
+MOST_PLANES = 24  # paths that are added for one schedule. Kind: formula
 MOST_NUMBERS = (
     20_000_000  # that layer groups divided in order may take; more are divided in any order. Kind: formula
 )
-CLOSE = 1e-3  # share to which bound and timetable agree at the end
+CLOSE = 4e-3  # share to which bound and timetable agree at the end
 STEP = 0.4  # of the way from the best layers to those that the program proposes. Kind: measured
 TIMES = tuple(q for q in Q if q < Q.STATE)  # the quantities that are seconds
 
@@ -39,9 +43,10 @@ class PathWeights:
 
     counts: Floats  # [quantity of `TIMES`, chunk]
     layers: tuple[float, ...]  # of each chunk, with which a walk took least
+    held: HeldWeights | None = None  # where memory bound the variant that these weights are the best of
 
-    def bounds_s(self, rows: Rows, chain: Chain) -> Floats:
-        """Seconds that no partition of any of these variants, all of this schedule, goes below."""
+    def bounds_s(self, rows: Rows, chain: Chain, rates: tuple[Rates, Rates], capacity_bytes: float) -> Floats:
+        """Seconds that no partition that fits goes below, of any of these variants, all of this schedule."""
         of_kind = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
         took = _Took(rows, of_kind)
         times = [TIMES.index(q) for q in took.groups]
@@ -52,9 +57,20 @@ class PathWeights:
                 fixed = fixed + value * self.counts[TIMES.index(q)][at]
         for q, value in took.chunks.items():
             fixed = fixed + value * self.counts[TIMES.index(q)][1:-1].sum()
+        found = self._divided_s(rows, chain, each, fixed)
+        if self.held is None:
+            return found
+        times = [TIMES.index(q) for q in took.again]
+        again = np.stack(list(took.again.values()), axis=2) @ self.counts[times]
+        each, more = self.held.with_memory(rows, chain, rates, capacity_bytes, each, again)
+        return np.maximum(found, self._divided_s(rows, chain, each, fixed + more))
+
+    def _divided_s(self, rows: Rows, chain: Chain, each: Floats, fixed: Floats) -> Floats:
+        """The least that layer groups come to, which take `each` [variant, kind, chunk], with what is `fixed` [variant]."""
         sends = self.counts[TIMES.index(Q.SEND)]
         if len(set(chain.kinds)) > 1 and each.size * len(chain.kinds) <= MOST_NUMBERS:
             return fixed + _in_order(rows, chain, each, sends)
+        of_kind = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
         groups, least = np.array(of_kind, dtype=np.float64), each.min(axis=2)
         # A chunk that is not at an end of the model has a layer group, which takes there what it takes more than in the
         # best chunk.
@@ -117,20 +133,23 @@ class _Took:
         weight = (u.of_kinds("weight_s"), *(a - b for a, b in zip(backward[1:], inputs[1:], strict=True)))
         each = tuple(np.where(_column(every, a), a, b) for a, b in zip(both, gathers, strict=True))
         each_weight = tuple(np.where(_column(every, a), a, b) for a, b in zip(reduces, nothing, strict=True))
+        self._recompute_s = u.of_kinds("recompute_s")
         self.groups: dict[Q, Floats] = {}
+        self.again: dict[Q, Floats] = {}  # what a layer group takes more that is recomputed
         self.chunks: dict[Q, Floats] = {}
         self.head: dict[Q, Floats] = {Q.TIED: rows.tied_s}
         self.tail: dict[Q, Floats] = {Q.TIED: rows.tied_s}
         self._take(Q.FORWARD, forward, gathers, ends_computing=True)
-        self._take(Q.BACKWARD_INPUT, inputs, gathers, ends_computing=True)
+        self._take(Q.BACKWARD_INPUT, inputs, gathers, ends_computing=True, recomputes=True)
         for q in (Q.BACKWARD, Q.LAST_BACKWARD):
-            self._take(q, backward, each, waits_for=gathers[0])
-        self._take(Q.END, backward, both, waits_for=gathers[0])
+            self._take(q, backward, each, waits_for=gathers[0], recomputes=True)
+        self._take(Q.END, backward, both, waits_for=gathers[0], recomputes=True)
         for q in (Q.BACKWARD_WEIGHT, Q.LAST_BACKWARD_WEIGHT):
             self._take(q, weight, each_weight)
         self._take(Q.END_WEIGHT, weight, reduces)
         self._add(Q.STEP, rows.kind_step_s, *(rows.step_s * numbers for numbers in trainable))
-        self._leave(Q.REDUCE, backward, reduces, every)
+        some = self._leave(Q.REDUCE, backward, reduces, every)
+        self.again[Q.REDUCE] = np.where(some[:, None], -self._recompute_s * (rows.slow / rows.slow_comm), 0.0)
         self._leave(Q.REDUCE_AFTER_WEIGHT, weight, reduces, every)
 
     def _add(self, q: Q, groups: Floats, head: Floats, tail: Floats) -> None:
@@ -144,6 +163,7 @@ class _Took:
         *,
         ends_computing: bool = False,
         waits_for: Floats | None = None,
+        recomputes: bool = False,
     ) -> None:
         """A quantity of so much computation (layer groups, head, tail) beside so much communication. The gather of a
         chunk's first layer group is waited for (all of what is `exchanged` if nothing else is said), and where a pass
@@ -154,6 +174,8 @@ class _Took:
             np.where(_column(led, a), a + self._more * b, b + self._less * a)
             for a, b in zip(computed, exchanged, strict=True)
         ))  # fmt: skip
+        if recomputes:
+            self.again[q] = self._recompute_s * np.where(led, 1.0, self._less)[:, None]
         gathered = (exchanged[0] if waits_for is None else waits_for)[:, self._of_kind > 0]
         if not gathered.shape[1] or not (ends_computing or waits_for is not None):
             return
@@ -161,13 +183,15 @@ class _Took:
         last_s = (1.0 - self._less) * computed[0][:, self._of_kind > 0].min(axis=1) if ends_computing else 0.0
         self.chunks[q] = np.where(led, first_s, last_s) * (self._rows.least_per_chunk > 0)
 
-    def _leave(self, q: Q, computed: _Parts, reduced: _Parts, every: Bools) -> None:
-        """What computation leaves of a reduction beside it; nothing where layer groups may hide what others leave."""
+    def _leave(self, q: Q, computed: _Parts, reduced: _Parts, every: Bools) -> Bools:
+        """What computation leaves of a reduction beside it; nothing where layer groups may hide what others leave. Which
+        variants have something left."""
         hidden = self._rows.slow / self._rows.slow_comm
         groups, head, tail = (b - a * hidden for a, b in zip(computed, reduced, strict=True))
         some = (groups > 0.0)[:, self._of_kind > 0].all(axis=1) & ~every
         # What the tail computes comes before the layer groups, whose reductions it cannot hide.
         self._add(q, *(np.where(_column(some, x), x, 0.0) for x in (groups, head, np.maximum(tail, 0.0))))
+        return np.asarray(some)
 
 
 _Parts = tuple[Floats, ...]  # of the layer groups [variant, kind], of the head, of the tail
@@ -187,14 +211,27 @@ def weigh(problem: StageProblem, paths: SchedulePaths, below_s: float) -> tuple[
     """
     if problem.device_of or problem.chunks == 1 or not problem.kinds:
         return None, 0
-    program = Relaxation.of(problem, memory=False)
+    binding = that_bind(problem)
+    found, planes = _weighed(problem, paths, below_s, binding) if binding else (None, 0)
+    if found is not None:
+        return found, planes
+    found, more = _weighed(problem, paths, below_s, ())
+    return found, planes + more
+
+
+def _weighed(
+    problem: StageProblem, paths: SchedulePaths, below_s: float, binding: tuple[Row, ...]
+) -> tuple[PathWeights | None, int]:
+    """`weigh`, with these moments of memory."""
+    program = Relaxation.of(replace(problem, memory=binding), memory=bool(binding))
     for row in paths.rows:
         program.add(row)
-    counts = [problem.kinds.count(kind) for kind in program.kinds]
-    best = np.tile(np.array(counts) / problem.chunks, (problem.chunks, 1))
-    walk = _Walk(problem, paths)
-    best_s, row = walk(best)
-    program.add(row)
+    walk, best_s = _Walk(problem, paths), inf
+    best = np.zeros((2, problem.chunks, len(program.kinds)))
+    if not binding:  # divided evenly, all fits
+        best[0] = np.array([problem.kinds.count(kind) for kind in program.kinds]) / problem.chunks
+        best_s, row = walk(best)
+        program.add(row)
     for _ in range(MOST_PLANES):
         solved = program.solve()
         if solved is None:
@@ -202,7 +239,7 @@ def weigh(problem: StageProblem, paths: SchedulePaths, below_s: float) -> tuple[
         step_s, layers = solved
         if step_s >= min(below_s, best_s * (1 - CLOSE)):
             break
-        between = best + STEP * (layers - best)
+        between = best + STEP * (layers - best) if best_s < inf else layers
         length_s, row = walk(between)
         if length_s < best_s:
             best, best_s = between, length_s
@@ -224,13 +261,15 @@ class _Walk:
         quantities = problem.quantities[: len(TIMES)]
         forms = [form for quantity in quantities for form in quantity.forms]
         kinds = list(dict.fromkeys(problem.kinds))
-        self._each = np.array([form.kept for form in forms], dtype=np.float64)[:, kinds] / PS  # [form, kind]
+        each = [[form.kept, form.recomputed] for form in forms]
+        self._each = np.array(each, dtype=np.float64)[:, :, kinds] / PS  # [form, kept or recomputed, kind]
         self._fixed = np.array([form.fixed for form in forms], dtype=np.float64) / PS  # [form, chunk]
         self._first = np.cumsum([0, *(len(quantity.forms) for quantity in quantities[:-1])])
 
     def __call__(self, layers: Floats) -> tuple[float, Row]:
-        """Seconds with so many layers of each kind in each chunk, none recomputed, and the critical path."""
-        every = np.maximum.reduceat(self._fixed + self._each @ layers.T, self._first, axis=0)
+        """Seconds with so many layers [kept and recomputed, chunk, kind], and the critical path."""
+        taken = np.tensordot(self._each, layers, axes=([1, 2], [0, 2]))  # [form, chunk]
+        every = np.maximum.reduceat(self._fixed + taken, self._first, axis=0)
         costs = []
         for s in np.maximum(every, 0.0).T.tolist():
             costs.append(
@@ -262,4 +301,5 @@ def _weights(program: Relaxation, paths: SchedulePaths, best: Floats) -> PathWei
                 paths.rows.append(row)
             for q, c, n in row.terms:
                 counts[q, c] += weight / total * n
-    return PathWeights(counts=counts, layers=tuple(best.sum(axis=1).tolist()))
+    held = held_weights(program, total) if program.moments else None
+    return PathWeights(counts=counts, layers=tuple(best.sum(axis=(0, 2)).tolist()), held=held)

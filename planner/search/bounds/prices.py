@@ -84,6 +84,7 @@ class PriceBook:
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
+    _reductions: dict[object, float] = field(default_factory=dict, repr=False)
     _block_prices: dict[object, BlockPrice] = field(default_factory=dict, repr=False)
     _fetched: dict[object, BlockWork] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
@@ -97,8 +98,9 @@ class PriceBook:
         if _UNPLACED not in self._others:
             loose = replace(cluster, network=replace(cluster.network, unplaced=True))
             self._others[_UNPLACED] = replace(
-                self, pricer=Pricer(loose), _blocks={}, _weights={}, _rates={}, _block_prices={}, _others={}
-            )
+                self, pricer=Pricer(loose), _blocks={}, _weights={}, _rates={}, _reductions={},
+                _block_prices={}, _others={},
+            )  # fmt: skip
         return self._others[_UNPLACED]
 
     def on(self, device: Device) -> PriceBook:
@@ -309,14 +311,17 @@ class PriceBook:
     ) -> float:
         """Seconds to reduce the gradients of `count` parameters at once, by the fastest of the algorithms; `together`: those
         of experts and of the rest by one collective where they go the same way."""
-        found = []
-        for algorithm in self.algorithms:
-            own = replace(strategy, grad_sync=replace(strategy.grad_sync, algorithm=algorithm))
-            reduction = state.reduction_of(count, own, experts)
-            if together:
-                reduction = tuple(c for b in fill_buckets([reduction], 0) for c in b.collectives)
-            found.append(sum(self.pricer.collective_s(c, axes) for c in reduction))
-        return min(found)
+        reduction = state.reduction_of(count, strategy, experts)
+        if together:
+            reduction = tuple(c for b in fill_buckets([reduction], 0) for c in b.collectives)
+        spanned = {name for one in reduction for name in one.axes}
+        key = reduction, tuple(axis for axis in axes if axis.size > 1 and axis.name in spanned)
+        if key not in self._reductions:
+            self._reductions[key] = min(
+                sum(self.pricer.collective_s(replace(c, algorithm=algorithm), axes) for c in reduction)
+                for algorithm in self.algorithms
+            )
+        return self._reductions[key]
 
 
 def _bare_program(strategy: Strategy, axes: tuple[Axis, ...]) -> Program:

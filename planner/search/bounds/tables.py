@@ -35,8 +35,11 @@ FEW = 256  # settings that are priced sooner than another process is started. Ki
 SETTING = ("activations_offloaded", "tp", "sequence_parallel", "recompute", "cp", "ep")
 # What of each kind of layer group stands in `PriceTable.by_kind`: seconds of a micro-batch, of the cheaper of kept and
 # recomputed; numbers of parameters; bytes kept of a micro-batch, at least if it is recomputed in full, and the seconds
-# that this then costs.
-BY_KIND = ("forward_s", "backward_s", "input_s", "weight_s", *NUMBERS, "saved", "least_saved", "recompute_s")
+# that this then costs; bytes kept for the weight gradients alone, and likewise at least.
+BY_KIND = (
+    "forward_s", "backward_s", "input_s", "weight_s", *NUMBERS, "saved", "least_saved", "recompute_s",
+    "weight_saved", "least_weight_saved",
+)  # fmt: skip
 KIND_TIMES = 4  # of these the first are seconds
 FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
@@ -359,6 +362,8 @@ def _kind_row(
         _sum(group, "saved"),
         least,
         max(_sum(full, "backward_s") - _sum(group, "backward_s"), 0.0),
+        _sum(group, "weight_saved"),
+        min(_sum(group, "weight_saved"), _sum(full, "weight_saved")),
     )
 
 

@@ -35,6 +35,7 @@ class Relaxation:
     recomputed: list[list[pywraplp.Variable]]  # likewise; empty where nothing may be
     step: pywraplp.Variable
     planes: dict[Row, pywraplp.Constraint] = field(default_factory=dict)
+    moments: dict[Row, pywraplp.Constraint] = field(default_factory=dict)  # of memory
     _amounts: dict[tuple[int, int, float], pywraplp.Variable] = field(default_factory=dict)
     _slopes: dict[int, tuple[Floats, tuple[float, ...]]] = field(default_factory=dict)  # by `id` of a form
 
@@ -68,7 +69,8 @@ class Relaxation:
         if memory:
             for row in problem.memory:
                 room = problem.room(row) / GIB
-                found._constrain(solver.Constraint(-solver.infinity(), room), row, GIB, 1.0)
+                found.moments[row] = solver.Constraint(-solver.infinity(), room)
+                found._constrain(found.moments[row], row, GIB, 1.0)
         return found
 
     def add(self, row: Row) -> bool:
@@ -82,11 +84,14 @@ class Relaxation:
         return True
 
     def solve(self) -> tuple[float, Floats] | None:
-        """The least T, and the layers of each chunk and kind with it; None where nothing fits, or the solver gives up."""
+        """The least T, and with it the layers [kept and recomputed, chunk, kind]; None where nothing fits, or the solver gives
+        up."""
         if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
-        layers = [[variable.solution_value() for variable in here] for here in self.layers]
-        return self.step.solution_value(), np.array(layers, dtype=np.float64).reshape(len(layers), -1)
+        every, again = _values(self.layers), np.zeros((len(self.layers), len(self.kinds)))
+        if all(self.recomputed):
+            again = _values(self.recomputed)
+        return self.step.solution_value(), np.stack([every - again, again])
 
     @property
     def infeasible(self) -> bool:
@@ -145,11 +150,16 @@ class Relaxation:
             besides = min(form.when_all, 0) + min(form.when_few, 0)
             none = form.when_none or (0,) * len(form.fixed)
             fixed = tuple(
-                float(value + besides + min(less, 0)) for value, less in zip(form.fixed, none, strict=True)
+                float(value + besides + (0 if least else min(less, 0)))
+                for value, less, least in zip(form.fixed, none, self.problem.least, strict=True)
             )
             self._slopes[id(form)] = np.stack([kept, again - kept]), fixed
         rates, fixed = self._slopes[id(form)]
         return rates, fixed[chunk]
+
+
+def _values(variables: Sequence[Sequence[pywraplp.Variable]]) -> Floats:
+    return np.array([[one.solution_value() for one in here] for here in variables], dtype=np.float64)
 
 
 def relaxed_bound_s(problem: StageProblem, rows: Sequence[Row]) -> float | None:

@@ -18,6 +18,7 @@ from autoparallel.planner.search.bounds.outer import (
     rows_of,
 )
 from autoparallel.planner.search.bounds.paths import weigh
+from autoparallel.planner.search.bounds.ranks import rates_of
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
 from autoparallel.planner.search.partition.paths import SchedulePaths
@@ -103,6 +104,42 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
         _stage_problem_is_below(outer, chosen, partition, shown, random_partition(rng, outer, chosen))
 
 
+def test_weights_of_one_variant_bound_others_of_its_schedule() -> None:
+    assert sum(_weights_bound_others(*case) for case in CASES[::3]) > 0
+
+
+def _weights_bound_others(cluster: str, scale: int, kernels: str) -> int:
+    """How many of the weights had memory among them."""
+    outer, rng = outer_for(cluster, scale, kernels), random.Random(scale)
+    every, _ = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER)
+    shapes = outer.space.shapes
+    pipelined = np.flatnonzero(shapes.pp[every.shape] > 1).tolist()
+    with_memory = 0
+    for row in rng.sample(pipelined, 12):
+        chosen = candidate(outer.space, every, row)
+        strategy = strategy_of(outer.problem, chosen, random_partition(rng, outer, chosen))
+        tight = replace(outer, capacity_bytes=float(evaluate(outer.book.expander, strategy).peak_bytes))
+        sims = Simulations(outer=tight)
+        problem = sims.problem(chosen)
+        weights, _ = (None, 0) if problem is None else weigh(problem, sims.paths(chosen), FOREVER)
+        if weights is None:
+            continue
+        with_memory += weights.held is not None
+        alike = [
+            one for one in rng.sample(pipelined, 400)
+            if candidate(outer.space, every, one).schedule_key == chosen.schedule_key
+        ]  # fmt: skip
+        for one in alike[:4]:
+            other = candidate(outer.space, every, one)
+            partition = random_partition(rng, outer, other)
+            found = evaluate(outer.book.expander, strategy_of(outer.problem, other, partition))
+            rows = rows_of(outer, every.take(np.array([one])))
+            rates, room = rates_of(outer.problem, rows.shapes, rows.zero), float(found.peak_bytes)
+            bound_s = weights.bounds_s(rows, outer.chain, rates, room)[0]
+            assert bound_s <= found.step_time_s * (1 + 1e-6), f"{chosen}\n{other}\n{partition}"
+    return with_memory
+
+
 def _paths_are_below(outer: Outer, one: Variants, chosen: Candidate, found: Evaluation, shown: str) -> None:
     """Neither the weighted paths of its schedule nor the linear relaxation of its stage problem is above a simulation."""
     sims = Simulations(outer=outer)
@@ -112,7 +149,10 @@ def _paths_are_below(outer: Outer, one: Variants, chosen: Candidate, found: Eval
     weights, _ = weigh(problem, paths, FOREVER)
     assert (weights is not None) == (problem.chunks > 1)
     if weights is not None:
-        assert weights.bounds_s(rows_of(outer, one), outer.chain)[0] <= found.step_time_s * (1 + 1e-6), shown
+        rows = rows_of(outer, one)
+        rates = rates_of(outer.problem, rows.shapes, rows.zero)
+        bound_s = weights.bounds_s(rows, outer.chain, rates, outer.capacity_bytes)[0]
+        assert bound_s <= found.step_time_s * (1 + 1e-6), shown
     relaxed_s = relaxed_bound_s(problem, paths.rows)
     assert relaxed_s is not None, shown
     assert relaxed_s <= found.step_time_s * (1 + 1e-6), shown
