@@ -194,7 +194,7 @@ def smallest(
 ) -> Strategy | None:
     """Of the variants of some shapes the one that needs least memory, with everything recomputed; None where their
     schedules have more actions than asked for."""
-    rows = rows[np.isfinite(outer.table.group_forward_s[rows])]  # of others not even one block fits
+    rows = rows[np.isfinite(outer.bounds.time_s[rows])]  # of others not even one block fits
     found, bounds = expand_shapes(outer, rows, inf, memory=True)
     shapes = outer.space.shapes.take(found.shape)
     fits = 2 * shapes.pp * found.virtual_stages * shapes.micro_batches <= most_actions

@@ -109,6 +109,7 @@ class Search:
             if self.starts:
                 self._start()
         while True:
+            self.sims.count_prices()
             self.check(self)
             before = self.work
             if self._proving <= self._climbing * DUAL_SHARE:

@@ -21,7 +21,16 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, rows_of
 from autoparallel.planner.search.bounds.ranks import rates_of
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
-from autoparallel.planner.search.open import Known, Node, Run, Upcoming, Values, scheduled_alike, values_of
+from autoparallel.planner.search.open import (
+    Known,
+    Node,
+    Run,
+    Upcoming,
+    Values,
+    scheduled_alike,
+    shape_values,
+    values_of,
+)
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.problem import StageProblem, has_choice
 from autoparallel.planner.search.partition.quick import quick_partition
@@ -33,6 +42,7 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
+ASKED_AT_ONCE = 64  # shapes whose settings are priced together
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
 TIGHTER = 0.005  # share by which a linear program must be above the paths' bound for its weights to be wanted
@@ -112,13 +122,25 @@ class Dual:
             self.upcoming.clear()
             return
         self._current = self.upcoming.value
-        rows = self.upcoming.take(self.at_once)
+        rows = self._priced(self.upcoming.take(self.at_once))
+        if not len(rows):
+            return
         found, bounds = expand_quickly(self.outer, rows)
         self.sims.work += spending.PER_VARIANT * len(found)
         open_ = np.isfinite(bounds.time_s)
         if self.only is not None:
             open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
         self._queue(found.take(open_), bounds.take(open_), Known.WHOLE)
+
+    def _priced(self, rows: Ints) -> Ints:
+        """Of these shapes those that are priced and still lead; the rest goes back, some of it with prices of its own."""
+        outer, known = self.outer, self.outer.prices.knows(rows)
+        if not known.all():
+            outer.ask(rows[~known][:ASKED_AT_ONCE])
+        ready = outer.prices.knows(rows) & (outer.bounds.memory_bytes[rows] <= outer.capacity_bytes)
+        ready &= shape_values(outer, rows).first <= self.upcoming.value[0]
+        self.upcoming.put_back(rows[~ready])
+        return rows[ready]
 
     def _queue(self, found: Variants, bounds: Bounds, known: Known) -> None:
         """Put variants among the open ones, best first; those that cannot win are dropped."""

@@ -57,6 +57,12 @@ def values_of(problem: Problem, bounds: Bounds, devices: Ints) -> Values:
             return Values(first=bounds.time_s, second=nothing)
 
 
+def shape_values(outer: Outer, rows: Ints) -> Values:
+    """The bounds of some shapes, by what is known of their prices now."""
+    bounds = Bounds(time_s=outer.bounds.time_s[rows], memory_bytes=outer.bounds.memory_bytes[rows])
+    return values_of(outer.problem, bounds, outer.space.shapes.devices[rows])
+
+
 @dataclass(slots=True, kw_only=True)
 class Upcoming:
     """Shapes of a space in the order of their bounds."""
@@ -75,11 +81,21 @@ class Upcoming:
         bounds = self.outer.bounds
         rows = np.arange(len(bounds.time_s)) if rows is None else rows
         rows = rows[bounds.memory_bytes[rows] <= self.outer.capacity_bytes]
-        devices = self.outer.space.shapes.devices[rows]
-        own = Bounds(time_s=bounds.time_s[rows], memory_bytes=bounds.memory_bytes[rows])
-        values = values_of(self.outer.problem, own, devices)
+        values = shape_values(self.outer, rows)
         order = values.order()
         self.rows, self.values = rows[order], values.take(order)
+
+    def put_back(self, rows: Ints) -> None:
+        """Shapes that were taken, with the bounds that they have now, if they may fit."""
+        rows = rows[self.outer.bounds.memory_bytes[rows] <= self.outer.capacity_bytes]
+        values = shape_values(self.outer, rows)
+        order = values.order()
+        at = np.searchsorted(self.values.first, values.first[order])
+        self.rows = np.insert(self.rows, at, rows[order])
+        self.values = Values(
+            first=np.insert(self.values.first, at, values.first[order]),
+            second=np.insert(self.values.second, at, values.second[order]),
+        )
 
     def take(self, number: int) -> Ints:
         """The first shapes, which are none of these any more."""

@@ -58,8 +58,18 @@ class Simulations:
     errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
     weights: dict[object, list[PathWeights]] = field(default_factory=dict)  # of each schedule's paths
     broken: list[str] = field(default_factory=list)  # simulations below their bounds
+    _priced: int = 0  # settings whose prices are counted in the work
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
     _simulated: dict[tuple[Candidate, Partition], Evaluation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._priced = self.outer.prices.priced
+
+    def count_prices(self) -> None:
+        """Count the prices of settings that were made since the last time."""
+        priced = self.outer.prices.priced
+        self.work += spending.PER_SETTING * len(self.outer.problem.graph.blocks) * (priced - self._priced)
+        self._priced = priced
 
     def spend(self, work: float) -> None:
         """Count work that was done elsewhere."""

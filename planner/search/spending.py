@@ -5,6 +5,7 @@ Only their sum matters, for a limit that is the same on every machine. Kind: mea
 
 from __future__ import annotations
 
+PER_SETTING = 0.8  # priced, for each distinct block
 PER_VARIANT = 0.001  # bounded as a whole
 PER_START = 0.004  # looked at for strategies to start from
 PER_RANK = 0.004  # and rank by rank, or chunk by chunk by its schedule's paths

@@ -29,7 +29,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
-from autoparallel.planner.search.bounds.tables import representative, settings_of
+from autoparallel.planner.search.bounds.settings import representative, settings_of
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.evaluate import TOLERANCE

@@ -67,7 +67,7 @@ def test_pieces_of_a_process_that_is_not_heard_of_are_done_in_the_first(
 
 
 def test_prices_made_in_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoparallel.planner.search.bounds.tables.FEW", 0)
+    monkeypatch.setattr("autoparallel.planner.search.bounds.settings.FEW", 0)
     problem = Problem(
         graph=toy_transformer(layers=4, hidden=512, heads=8, seq=512, vocab=4096),
         cluster=load_cluster("h100-sxm:2x8"),
@@ -76,8 +76,7 @@ def test_prices_made_in_two_processes_are_those_of_one(monkeypatch: pytest.Monke
     one, two = outer_of(problem), outer_of(problem, processes=2)
     assert one is not None
     assert two is not None
-    assert np.array_equal(one.table.all_forward_s, two.table.all_forward_s)
-    assert np.array_equal(one.table.peak, two.table.peak)
+    assert np.array_equal(one.prices.rows, two.prices.rows)
     assert one.book.expander.works.plans.keys() == two.book.expander.works.plans.keys()
     for request, plan in one.book.expander.works.plans.items():
         assert two.book.expander.works.plans[request].rules == plan.rules

@@ -17,18 +17,31 @@ from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.exchanges import EXCHANGED, at_once_s, exchange_s, reduces, update_s
+from autoparallel.planner.search.bounds.exchanges import (
+    EXCHANGED,
+    NUMBERED,
+    at_once_s,
+    exchange_s,
+    reduces,
+    update_s,
+)
+from autoparallel.planner.search.bounds.placements import (
+    SHARD_AXES,
+    message_sizes,
+    placements,
+    places,
+    sizes_shared,
+)
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import PriceTable
+from autoparallel.planner.search.bounds.settings import SettingPrices
+from autoparallel.planner.search.bounds.tables import SINGLE
 from autoparallel.planner.search.partition.forms import Chain, tied_ends
-from autoparallel.planner.search.space.build import Shapes, Space, Variants
+from autoparallel.planner.search.space.build import Space, Variants
 from autoparallel.planner.search.space.candidates import sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, alike
-from autoparallel.planner.strategy.types import AXES, Batch, GradSync, Mesh, Offload, Shard, Strategy
+from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
-SHARD_AXES = ("dp_shard", "cp")
-DATA_AXES = ("dp_replicate", *SHARD_AXES)
 STEPPED = ("step_s", "step_expert_s")
 REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
 LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
@@ -65,17 +78,18 @@ class CommunicationPrices:
 
     problem: Problem
     space: Space
-    table: PriceTable
+    prices: SettingPrices
     book: PriceBook
     placed: Ints  # by mesh and order: the number of the placement of data parallelism
     shared: Ints  # likewise of the ranks that parameters which are no experts' are sharded over
+    shared_experts: Ints  # and of those that experts are
     sized: Ints  # by shape: the number of its sizes of the axes that parameters are shared over
     held: Ints  # by shape: the number of what its layer groups hold
     offloaded: Ints  # by shape: the number of the share of the optimizer's state on the host
     syncs: tuple[GradSync, ...]  # by compression
-    pipelines: tuple[list[tuple[int, int]], Ints]  # `_places` of the pipeline axis
+    pipelines: tuple[list[tuple[int, int]], Ints]  # `placements.places` of the pipeline axis
     tensors: tuple[list[tuple[int, int]], Ints]  # and of the tensor-parallel one
-    messages: tuple[list[tuple[int, ...]], Ints]  # `_messages`
+    messages: tuple[list[tuple[int, ...]], Ints]  # `placements.message_sizes`
     tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
     _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
@@ -88,26 +102,26 @@ class CommunicationPrices:
 
     @staticmethod
     def of(
-        problem: Problem, space: Space, table: PriceTable, book: PriceBook, chain: Chain
+        problem: Problem, space: Space, prices: SettingPrices, book: PriceBook, chain: Chain
     ) -> CommunicationPrices:
         """The book of a space, empty."""
-        _, held = np.unique(
-            np.stack([table.group_parameters, table.most_trainable]), axis=1, return_inverse=True
-        )
+        columns = [prices.rows[:, SINGLE.index(name)] for name in ("group_parameters", "most_trainable")]
+        _, held = np.unique(np.stack(columns), axis=1, return_inverse=True)
         return CommunicationPrices(
             problem=problem,
             space=space,
-            table=table,
+            prices=prices,
             book=book,
-            placed=_placements(space),
-            shared=_placements(space, SHARD_AXES),
-            sized=_sizes_shared(space)[space.shapes.mesh],
-            held=held.reshape(-1),
+            placed=placements(space),
+            shared=placements(space, SHARD_AXES),
+            shared_experts=placements(space, (*SHARD_AXES, "tp"), "ep"),
+            sized=sizes_shared(space)[space.shapes.mesh],
+            held=held.reshape(-1)[prices.setting_of],
             offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
-            pipelines=_places(space, "pp"),
-            tensors=_places(space, "tp"),
-            messages=_messages(problem, book, space.shapes, chain),
+            pipelines=places(space, "pp"),
+            tensors=places(space, "tp"),
+            messages=message_sizes(problem, book, space.shapes, chain),
             tied=tuple(tied_ends(problem.graph, chain).values()),
         )
 
@@ -123,7 +137,9 @@ class CommunicationPrices:
     def least_s(self) -> Least:
         """What no variant of a mesh and order goes below."""
         shapes, orders = self.space.shapes, len(self.space.meshes.orders)
-        rows = np.flatnonzero(np.isfinite(self.table.all_trainable))  # shapes that are strategies at all
+        rows = np.flatnonzero(
+            np.isfinite(self.prices.column("all_trainable"))
+        )  # shapes that are strategies at all
         several = (shapes.micro_batches[rows] > 1) & self.problem.execution.fsdp2  # see `_at_end`
         # What is updated on the host takes other time.
         first, _ = alike(shapes.mesh[rows], self.offloaded[rows], several.astype(np.int64))
@@ -159,9 +175,11 @@ class CommunicationPrices:
         """`REDUCED` of ZeRO-3: nothing is faster than the gradients of the whole model at once."""
         whole = max(self.problem.graph.parameter_count, 1)
 
+        experts_of = self.prices.column("all_experts")[found.shape]
+
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            axes, experts = mesh_axes(strategy), self.table.all_experts[found.shape[row]] > 0
+            axes, experts = mesh_axes(strategy), experts_of[row] > 0
             dense_s = at_once_s(self.book, strategy, axes, whole) if reduces(strategy) else 0.0
             experts &= not fetches(strategy)
             return dense_s, at_once_s(self.book, strategy, axes, whole, whole) if experts else 0.0
@@ -268,9 +286,11 @@ class CommunicationPrices:
         keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
         keys = (keys * (int(self.held.max(initial=0)) + 1) + own) * 2 + self._at_end(found)
 
+        columns = {name: self.prices.column(name)[found.shape] for name in NUMBERED}
+
         def price(row: int) -> tuple[float, ...]:
-            strategy = self._example_of(found, row)
-            return exchange_s(self.problem, self.book, self.table, strategy, int(found.shape[row]))
+            numbers = {name: int(column[row]) for name, column in columns.items()}
+            return exchange_s(self.problem, self.book, self._example_of(found, row), **numbers)
 
         return _looked_up(self._exchanged, keys, price, len(EXCHANGED))
 
@@ -278,31 +298,26 @@ class CommunicationPrices:
         """Columns STEPPED."""
         # Parameters are gathered where they stand under ZeRO-1 and 2 alone: an update by itself asks for sizes only.
         gathered, sizes = (found.zero == 1) | (found.zero == 2), int(self.sized.max(initial=0)) + 1
-        placed = np.where(
-            gathered, sizes * 4 + self._placed_keys(found), self.sized[found.shape] * 4 + found.zero
-        )
         several = int(self.offloaded.max(initial=0)) + 1
-        keys = placed * several + self.offloaded[found.shape]
+        at = self.space.shapes.mesh[found.shape], found.order
         whole = max(self.problem.graph.parameter_count, 1)
-        apart = self.table.all_experts[found.shape] > 0  # then their shards are elsewhere
-        where = self.shared[self.space.shapes.mesh[found.shape], found.order]
-        alone = np.where(gathered, sizes * 4 + where, placed) * several + self.offloaded[found.shape]
+        apart = self.prices.column("all_experts")[found.shape] > 0  # then their shards are elsewhere
 
-        def dense(row: int) -> tuple[float, ...]:
-            strategy = self._example_of(found, row)
-            return (update_s(self.book, strategy, mesh_axes(strategy), whole, 0) / whole,)
+        def keys(placed: Ints) -> Ints:
+            alone = self.sized[found.shape] * 4 + found.zero
+            where = np.where(gathered, sizes * 4 + placed[at], alone)
+            return np.asarray(where * several + self.offloaded[found.shape])
 
-        def of_experts(row: int) -> tuple[float, ...]:
+        def price(row: int, experts: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            return (update_s(self.book, strategy, mesh_axes(strategy), whole, whole) / whole,)
+            return (update_s(self.book, strategy, mesh_axes(strategy), whole, experts) / whole,)
 
         prices = np.zeros((len(found), len(STEPPED)))
-        prices[:, 0] = _looked_up(self._stepped, alone, dense, 1)[:, 0]
-        if apart.any():
-            rows = np.flatnonzero(apart)
-            prices[rows, 1] = _looked_up(
-                self._stepped_experts, keys[rows], lambda at: of_experts(int(rows[at])), 1
-            )[:, 0]
+        prices[:, 0] = _looked_up(self._stepped, keys(self.shared), lambda row: price(row, 0), 1)[:, 0]
+        rows = np.flatnonzero(apart)
+        if len(rows):
+            known, own = self._stepped_experts, keys(self.shared_experts)[rows]
+            prices[rows, 1] = _looked_up(known, own, lambda row: price(int(rows[row]), whole), 1)[:, 0]
         return prices
 
     def _placed_keys(self, found: Variants) -> Ints:
@@ -335,57 +350,3 @@ def _without_schedules(found: Variants) -> tuple[Variants, Ints]:
     """Of variants that differ in their schedules alone the first one each, and which of these each variant is like."""
     first, which = alike(found.shape, found.zero, found.order, found.compression)
     return found.take(first), which
-
-
-def _messages(
-    problem: Problem, book: PriceBook, shapes: Shapes, chain: Chain
-) -> tuple[list[tuple[int, ...]], Ints]:
-    """The distinct sizes of the chain's messages between neighbouring stages, in bytes, and which of them each shape has."""
-    # Never fewer parts than `planner.expand.scatters_messages` has it.
-    shared = (shapes.sequence_parallel > 0) | (problem.execution.kernels == "fused")
-    parts = shapes.cp * np.where(shared, shapes.tp, 1)
-    most = int(parts.max(initial=1)) + 1
-    sizes, which = np.unique(shapes.micro * most + parts, return_inverse=True)
-    dtype = problem.execution.dtype
-    messages = [
-        tuple(book.message_bytes(specs, dtype, *divmod(key, most)) for specs in chain.messages)
-        for key in sizes.tolist()
-    ]
-    return messages, which.reshape(-1)
-
-
-def _places(space: Space, axis: str) -> tuple[list[tuple[int, int]], Ints]:
-    """The distinct (size, stride) of an axis, and which of them it has by mesh and order."""
-    sizes, columns = space.meshes.sizes, []
-    for order in space.meshes.orders:
-        inside = [MESH_KEYS.index(name) for name in order[order.index(axis) + 1 :]]
-        columns.append(np.stack([sizes[:, MESH_KEYS.index(axis)], sizes[:, inside].prod(axis=1)], axis=1))
-    every = np.stack(columns, axis=1).reshape(-1, 2)
-    distinct, which = np.unique(every, axis=0, return_inverse=True)
-    return [(size, stride) for size, stride in distinct.tolist()], which.reshape(len(sizes), -1)
-
-
-def _sizes_shared(space: Space) -> Ints:
-    """For each mesh, a number that is the same where parameters, experts' and others, are shared among as many ranks."""
-    columns = [MESH_KEYS.index(name) for name in ("dp_shard", "cp", "tp", "ep")]
-    dp_shard, cp, tp, ep = space.meshes.sizes[:, columns].T
-    ranks = np.stack([dp_shard * cp, np.where(ep > 1, dp_shard * cp * tp // ep, 0)], axis=1)
-    return np.asarray(np.unique(ranks, axis=0, return_inverse=True)[1].reshape(-1))
-
-
-def _placements(space: Space, names: tuple[str, ...] = ()) -> Ints:
-    """For each mesh and order, a number that is the same where the groups of these axes are placed alike, or all groups of data
-    parallelism, experts' among them."""
-    axes = [AXES.index(name) for name in names or DATA_AXES]
-    orders, meshes = space.meshes.near.shape[:2]
-    near = space.meshes.near[:, :, axes].reshape(orders * meshes, -1)
-    if names:
-        own = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in names]]
-        rows = np.concatenate([near, np.tile(own, (orders, 1))], axis=1)
-        return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1].reshape(orders, meshes).T)
-    sizes = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in MESH_KEYS if name != "pp"]]
-    # tp and ep say how experts are shared among the ranks of data parallelism; without experts apart tp does not.
-    sizes = np.where(np.array([n == "tp" for n in MESH_KEYS if n != "pp"]) & (sizes[:, -1:] == 1), 1, sizes)
-    rows = np.concatenate([near, np.tile(sizes, (orders, 1))], axis=1)
-    _, number = np.unique(rows, axis=0, return_inverse=True)
-    return np.asarray(number.reshape(orders, meshes).T)

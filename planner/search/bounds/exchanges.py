@@ -8,22 +8,31 @@ from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
 from autoparallel.planner.strategy.types import Strategy
 
 Axes = tuple[Axis, ...]
+NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
 EXCHANGED = ("reduce_s", "gather_s", "gather_each_s", "reduce_expert_s", "gather_expert_s")
 
 
 def exchange_s(
-    problem: Problem, book: PriceBook, table: PriceTable, strategy: Strategy, shape: int
+    problem: Problem,
+    book: PriceBook,
+    strategy: Strategy,
+    *,
+    all_experts: int,
+    group_parameters: int,
+    most_trainable: int,
 ) -> tuple[float, ...]:
-    """EXCHANGED of one placement."""
+    """EXCHANGED of one placement; NUMBERED as the price table has them."""
     if fetches(strategy):  # priced with the passes of the blocks, to which nothing is done as a whole
         return (0.0,) * len(EXCHANGED)
-    axes, experts = mesh_axes(strategy), int(table.all_experts[shape])
-    dense = _dense_s(problem, book, table, strategy, axes, shape) if reduces(strategy) else (0.0,) * 3
+    axes, experts = mesh_axes(strategy), all_experts
+    most = max(most_trainable, 1) + experts  # at once, see `_dense_s`
+    dense = (
+        _dense_s(problem, book, strategy, axes, most, group_parameters) if reduces(strategy) else (0.0,) * 3
+    )
     if not experts:
         return (*dense, 0.0, 0.0)
     gather_s = _gather_s(book, strategy, axes, experts, experts) / experts
@@ -48,16 +57,14 @@ def update_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, e
 
 
 def _dense_s(
-    problem: Problem, book: PriceBook, table: PriceTable, strategy: Strategy, axes: Axes, shape: int
+    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, most: int, group: int
 ) -> tuple[float, float, float]:
-    """reduce_s, gather_s and gather_each_s."""
+    """reduce_s, of so many parameters at once, gather_s of a layer group, and gather_each_s."""
     if state.zero_level(strategy) < 3:
         return _bucket_s(problem, book, strategy, axes), 0.0, 0.0
     # Shards of experts and of the rest are summed over replicas by one collective.
-    most = max(int(table.most_trainable[shape]), 1) + int(table.all_experts[shape])
     reduce_s = at_once_s(book, strategy, axes, most)
     whole = max(problem.graph.parameter_count, 1)
-    group = int(table.group_parameters[shape])
     return (
         reduce_s,
         _gather_s(book, strategy, axes, group, 0),

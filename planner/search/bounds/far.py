@@ -19,7 +19,8 @@ import numpy as np
 from autoparallel.planner.expand.axes import axes_of, inner_axes, tensor_stride
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import BY_KIND, KIND_TIMES, SINGLE, PriceTable, placed_row
+from autoparallel.planner.search.bounds.settings import placed_row
+from autoparallel.planner.search.bounds.tables import BY_KIND, KIND_TIMES, SINGLE, PriceTable
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike

@@ -9,18 +9,14 @@ import numpy as np
 
 from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.communication import Communication, CommunicationPrices
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.rows import Rows
-from autoparallel.planner.search.bounds.tables import (
-    PriceTable,
-    kinds_that_count,
-    price_table,
-    take_rows,
-)
+from autoparallel.planner.search.bounds.settings import SettingPrices
+from autoparallel.planner.search.bounds.tables import PriceTable, kinds_that_count
 from autoparallel.planner.search.bounds.variants import (
     Bounds,
     communicated_s,
@@ -48,10 +44,10 @@ class Outer:
     space: Space
     chain: Chain
     book: PriceBook
-    table: PriceTable
+    prices: SettingPrices
     communication: CommunicationPrices
     far: FarPrices
-    bounds: Bounds
+    bounds: Bounds  # of each shape, by what is known of its prices
     counts: Ints  # variants of each shape
     capacity_bytes: float
     pace: Floats | None = (
@@ -67,6 +63,16 @@ class Outer:
         """Of these shapes those with the least bounds on time, or on memory."""
         bounds = self.bounds.memory_bytes if by_memory else self.bounds.time_s
         return np.asarray(shapes[np.argsort(bounds[shapes], kind="stable")][:number])
+
+    def ask(self, shapes: Ints) -> None:
+        """Have the prices of some shapes made, and bound all anew that these are of."""
+        found = self.prices.ask(shapes)
+        if len(found):
+            own = shape_bounds(
+                self.problem, self.space, found, self.prices.table(found), _counted(self.chain)
+            )
+            self.bounds.time_s[found] = np.maximum(self.bounds.time_s[found], own.time_s)
+            self.bounds.memory_bytes[found] = np.maximum(self.bounds.memory_bytes[found], own.memory_bytes)
 
     def excess_bytes(self, found: Held) -> int:
         """Bytes that a simulated strategy has too many on the fullest pipeline rank."""
@@ -106,17 +112,21 @@ def build_outer(
     processes: int = 1,
 ) -> Outer:
     """Price every shape of a space, and bound it."""
-    best = book.at_best()
-    table = price_table(problem, chain, best, space.shapes, capacity_bytes, processes)
+    best, every = book.at_best(), np.arange(len(space.shapes))
+    prices = SettingPrices.of(problem, chain, best, space.shapes, capacity_bytes, processes)
+    mixed = len({device.name for device in rank_devices(problem)}) > 1
+    if mixed or problem.objective == Objective.MEMORY or capacity_bytes > max(capacities(problem)):
+        prices.ask(every)  # little is left out where what counts are bytes, or the paces of unlike devices
+    table = prices.table(every)
     pace = pace_of_ranks(problem, chain, best, space.shapes, np.isfinite(table.group_forward_s))
-    bounds = shape_bounds(problem, space, table, _counted(chain))
-    communication = CommunicationPrices.of(problem, space, table, book, chain)
+    bounds = shape_bounds(problem, space, every, table, _counted(chain))
+    communication = CommunicationPrices.of(problem, space, prices, book, chain)
     least_s = communicated_s(space, table, communication, chain, *slowdowns(book))
     bounds = replace(bounds, time_s=np.fmax(bounds.time_s, least_s))
     if pace is not None:
         bounds = no_faster_than(bounds, space.shapes, table, pace)
     return Outer(
-        problem=problem, space=space, chain=chain, book=book, table=table,
+        problem=problem, space=space, chain=chain, book=book, prices=prices,
         counts=space.counts(),
         communication=communication,
         far=FarPrices(problem=problem, chain=chain, book=best),
@@ -132,14 +142,20 @@ def expand_shapes(
     outer: Outer, rows: Ints, below_s: float, *, memory: bool = False
 ) -> tuple[Variants, Bounds]:
     """The variants of some shapes, with their bounds (of bytes where `memory` asks for them)."""
-    found = variants(outer.space, rows)
+    found = variants(outer.space, _possible(outer, rows))
     return found, bound_variants(outer, found, below_s, memory=memory)
 
 
 def expand_quickly(outer: Outer, rows: Ints) -> tuple[Variants, Bounds]:
     """The variants of some shapes, with bounds that do not look at each rank."""
-    found = variants(outer.space, rows)
+    found = variants(outer.space, _possible(outer, rows))
     return found, quickly_bounded(outer, found)
+
+
+def _possible(outer: Outer, rows: Ints) -> Ints:
+    """Of some shapes those that are strategies at all, by prices of their own."""
+    outer.ask(rows)
+    return np.asarray(rows[np.isfinite(outer.bounds.time_s[rows])])
 
 
 def quickly_bounded(outer: Outer, found: Variants) -> Bounds:
@@ -164,11 +180,12 @@ def rows_of(
     found: Variants,
 ) -> Rows:
     """Variants with their prices, and the numbers of blocks that their chunks may have (`_blocks_per_chunk`)."""
+    outer.ask(found.shape)
     shapes = outer.space.shapes.take(found.shape)
     slow, slow_comm = slowdowns(outer.book)
     communication = outer.communication.price(found)
     table = outer.far.apply(
-        take_rows(outer.table, found.shape), shapes, outer.communication.inner_placements(found)
+        outer.prices.table(found.shape), shapes, outer.communication.inner_placements(found)
     )
     gather_s = communication.gather_s + communication.gather_expert_s * table.group_experts
     least, ends, most = _blocks_per_chunk(outer, shapes.pp)

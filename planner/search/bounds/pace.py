@@ -9,7 +9,8 @@ import numpy as np
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.tables import PriceTable, representative, settings_of
+from autoparallel.planner.search.bounds.settings import representative, settings_of
+from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.unlike import rank_devices

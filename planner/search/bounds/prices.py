@@ -14,6 +14,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES, TensorSpec
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, contended_s, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program, Step
+from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
@@ -85,6 +86,7 @@ class PriceBook:
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _rates: dict[object, float] = field(default_factory=dict, repr=False)
     _reductions: dict[object, float] = field(default_factory=dict, repr=False)
+    _crossed: dict[tuple[Axis, ...], object] = field(default_factory=dict, repr=False)
     _block_prices: dict[object, BlockPrice] = field(default_factory=dict, repr=False)
     _fetched: dict[object, BlockWork] = field(default_factory=dict, repr=False)
     _moments: dict[int, tuple[Row, ...]] = field(default_factory=dict, repr=False)
@@ -314,14 +316,24 @@ class PriceBook:
         reduction = state.reduction_of(count, strategy, experts)
         if together:
             reduction = tuple(c for b in fill_buckets([reduction], 0) for c in b.collectives)
-        spanned = {name for one in reduction for name in one.axes}
-        key = reduction, tuple(axis for axis in axes if axis.size > 1 and axis.name in spanned)
+        key = reduction, tuple(self._where(one.axes, axes) for one in reduction)
         if key not in self._reductions:
             self._reductions[key] = min(
                 sum(self.pricer.collective_s(replace(c, algorithm=algorithm), axes) for c in reduction)
                 for algorithm in self.algorithms
             )
         return self._reductions[key]
+
+    def _where(self, names: tuple[str, ...], axes: tuple[Axis, ...]) -> object:
+        """What is the same where groups along the named axes cross the same levels, as their collectives then cost the same; on
+        an irregular network the axes themselves."""
+        spanned = tuple(axis for axis in axes if axis.size > 1 and axis.name in names)
+        if self.pricer.cluster.network is not None:
+            return spanned
+        if spanned not in self._crossed:
+            found = crossings(names, spanned, self.pricer.cluster)
+            self._crossed[spanned] = tuple((one.index, one.inside, one.fan) for one in found)
+        return self._crossed[spanned]
 
 
 def _bare_program(strategy: Strategy, axes: tuple[Axis, ...]) -> Program:

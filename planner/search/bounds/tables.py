@@ -1,38 +1,25 @@
-"""Price tables of the outer level: what one layer group of the chain costs, for every distinct setting, as columns."""
+"""Price tables of the outer level: what one layer group of the chain costs in a setting, as columns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from math import gcd
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoparallel.costmodel.program import Axis
-from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook
 from autoparallel.planner.search.partition.forms import Chain
-from autoparallel.planner.search.partition.quick import even_partition
-from autoparallel.planner.search.space.build import MODES, Shapes
-from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Floats, Ints
-from autoparallel.planner.sharding.rules import NotShardable
-from autoparallel.planner.side_by_side import side_by_side
-from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Offload, Strategy
+from autoparallel.planner.strategy.types import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from autoparallel.planner.sharding.plan import TensorPlan
-    from autoparallel.planner.sharding.solve import TensorRequest
+    from collections.abc import Iterable, Sequence
 
 NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of parameters: fields of BlockPrice
 # Share of the layer groups from which on the other kinds are left out of bounds by rank. Kind: formula.
 NEARLY_ALL = 0.9
-FEW = 256  # settings that are priced sooner than another process is started. Kind: measured
-SETTING = ("activations_offloaded", "tp", "sequence_parallel", "recompute", "cp", "ep")
 # What of each kind of layer group stands in `PriceTable.by_kind`: seconds of a micro-batch, of the cheaper of kept and
 # recomputed; numbers of parameters; bytes kept of a micro-batch, at least if it is recomputed in full, and the seconds
 # that this then costs; bytes kept for the weight gradients alone, and likewise at least.
@@ -41,7 +28,6 @@ BY_KIND = (
     "weight_saved", "least_weight_saved",
 )  # fmt: skip
 KIND_TIMES = 4  # of these the first are seconds
-FAR = ("pp", "dp_shard", "cp", "tp", "dp_replicate")  # tensor parallelism outside the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,141 +94,22 @@ def kinds_that_count(chain: Chain) -> tuple[int, ...]:
     return tuple(range(len(chain.groups)))
 
 
-def price_table(
-    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, capacity_bytes: float, processes: int = 1
-) -> PriceTable:
-    """One row per shape. Each distinct setting (tp, sequence parallelism, micro-batch, mode, ...) is priced once, with
-    tensor parallelism on neighbouring devices, where it is cheapest. Where one layer group or the tail alone does not
-    fit, rows are infinite, and so are those of a degree that the model has no tensor-parallel plan for. Raises
-    `NotShardable` where no row is left because of that.
-    """
-    settings, setting_of = settings_of(problem, shapes)
-    alike: dict[tuple[float, ...], list[int]] = {}  # settings with the same tensor-parallel plans
-    for at, key in enumerate(settings.tolist()):
-        alike.setdefault(tuple(key[1:3]), []).append(at)
-    price = partial(_priced, problem, chain, book, capacity_bytes=capacity_bytes)
-    pieces = [partial(price, settings[some].tolist()) for some in alike.values()]
-    sizes = [len(some) for some in alike.values()]
-    found = side_by_side(pieces, sizes, processes if len(settings) > FEW else 1)
-    illegal = next((one.illegal for one in found if one.illegal is not None), None)
-    if illegal is not None and not any(one.legal for one in found):
-        raise illegal
-    rows = np.empty((len(settings), row_length(chain)))
-    for some, one in zip(alike.values(), found, strict=True):
-        rows[some] = one.rows
-        book.expander.works.know(one.plans)
-    columns = rows[setting_of]
-    single = columns[:, : len(SINGLE)].T
-    by_kind = columns[:, len(SINGLE) :].reshape(len(columns), -1, len(BY_KIND))
-    return PriceTable(**dict(zip(SINGLE, single, strict=True)), by_kind=by_kind)
-
-
 def row_length(chain: Chain) -> int:
     """Numbers in a row of the table: those of the model, then those of each kind of layer group."""
     return len(SINGLE) + len(chain.groups) * len(BY_KIND)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Priced:
-    """Rows of some settings, and the tensor-parallel plans that were solved for them."""
-
-    rows: list[tuple[float, ...]]
-    legal: bool  # some of them
-    illegal: NotShardable | None  # why others are not
-    plans: Mapping[TensorRequest, TensorPlan]
-
-
-def _priced(
+def setting_row(
     problem: Problem,
     chain: Chain,
     book: PriceBook,
-    keys: Sequence[Sequence[float]],
-    capacity_bytes: float,
-) -> _Priced:
-    """Rows of settings."""
-    nothing = (np.inf,) * row_length(chain)
-    known = set(book.expander.works.plans)
-    priced: list[tuple[float, ...]] = []
-    full: tuple[float, ...] = ()  # the setting whose smaller micro-batches are too large already
-    illegal: NotShardable | None = None
-    legal, ordered = False, problem.fixed.order is not None
-    for key in keys:
-        setting = tuple(key[:-1])
-        try:
-            row = nothing
-            if setting != full:
-                strategy = representative(problem, chain, key)
-                axes = nearest_axes(strategy.mesh, ordered=ordered)
-                prices = _block_prices(problem, chain, book, strategy, axes, added=key[-2] > 0)
-                row = _row(chain, strategy, prices)
-            legal = legal or row is not nothing
-        except NotShardable as error:
-            illegal, row = illegal or error, nothing
-        group = row[SINGLE.index("least_saved")] + row[SINGLE.index("peak")]
-        if max(group, row[SINGLE.index("tail_peak")]) > capacity_bytes:
-            row, full = nothing, setting
-        priced.append(row)
-    plans = {request: plan for request, plan in book.expander.works.plans.items() if request not in known}
-    return _Priced(rows=priced, legal=legal, illegal=illegal, plans=plans)
-
-
-def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
-    """What of a shape the price of a block depends on beside its micro-batches, as `representative` takes it."""
-    return tuple(getattr(shapes, name) for name in SETTING)
-
-
-def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
-    """The distinct settings that blocks are priced in (columns as `representative` takes them), and each shape's.
-    The one with smaller micro-batches stands before that with larger ones."""
-    keys = np.stack([*setting_columns(shapes), added_up(problem, shapes), shapes.micro], axis=1)
-    distinct, rows = np.unique(keys, axis=0, return_inverse=True)
-    return np.asarray(distinct, dtype=np.float64), rows.reshape(-1)
-
-
-def added_up(problem: Problem, shapes: Shapes) -> Ints:
-    """How many micro-batches' gradients are added up, 2 for more; 1 with fused kernels, which do so on the way, and 0 where
-    ZeRO-2 or 3 may add them to shards, for which nothing is counted."""
-    if problem.execution.kernels == "fused" and not problem.execution.added_gradients:
-        return np.ones_like(shapes.micro_batches)
-    level = problem.fixed.shard.zero
-    sharded = (shapes.dp_shard * shapes.cp > 1) & (level is None or level >= 2)
-    return np.asarray(np.where(sharded, 0, np.minimum(shapes.micro_batches, 2)))
-
-
-def placed_row(
-    problem: Problem,
-    chain: Chain,
-    book: PriceBook,
-    shapes: Shapes,
-    shape: int,
+    strategy: Strategy,
     axes: tuple[Axis, ...],
-    apart: int,
+    *,
+    added: bool,
 ) -> tuple[float, ...]:
-    """The row of one shape's setting with nothing recomputed and nothing on the host, whose blocks communicate along these
-    axes, tensor parallelism `apart` devices apart."""
-    columns = {"activations_offloaded": 0.0, "recompute": float(MODES.index("none"))}
-    named = zip(SETTING, setting_columns(shapes), strict=True)
-    key = (*(columns.get(name, float(column[shape])) for name, column in named), 0, int(shapes.micro[shape]))
-    strategy = representative(problem, chain, key, apart)
-    return _row(chain, strategy, _block_prices(problem, chain, book, strategy, axes, added=False))
-
-
-def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
-    """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
-    placed `stride` devices apart."""
-    tp, sequence, mode, cp, ep, added, micro = map(int, key[1:])
-    several = max(added, 1)
-    shards = ep // gcd(ep, cp * tp)
-    chosen = Candidate(
-        mesh=Mesh(
-            tp=tp, cp=cp, ep=ep, dp_shard=shards, dp_replicate=stride, order=FAR if stride > 1 else AXES
-        ),
-        micro=micro, micro_batches=several, zero=0, sequence_parallel=bool(sequence), schedule="none",
-        virtual_stages=1, mode=MODES[mode], offload=Offload(activations=key[0]),
-        compression=(),
-    )  # fmt: skip
-    strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), 1), bucketed=False)
-    return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
+    """The row of a strategy's setting whose blocks communicate along these axes; `added`: gradients are added up."""
+    return _row(chain, strategy, _block_prices(problem, chain, book, strategy, axes, added=added))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,6 +253,14 @@ def _tail_peak(tail: Sequence[BlockPrice]) -> float:
 
 def _sum(prices: Iterable[BlockPrice], name: str) -> float:
     return float(sum(getattr(price, name) for price in prices))
+
+
+def as_columns(rows: Floats) -> PriceTable:
+    """Rows as columns."""
+    single = np.ascontiguousarray(rows[:, : len(SINGLE)].T)
+    kinds = (rows.shape[1] - len(SINGLE)) // len(BY_KIND)
+    by_kind = rows[:, len(SINGLE) :].reshape(len(rows), kinds, len(BY_KIND))
+    return PriceTable(**dict(zip(SINGLE, single, strict=True)), by_kind=by_kind)
 
 
 def take_rows(table: PriceTable, rows: Ints) -> PriceTable:

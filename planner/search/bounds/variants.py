@@ -43,10 +43,10 @@ class Bounds:
         return Bounds(time_s=self.time_s[rows], memory_bytes=self.memory_bytes[rows])
 
 
-def shape_bounds(problem: Problem, space: Space, table: PriceTable, repeated: int) -> Bounds:
-    """Bounds of each shape over all of its variants: no communication, the most sharded state; `repeated` layer groups are
-    of the kinds that count."""
-    shapes, n = space.shapes, max(repeated, 1)
+def shape_bounds(problem: Problem, space: Space, rows: Ints, table: PriceTable, repeated: int) -> Bounds:
+    """Bounds of some shapes, whose prices these are, over all of their variants: no communication, the most sharded state;
+    `repeated` layer groups are of the kinds that count."""
+    shapes, n = space.shapes.take(rows), max(repeated, 1)
     most = -(-n // shapes.pp)
     group_s = table.group_forward_s + table.group_backward_s
     whole_s = table.all_forward_s + table.all_backward_s

@@ -19,7 +19,7 @@ from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import bound_variants, quickly_bounded
 from autoparallel.planner.search.improve.neighbours import beside, neighbours, one_key_apart
 from autoparallel.planner.search.improve.starts import first_of_each
-from autoparallel.planner.search.open import values_of
+from autoparallel.planner.search.open import shape_values, values_of
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, shape_row, variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
@@ -106,7 +106,11 @@ class Climb:
     def _expanded(self, rows: Ints) -> Variants:
         """All variants of the shapes that may fit."""
         outer = self.sims.outer
-        return variants(outer.space, rows[outer.bounds.memory_bytes[rows] <= outer.capacity_bytes])
+        for _ in range(2):  # by what is known of their prices, and by prices of their own
+            rows = rows[outer.bounds.memory_bytes[rows] <= outer.capacity_bytes]
+            rows = rows[self.sims.rows_that_may_win(shape_values(outer, rows))]
+            outer.ask(rows)
+        return variants(outer.space, rows[np.isfinite(outer.bounds.time_s[rows])])
 
     def _try_schedules(self, row: int) -> None:
         if row not in self._scheduled:

@@ -17,7 +17,9 @@ SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked 
 VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
 SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
 UNPIPELINED = 16  # variants without a pipeline that are simulated
-UNPIPELINED_BOUNDED = 4096  # and of shapes, and of their variants, that are bounded for it
+UNPIPELINED_SHAPES = 384  # whose variants are bounded for it,
+UNPIPELINED_BOUNDED = 4096  # the first of these rank by rank
+MOST_SHAPES = 512  # in all whose variants are bounded to start with a pipeline
 MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out. Kind: measured
 
 
@@ -64,7 +66,7 @@ def unpipelined(
     a simulation takes no time, so that several of each mesh are tried: with the same ZeRO level, recomputation and micro-batch
     the one with the least bound."""
     outer, space = upcoming.outer, upcoming.outer.space
-    rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1][:UNPIPELINED_BOUNDED]
+    rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1][:UNPIPELINED_SHAPES]
     found, bounds = expand_quickly(outer, rows)
     open_ = np.isfinite(bounds.time_s)
     if only is not None:
@@ -108,6 +110,7 @@ def smallest_first(
 def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
     both = joined(sizes[upcoming.rows], upcoming.outer.space.shapes.micro[upcoming.rows])
     rows = first_of_each(both, upcoming.rows, SHAPES_EACH)
+    rows = rows[:MOST_SHAPES]
     if most_groups is None:
         return rows
     groups, first = np.unique(sizes[rows], return_index=True)

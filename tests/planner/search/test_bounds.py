@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds import settings
 from autoparallel.planner.search.bounds.outer import (
     Outer,
     bound_variants,
@@ -102,6 +103,24 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
             assert bound_variants(tight, one, FOREVER).time_s[0] <= found.step_time_s * (1 + 1e-9), shown
         _paths_are_below(tight, one, chosen, found, shown)
         _stage_problem_is_below(outer, chosen, partition, shown, random_partition(rng, outer, chosen))
+
+
+@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[::2])
+def test_an_anchor_says_no_more_of_a_setting_than_its_own_price(
+    cluster: str, scale: int, kernels: str
+) -> None:
+    outer = outer_for(cluster, scale, kernels)
+    prices, every = outer.prices, np.arange(len(outer.space.shapes))
+    before, known = prices.rows.copy(), prices.exact.copy()
+    assert known.any()
+    assert not known.all()
+    prices.ask(every)
+    assert prices.exact.all()
+    both = np.isfinite(before[:, 0]) & np.isfinite(prices.rows[:, 0])
+    bounded = [*settings.SECONDS, *settings.ON_DEVICE, *settings.BYTES]
+    assert (before[both][:, bounded] <= prices.rows[both][:, bounded] * (1 + 1e-9)).all()
+    assert (before[both][:, settings.COUNTS] == prices.rows[both][:, settings.COUNTS]).all()
+    assert np.isinf(prices.rows[np.isinf(before[:, 0]), 0]).all()  # what an anchor rules out is out
 
 
 def test_weights_of_one_variant_bound_others_of_its_schedule() -> None:
