@@ -55,11 +55,16 @@ def as_unit(
         return work
     whole = whole_gradients(reduce)
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
+    counted = 0 if repeated else _counted_bytes(work, block, dropped, strategy)
+    standing, left = max(standing - counted, 0), work.left_bytes - counted
     gathered = 0 if work.gather is None else work.gather.size_bytes
     if state.gradient_level(strategy) >= 2:
-        standing = max(standing, work.left_bytes + whole - beside - gathered) - whole
+        standing = max(standing, left + whole - beside - gathered) - whole
     elif not beside:  # the first to be reduced, once a step, when all that was summed up still stands
-        standing = max(standing, work.left_bytes + whole)
+        item = state.computed_bytes(strategy)
+        own = work.parameters - (0 if repeated else _root_numbers(work, block, dropped))
+        # What this micro-batch made has been added by then, and the unit's parameters have gone.
+        standing = max(standing, left + whole - (work.trainable + max(own, 0)) * item)
     root = 0 if repeated else _root_bytes(work, block, dropped, strategy)
     return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root)
 
@@ -98,6 +103,17 @@ def _root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strateg
     """Of parameters in the root unit: gathered (ZeRO-3), and their gradients, which wait for one another."""
     item = ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
     return _root_numbers(work, block, dropped) * item * (2 if state.zero_level(strategy) == 3 else 1)
+
+
+def _counted_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
+    """Of the gradients that a block of glue makes what the root unit's are counted for all along: those of its own parameters in
+    it, and of tied ones that another block holds. A tied one that it holds itself gets its second gradient here."""
+    own = set(_own(block))
+    rooted = [p for p in block.parameters if p.name.rpartition(".")[0] not in own]
+    numel = sum(p.numel for p in rooted if p.trainable and (p.name in dropped or not p.tied))
+    whole = sum(p.numel for p in block.parameters if p.name not in dropped)
+    share = work.parameters / whole if whole else 1.0 / strategy.mesh.tp
+    return int(numel * share) * ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
 
 
 def _root_numbers(work: BlockWork, block: Block, dropped: Collection[str]) -> int:

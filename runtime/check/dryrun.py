@@ -208,6 +208,7 @@ class _Step:
         self._tracker = ModuleNames()
         self._live = LiveBytes(self._module)
         self._lived: list[dict[str, Live]] = [{} for _ in stages]
+        self._times: Counter[tuple[int, str]] = Counter()  # that an action of a stage was seen
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
@@ -327,12 +328,24 @@ class _Step:
         self._live.begin()
         with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
             yield
-        self._lived[stage][half or action] = self._live.end()
+        self._note_lived(stage, half or action, self._live.end())
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
         for message, modules in recorder.modules.items():
             places = self._places[stage].setdefault(message, Counter())
             for module, count in modules.items():
                 places[Place(action=action, module=module)] += count * often
+
+    def _note_lived(self, stage: int, action: str, found: Live) -> None:
+        """What lived in an action; of the same one in several micro-batches the most. In a pipeline the gradients that the first
+        one makes, and that stay, are counted apart."""
+        known, alone = self._lived[stage].get(action), self._strategy.mesh.pp == 1
+        self._times[stage, action] += 1
+        if known is not None and self._times[stage, action] == 2 and not alone:
+            known = replace(known, peak=known.peak - self._gradients[stage])
+        if known is not None and (alone or action != "F"):
+            fuller = max(known, found, key=lambda live: live.peak + alone * live.begin)
+            found = replace(fuller, kept=found.kept)
+        self._lived[stage][action] = found
 
     def _module(self) -> str:
         """The module that runs, forward or backward, by its path."""
