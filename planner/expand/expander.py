@@ -253,10 +253,17 @@ class Expander:
         if after:
             behind = self.work(strategy, after[0].block, "none")
             beside = whole_gradients(state.reduction_of(behind.trainable, strategy, behind.expert_trainable))
-        repeated = self.graph.chain[position].repeated
-        return as_unit(
-            work, self.graph.blocks[block], reduce, dropped, strategy, repeated=repeated, beside=beside
-        )
+        own, repeated = self.graph.blocks[block], self.graph.chain[position].repeated
+        twice = frozenset(
+            p.name for p in own.parameters
+            if p.tied and p.name not in dropped and self._uses(p.tied) > (1 if strategy.mesh.pp == 1 else 2)
+        )  # fmt: skip
+        return as_unit(work, own, reduce, dropped, strategy, repeated=repeated, beside=beside, twice=twice)
+
+    def _uses(self, tied: str) -> int:
+        """Links of the chain that hold a tied tensor. Of a pipeline one of two is on another stage."""
+        held = (self.graph.blocks[link.block].parameters for link in self.graph.chain)
+        return sum(any(p.tied == tied for p in parameters) for parameters in held)
 
     def fetched(self, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]) -> BlockWork:
         """A block whose parameters are fetched one by one: nothing is gathered or reduced for it as a whole."""

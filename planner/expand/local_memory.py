@@ -20,6 +20,7 @@ MASK_BYTES = 1  # a dropout mask is kept as one bool per element
 # Gradients of the score matrix that unfused attention holds at once on its way back: of the probabilities and of the
 # scores; eager operators make a new one at the mask and one at the scale. Kind: formula.
 SCORE_GRADIENTS = {"eager": 4, "fused": 2, "compiled": 2}
+OWN_SCORE_GRADIENTS = 2  # in torch's own kernel, which scales its inputs
 
 
 def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = True) -> dict[str, int]:
@@ -75,9 +76,15 @@ def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, in
 
 def probabilities_bytes(local: LocalBlock, op: int) -> int:
     """What unfused attention keeps of its score matrix."""
-    item = ITEM_BYTES[local.setting.tensor_dtype]
+    item = _score_bytes(local)
     per_element = item if local.setting.execution.dropout == 0 else 2 * item + MASK_BYTES
     return local.scores_elements(op) * per_element
+
+
+def _score_bytes(local: LocalBlock) -> int:
+    """Of a number of unfused attention's score matrix: torch's own kernel computes it in 32 bits at least."""
+    item = ITEM_BYTES[local.setting.tensor_dtype]
+    return max(item, 4) if local.setting.execution.fsdp2 else item
 
 
 def _copies_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
@@ -197,7 +204,7 @@ def _attention_temp(local: LocalBlock, op: int) -> int:
     """Scores beside the probabilities made from them."""
     if local.index.block.operators[op].kind is not OpKind.ATTENTION:
         return 0
-    return local.scores_elements(op) * ITEM_BYTES[local.setting.tensor_dtype]
+    return local.scores_elements(op) * _score_bytes(local)
 
 
 def _scores_temp(local: LocalBlock, op: int, kept: Mapping[str, int]) -> int:
@@ -242,7 +249,8 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             storage = index.storage[value]
             placement = local.placement(_reader(local, unit, value), value)
             live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
-        gradients = SCORE_GRADIENTS[local.setting.execution.kernels]
+        execution = local.setting.execution
+        gradients = OWN_SCORE_GRADIENTS if execution.fsdp2 else SCORE_GRADIENTS[execution.kernels]
         inside = 0 if local.setting.flash else gradients * sum(_attention_temp(local, op) for op in unit.ops)
         inside += sum(_loss_temp(local, op) for op in unit.ops)
         if _overwrites(local, unit):

@@ -85,9 +85,15 @@ def bytes_per_gradient(strategy: Strategy, shards: Shards) -> float:
     level = min(gradient_level(strategy), 2) if shards.zero else 0
     if level == 2:
         return item / shards.ranks
-    buffered = strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
-    beside = level == 1 and execution.fsdp2 and buffered
+    beside = level == 1 and execution.fsdp2 and keeps_share_of_gradients(strategy)
     return item * (1.0 + (1.0 / shards.ranks if beside else 0.0))
+
+
+def keeps_share_of_gradients(strategy: Strategy) -> bool:
+    """Whether FSDP2's shares of gradients have a buffer of their own, and are not what is reduced to: for replicas, or for another
+    dtype than the parameters'."""
+    execution = strategy.execution
+    return strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
 
 
 def makes_gradients(strategy: Strategy) -> bool:

@@ -42,20 +42,21 @@ def whole_gradients(reduce: Sequence[Collective]) -> int:
 
 def as_unit(
     work: BlockWork, block: Block, reduce: Sequence[Collective], dropped: Collection[str], strategy: Strategy,
-    *, repeated: bool, beside: int,
+    *, repeated: bool, beside: int, twice: Collection[str] = (),
 ) -> BlockWork:  # fmt: skip
     """The memory of a block that is a unit, or of glue: all its gradients stand in the dtype of compute until they are
     copied into what is reduced, which is whole, and goes when the next unit is reduced.
 
     `costmodel.memory` adds what is reduced to the block's own backward, and to that of the next one: `beside` bytes here,
-    which have gone when gradients are copied, as have parameters that were gathered.
+    which have gone when gradients are copied, as have parameters that were gathered. `twice`: tensors that another block of the
+    stage uses, too, and whose gradients that has made before.
     """
     zero = state.zero_level(strategy)
     if not strategy.execution.fsdp2 or not zero:
         return work
     whole = whole_gradients(reduce)
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
-    counted = 0 if repeated else _counted_bytes(work, block, dropped, strategy)
+    counted = 0 if repeated else _counted_bytes(work, block, dropped, twice, strategy)
     standing, left = max(standing - counted, 0), work.left_bytes - counted
     gathered = 0 if work.gather is None else work.gather.size_bytes
     if state.gradient_level(strategy) >= 2:
@@ -63,8 +64,9 @@ def as_unit(
     elif not beside:  # the first to be reduced, once a step, when all that was summed up still stands
         item = state.computed_bytes(strategy)
         own = work.parameters - (0 if repeated else _root_numbers(work, block, dropped))
-        # What this micro-batch made has been added by then, and the unit's parameters have gone.
-        standing = max(standing, left + whole - (work.trainable + max(own, 0)) * item)
+        # What this micro-batch made has been added by then, and the unit's parameters have gone; each rank's share comes.
+        share = 0 if state.keeps_share_of_gradients(strategy) else whole // state.shard_ranks(strategy)
+        standing = max(standing, left + whole + share - (work.trainable + max(own, 0)) * item)
     root = 0 if repeated else _root_bytes(work, block, dropped, strategy)
     return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root)
 
@@ -105,12 +107,13 @@ def _root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strateg
     return _root_numbers(work, block, dropped) * item * (2 if state.zero_level(strategy) == 3 else 1)
 
 
-def _counted_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
-    """Of the gradients that a block of glue makes what the root unit's are counted for all along: those of its own parameters in
-    it, and of tied ones that another block holds. A tied one that it holds itself gets its second gradient here."""
+def _counted_bytes(
+    work: BlockWork, block: Block, dropped: Collection[str], twice: Collection[str], strategy: Strategy
+) -> int:
+    """Of the gradients that a block of glue makes what the root unit's are counted for all along: all but second ones."""
     own = set(_own(block))
     rooted = [p for p in block.parameters if p.name.rpartition(".")[0] not in own]
-    numel = sum(p.numel for p in rooted if p.trainable and (p.name in dropped or not p.tied))
+    numel = sum(p.numel for p in rooted if p.trainable and p.name not in twice)
     whole = sum(p.numel for p in block.parameters if p.name not in dropped)
     share = work.parameters / whole if whole else 1.0 / strategy.mesh.tp
     return int(numel * share) * ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
