@@ -57,6 +57,11 @@ class Problem:
         """The constraints, typed."""
         return fixed_of(self.constraints)
 
+    @cached_property
+    def step_flops(self) -> int:
+        """FLOPs of a step's forward and backward, nothing recomputed."""
+        return self.graph.model_flops(self.global_batch)
+
     @property
     def runs(self) -> Runs:
         """What the user's software has of what is searched for."""

@@ -111,7 +111,7 @@ def strategy_of(
     )
     if "grad_sync.bucket_mib" in fixed or not bucketed:
         return strategy
-    return with_bucket(strategy, problem.graph.parameter_count, problem.cluster)
+    return with_bucket(problem, strategy)
 
 
 def sync_of(problem: Problem, compressed: Compressed) -> GradSync:

@@ -169,7 +169,7 @@ def _where_more_do_not_help(problem: Problem, total: int) -> tuple[int, ...]:
 def _work_s(problem: Problem, devices: float) -> float:
     """Seconds of a step's arithmetic at the peak of so many devices."""
     peak = max(problem.cluster.device.peak_flops.values())
-    return problem.graph.model_flops(problem.global_batch) / (devices * peak)
+    return problem.step_flops / (devices * peak)
 
 
 def _usable(problem: Problem) -> int:

@@ -14,7 +14,6 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import mesh_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import GradSync, Strategy
-from autoparallel.profiles.hardware import Cluster
 
 MIB = 2**20
 # Bucket sizes tried unasked, MiB: torch's own (DistributedDataParallel), and larger ones for many ranks, where the
@@ -22,7 +21,8 @@ MIB = 2**20
 BUCKETS_MIB = (GradSync().bucket_mib, 100.0, 400.0)
 # Of one strategy, varied when it is as good as the best. Kind: chosen; steps of about two.
 VARIED_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
-WASTE = 0.25  # share of the network's time that a bucket may lose against the largest one. Kind: formula
+NO_WORSE = 1.02  # times what the best bucket leaves: a smaller one is then taken. Kind: choice
+LIKELY_EFFICIENCY = 0.5  # of arithmetic, to tell what a backward may hide. Kind: choice
 # Methods tried where lossy ones are allowed and none is named: those that cost a small Llama less than 0.1 % of its loss
 # (benchmarks/compressed_training.py) and are no longer on the wire than another (fp16, fp8). Kind: measured.
 METHODS = ("bf16", "int8")
@@ -102,19 +102,28 @@ def widest_bucket_mib(problem: Problem) -> float:
     return max(problem.graph.parameter_count * item / MIB, *BUCKETS_MIB)
 
 
-def with_bucket(strategy: Strategy, parameters: int, cluster: Cluster) -> Strategy:
-    """The strategy with the smallest bucket that wastes little of the network: a reduction then starts early, and
-    the last one, which no backward hides, is short. ZeRO-3 has no buckets."""
+def with_bucket(problem: Problem, strategy: Strategy) -> Strategy:
+    """The strategy with the bucket that is likely to leave least of the reduction after the last backward: all that this backward
+    cannot hide, and the last bucket in any case. ZeRO-3 has no buckets."""
     mesh, sync = strategy.mesh, strategy.grad_sync
     if state.zero_level(strategy) == 3 or mesh.data_parallel * mesh.cp == 1:
         return strategy
     item = state.dtype_bytes(strategy.execution.grad_dtype)
-    held, axes = max(parameters // (mesh.pp * mesh.tp), 1), mesh_axes(strategy)
+    held, axes = max(problem.graph.parameter_count // (mesh.pp * mesh.tp), 1), mesh_axes(strategy)
+    backward_s = _last_backward_s(problem, strategy)
 
-    def seconds_each(mib: float) -> float:
+    def left_s(mib: float) -> float:
         count = min(round(mib * MIB) // item, held)
-        return sum(collective_s(c, axes, cluster) for c in state.reduction_of(count, strategy)) / count
+        last_s = sum(collective_s(c, axes, problem.cluster) for c in state.reduction_of(count, strategy))
+        return max(last_s * held / count - backward_s, last_s)
 
-    rates = [seconds_each(mib) for mib in BUCKETS_MIB]
-    fits = (mib for mib, rate in zip(BUCKETS_MIB, rates, strict=True) if rate <= min(rates) * (1.0 + WASTE))
+    left = [left_s(mib) for mib in BUCKETS_MIB]
+    fits = (mib for mib, seconds in zip(BUCKETS_MIB, left, strict=True) if seconds <= min(left) * NO_WORSE)
     return replace(strategy, grad_sync=replace(sync, bucket_mib=next(fits)))
+
+
+def _last_backward_s(problem: Problem, strategy: Strategy) -> float:
+    """About how long the last micro-batch's backward takes a rank: two thirds of its arithmetic, at half of the peak."""
+    peak = max(problem.cluster.device.peak_flops.values())
+    flops = problem.step_flops / strategy.micro_batches / strategy.mesh.devices
+    return flops * (2.0 / 3.0) / (peak * LIKELY_EFFICIENCY)
