@@ -133,9 +133,14 @@ def _matches(
 ) -> Iterator[str]:
     """Modules of a distinct block that the entry names. It must name them in all of its instances, alone or
     together with entries that say the same of the others."""
-    own = _pattern(rule.module)
+    own, last = _pattern(rule.module), rule.module.rpartition(".")[2]
+    depth = rule.module.count(".")
     for module, names in names_of.items():
-        if not any(own.fullmatch(name) for name in names):
+        # As `*` stands for one component, and equal blocks' modules end alike, most need no closer look.
+        other = names[0].rpartition(".")[2]
+        if module and "*" not in last and other != last:
+            continue
+        if not any(name.count(".") == depth and own.fullmatch(name) for name in names):
             continue
         covered = [name for name in names if any(pattern.fullmatch(name) for pattern in alike)]
         if len(covered) < len(names):

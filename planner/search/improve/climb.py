@@ -32,7 +32,10 @@ SCHEDULES_EACH = 3  # of a neighbouring shape, that are simulated
 VARIANTS_EACH = 2  # of the shape itself, under each schedule: numbers of chunks, most of all
 MOST_TRIED = 16  # simulations of one step, of the shape itself and of its neighbours
 MOST_KEYS = 32  # simulations of what differs from one strategy in one key
+MOST_WORK = 600.0  # of these simulations: schedules with tens of thousands of actions take long to lay out. Kind: choice
 MOST_LOOKS = 6  # at the neighbours of one shape, each time at those that promise most of what is left
+MOST_ASKED = 64  # shapes whose prices are made for one step, those that promise most
+MOST_VARIANTS = 300_000  # of a step that are bounded as a whole, those of the shapes that promise most
 MOST_BOUNDED = 4096  # variants of a step that are bounded rank by rank
 MOST_ACTIONS = 40_000  # of a schedule that is simulated here: a third of a second. Kind: measured
 
@@ -109,8 +112,12 @@ class Climb:
         for _ in range(2):  # by what is known of their prices, and by prices of their own
             rows = rows[outer.bounds.memory_bytes[rows] <= outer.capacity_bytes]
             rows = rows[self.sims.rows_that_may_win(shape_values(outer, rows))]
-            outer.ask(rows)
-        return variants(outer.space, rows[np.isfinite(outer.bounds.time_s[rows])])
+            known = outer.prices.knows(rows)
+            asked = outer.best_first(rows[~known], MOST_ASKED)
+            outer.ask(asked)
+            rows = np.concatenate([rows[known], asked])
+        rows = outer.best_first(rows[np.isfinite(outer.bounds.time_s[rows])], len(rows))
+        return variants(outer.space, rows[np.cumsum(outer.counts[rows]) <= MOST_VARIANTS])
 
     def _try_schedules(self, row: int) -> None:
         if row not in self._scheduled:
@@ -118,8 +125,11 @@ class Climb:
             self._try(self._promising(self._expanded(np.array([row])), VARIANTS_EACH, len(SCHEDULES)))
 
     def _try(self, promising: list[tuple[Candidate, Value]]) -> None:
-        self._tried.update(chosen for chosen, _ in promising)
+        began = self.sims.work
         for chosen, bound in promising:
+            if self.sims.work - began > MOST_WORK:
+                return  # the others are looked at with what is left of their neighbourhoods
+            self._tried.add(chosen)
             if self.sims.may_win(bound) and not self._offloads_needlessly(chosen):
                 self.sims.try_quickly(chosen, bound)
 
