@@ -35,7 +35,7 @@ def peak_of(
 ) -> Peak | None:
     """Parameters, gradients, optimizer state, activations and temporaries of a pipeline rank at their fullest.
 
-    Actions come in the program's order; each holds what was seen of the last micro-batch of its stage. None where the
+    Actions come in the program's order; each holds the most that was seen of one of its stage. None where the
     dry run did not look.
     """
     if any(not lowered[s].live for s in stages):

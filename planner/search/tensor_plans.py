@@ -29,7 +29,7 @@ from autoparallel.errors import UserError
 from autoparallel.planner.problem import Objective
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, build_outer, expand_quickly
-from autoparallel.planner.search.bounds.settings import representative, settings_of
+from autoparallel.planner.search.bounds.settings import representative
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.evaluate import TOLERANCE
@@ -219,8 +219,8 @@ def _prices(search: Search, strategy: Strategy) -> tuple[float, ...]:
 def _example(outer: Outer, shape: int) -> Strategy:
     """A strategy of a shape as its prices were made for: without a pipeline, tensor parallelism between neighbours; and
     nothing on the host."""
-    distinct, _ = settings_of(outer.problem, outer.space.shapes.take(np.array([shape])))
-    return replace(representative(outer.problem, outer.chain, distinct[0].tolist()), offload=Offload())
+    key = outer.prices.keys[outer.prices.setting_of[shape]]
+    return replace(representative(outer.problem, outer.chain, key), offload=Offload())
 
 
 def _below(search: Search, time_s: Floats, shape: Ints) -> Bools:

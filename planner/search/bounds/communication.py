@@ -175,7 +175,7 @@ class CommunicationPrices:
         """`REDUCED` of ZeRO-3: nothing is faster than the gradients of the whole model at once."""
         whole = max(self.problem.graph.parameter_count, 1)
 
-        experts_of = self.prices.column("all_experts")[found.shape]
+        experts_of = self.prices.column("all_experts", found.shape)
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
@@ -286,7 +286,7 @@ class CommunicationPrices:
         keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
         keys = (keys * (int(self.held.max(initial=0)) + 1) + own) * 2 + self._at_end(found)
 
-        columns = {name: self.prices.column(name)[found.shape] for name in NUMBERED}
+        columns = {name: self.prices.column(name, found.shape) for name in NUMBERED}
 
         def price(row: int) -> tuple[float, ...]:
             numbers = {name: int(column[row]) for name, column in columns.items()}
@@ -301,7 +301,7 @@ class CommunicationPrices:
         several = int(self.offloaded.max(initial=0)) + 1
         at = self.space.shapes.mesh[found.shape], found.order
         whole = max(self.problem.graph.parameter_count, 1)
-        apart = self.prices.column("all_experts")[found.shape] > 0  # then their shards are elsewhere
+        apart = self.prices.column("all_experts", found.shape) > 0  # then their shards are elsewhere
 
         def keys(placed: Ints) -> Ints:
             alone = self.sized[found.shape] * 4 + found.zero

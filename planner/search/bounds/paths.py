@@ -47,8 +47,7 @@ class PathWeights:
 
     def bounds_s(self, rows: Rows, chain: Chain, rates: tuple[Rates, Rates], capacity_bytes: float) -> Floats:
         """Seconds that no partition that fits goes below, of any of these variants, all of this schedule."""
-        of_kind = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
-        took = _Took(rows, of_kind)
+        took = _Took(rows, chain.counts)
         times = [TIMES.index(q) for q in took.groups]
         each = np.stack(list(took.groups.values()), axis=2) @ self.counts[times]  # [variant, kind, chunk]
         fixed = np.zeros(len(each))
@@ -70,8 +69,7 @@ class PathWeights:
         sends = self.counts[TIMES.index(Q.SEND)]
         if len(set(chain.kinds)) > 1 and each.size * len(chain.kinds) <= MOST_NUMBERS:
             return fixed + _in_order(rows, chain, each, sends)
-        of_kind = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
-        groups, least = np.array(of_kind, dtype=np.float64), each.min(axis=2)
+        groups, least = np.array(chain.counts, dtype=np.float64), each.min(axis=2)
         # A chunk that is not at an end of the model has a layer group, which takes there what it takes more than in the
         # best chunk.
         more = (each - least[:, :, None])[:, groups > 0, 1:-1].min(axis=1).sum(axis=1)

@@ -102,9 +102,9 @@ class SettingPrices:
         """Settings with prices of their own."""
         return int(self.exact.sum())
 
-    def column(self, name: str) -> Floats:
-        """One column of the table, by shape."""
-        return np.asarray(self.rows[:, SINGLE.index(name)][self.setting_of])
+    def column(self, name: str, shapes: Ints | slice = slice(None)) -> Floats:
+        """One column of the table of some shapes."""
+        return np.asarray(self.rows[self.setting_of[shapes], SINGLE.index(name)])
 
     def table(self, shapes: Ints | slice) -> PriceTable:
         """The prices of some shapes as they are known."""
@@ -116,10 +116,11 @@ class SettingPrices:
 
     def ask(self, shapes: Ints | slice) -> Ints:
         """Price what is not known of some shapes. All shapes whose prices are others now."""
-        settings = np.unique(self.setting_of[shapes])
+        settings = self.setting_of[shapes]
         settings = settings[~self.exact[settings]]
         if not len(settings):
             return settings
+        settings = np.unique(settings)
         rows, _ = _priced(self.problem, self.chain, self.book, [self.keys[at] for at in settings.tolist()])
         self.rows[settings] = rows
         self.exact[settings] = True

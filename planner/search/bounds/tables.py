@@ -157,7 +157,7 @@ def _block_prices(
 
 def _row(chain: Chain, strategy: Strategy, prices: _Prices) -> tuple[float, ...]:
     head, tail, groups, full = prices.head, prices.tail, prices.groups, prices.full
-    counts = [chain.kinds.count(kind) for kind in range(len(chain.groups))]
+    counts = chain.counts
     # Where activations go to the host, a recomputed layer group, which has fewer to copy, may take less time.
     ways = list(zip(groups, full if strategy.offload.activations else groups, strict=True))
     forward, backward, inputs = (

@@ -109,15 +109,19 @@ class Climb:
     def _expanded(self, rows: Ints) -> Variants:
         """All variants of the shapes that may fit."""
         outer = self.sims.outer
-        for _ in range(2):  # by what is known of their prices, and by prices of their own
-            rows = rows[outer.bounds.memory_bytes[rows] <= outer.capacity_bytes]
-            rows = rows[self.sims.rows_that_may_win(shape_values(outer, rows))]
-            known = outer.prices.knows(rows)
-            asked = outer.best_first(rows[~known], MOST_ASKED)
-            outer.ask(asked)
-            rows = np.concatenate([rows[known], asked])
+        rows = self._open(rows)
+        known = outer.prices.knows(rows)
+        asked = outer.best_first(rows[~known], MOST_ASKED)
+        outer.ask(asked)
+        rows = self._open(np.concatenate([rows[known], asked]))
         rows = outer.best_first(rows[np.isfinite(outer.bounds.time_s[rows])], len(rows))
         return variants(outer.space, rows[np.cumsum(outer.counts[rows]) <= MOST_VARIANTS])
+
+    def _open(self, rows: Ints) -> Ints:
+        """Of some shapes those that may fit and win, by what is known of their prices."""
+        outer = self.sims.outer
+        rows = rows[outer.bounds.memory_bytes[rows] <= outer.capacity_bytes]
+        return np.asarray(rows[self.sims.rows_that_may_win(shape_values(outer, rows))])
 
     def _try_schedules(self, row: int) -> None:
         if row not in self._scheduled:

@@ -34,6 +34,11 @@ class Chain:
     messages: tuple[tuple[TensorSpec, ...], ...] = ()  # the distinct ones
 
     @property
+    def counts(self) -> list[int]:
+        """Layer groups of each kind."""
+        return [self.kinds.count(kind) for kind in range(len(self.groups))]
+
+    @property
     def sent(self) -> tuple[int, ...]:
         """Which of `messages` are sent somewhere, and have something in them."""
         return tuple(cut for cut in dict.fromkeys(self.cuts) if self.messages[cut])
