@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from autoparallel.costmodel.graph import ITEM_BYTES, Block, ModelGraph
+from autoparallel.costmodel.graph import ITEM_BYTES, Block, ModelGraph, Parameter
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
@@ -111,19 +111,20 @@ def _counted_bytes(
     work: BlockWork, block: Block, dropped: Collection[str], twice: Collection[str], strategy: Strategy
 ) -> int:
     """Of the gradients that a block of glue makes what the root unit's are counted for all along: all but second ones."""
-    own = set(_own(block))
-    rooted = [p for p in block.parameters if p.name.rpartition(".")[0] not in own]
-    numel = sum(p.numel for p in rooted if p.trainable and p.name not in twice)
+    numel = sum(p.numel for p in _rooted(block) if p.trainable and p.name not in twice)
     whole = sum(p.numel for p in block.parameters if p.name not in dropped)
     share = work.parameters / whole if whole else 1.0 / strategy.mesh.tp
     return int(numel * share) * ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
 
 
+def _rooted(block: Block) -> list[Parameter]:
+    """The parameters of a block of glue that are in no unit of their own."""
+    own = set(_own(block))
+    return [p for p in block.parameters if p.name.rpartition(".")[0] not in own]
+
+
 def _root_numbers(work: BlockWork, block: Block, dropped: Collection[str]) -> int:
     """Of the parameters of a block of glue those in the root unit; tensor parallelism is taken to divide all alike."""
-    own = set(_own(block))
-    numel = sum(
-        p.numel for p in block.parameters if p.name.rpartition(".")[0] not in own and p.name not in dropped
-    )
+    numel = sum(p.numel for p in _rooted(block) if p.name not in dropped)
     whole = sum(p.numel for p in block.parameters if p.name not in dropped)
     return numel * work.parameters // whole if whole else 0

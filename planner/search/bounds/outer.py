@@ -118,7 +118,7 @@ def build_outer(
     if mixed or problem.objective == Objective.MEMORY or capacity_bytes > max(capacities(problem)):
         prices.ask(every)  # little is left out where what counts are bytes, or the paces of unlike devices
     table = prices.table(every)
-    pace = pace_of_ranks(problem, chain, best, space.shapes, np.isfinite(table.group_forward_s))
+    pace = pace_of_ranks(problem, chain, best, prices)
     bounds = shape_bounds(problem, space, every, table, _counted(chain))
     communication = CommunicationPrices.of(problem, space, prices, book, chain)
     least_s = communicated_s(space, table, communication, chain, *slowdowns(book))

@@ -9,20 +9,18 @@ import numpy as np
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
-from autoparallel.planner.search.bounds.settings import representative, settings_of
-from autoparallel.planner.search.bounds.tables import PriceTable
+from autoparallel.planner.search.bounds.settings import Key, SettingPrices, representative
+from autoparallel.planner.search.bounds.tables import SINGLE, PriceTable
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.unlike import rank_devices
 from autoparallel.planner.search.space.build import Shapes
-from autoparallel.planner.search.space.meshes import Bools, Floats
+from autoparallel.planner.search.space.meshes import Floats
 
 
-def pace_of_ranks(
-    problem: Problem, chain: Chain, book: PriceBook, shapes: Shapes, priced: Bools
-) -> Floats | None:
+def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, settings: SettingPrices) -> Floats | None:
     """By pipeline rank and shape, how much of the fastest device a rank is worth; None where they are alike. Of shapes
-    that are not `priced`, as they do not fit, nothing is said.
+    that do not fit nothing is said.
 
     A rank's pace is the largest ratio, over the kinds of layer group, of the fastest device's seconds to its own: no share
     of the layer groups takes it less than its share of the fastest device's time over that pace.
@@ -30,19 +28,18 @@ def pace_of_ranks(
     devices = rank_devices(problem)
     if len({device.name for device in devices}) == 1:
         return None
-    distinct, rows = settings_of(problem, shapes)
-    fit = np.bincount(rows, weights=priced, minlength=len(distinct)) > 0
+    fit = np.isfinite(settings.rows[:, SINGLE.index("group_forward_s")])
     paces = {
         name: [
             _pace(problem, chain, book, book.on(device), key) if some else 1.0
-            for key, some in zip(distinct.tolist(), fit, strict=True)
+            for key, some in zip(settings.keys, fit, strict=True)
         ]
         for name, device in {device.name: device for device in devices}.items()
     }
-    return np.array([paces[device.name] for device in devices], dtype=np.float64)[:, rows]
+    return np.array([paces[device.name] for device in devices], dtype=np.float64)[:, settings.setting_of]
 
 
-def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key: list[float]) -> float:
+def _pace(problem: Problem, chain: Chain, book: PriceBook, other: PriceBook, key: Key) -> float:
     if other is book:
         return 1.0
     strategy = representative(problem, chain, key)
