@@ -236,6 +236,7 @@ def _weighed(
             return None, len(program.planes)
         step_s, layers = solved
         if step_s >= min(below_s, best_s * (1 - CLOSE)):
+            best = best if best_s < inf else layers
             break
         between = best + STEP * (layers - best) if best_s < inf else layers
         length_s, row = walk(between)

@@ -137,13 +137,18 @@ def _weights_bound_others(cluster: str, scale: int, kernels: str) -> int:
     for row in rng.sample(pipelined, 12):
         chosen = candidate(outer.space, every, row)
         strategy = strategy_of(outer.problem, chosen, random_partition(rng, outer, chosen))
-        tight = replace(outer, capacity_bytes=float(evaluate(outer.book.expander, strategy).peak_bytes))
+        own = evaluate(outer.book.expander, strategy)
+        tight, found_s = replace(outer, capacity_bytes=float(own.peak_bytes)), own.step_time_s
         sims = Simulations(outer=tight)
         problem = sims.problem(chosen)
         weights, _ = (None, 0) if problem is None else weigh(problem, sims.paths(chosen), FOREVER)
         if weights is None:
             continue
         with_memory += weights.held is not None
+        assert problem is not None
+        for below_s in (FOREVER, found_s / 2):  # ends before anything was walked where memory binds
+            quickly, _ = weigh(problem, sims.paths(chosen), below_s)
+            assert quickly is None or sum(quickly.layers) == pytest.approx(len(problem.kinds)), f"{chosen}"
         alike = [
             one for one in rng.sample(pipelined, 400)
             if candidate(outer.space, every, one).schedule_key == chosen.schedule_key
