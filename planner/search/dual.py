@@ -18,10 +18,19 @@ import numpy as np
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import NOTHING, Objective, Value
 from autoparallel.planner.search import spending
-from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly, rows_of
+from autoparallel.planner.search.bounds.outer import (
+    Outer,
+    bound_alike,
+    bound_families,
+    bound_variants,
+    quickly_bounded,
+    rows_of,
+)
 from autoparallel.planner.search.bounds.ranks import rates_of
 from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
 from autoparallel.planner.search.open import (
+    FamilyRun,
+    Item,
     Known,
     Node,
     Run,
@@ -37,11 +46,13 @@ from autoparallel.planner.search.partition.quick import quick_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.partition.solve import EFFORT, SHORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.build import Shapes, Variants, families, spread
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
+AHEAD = 1024  # shapes that are bounded together before some of them are expanded
+FAMILIES_AT_ONCE = 64  # of which all variants are bounded together
 ASKED_AT_ONCE = 64  # shapes whose settings are priced together
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
@@ -60,8 +71,8 @@ class Dual:
     at_once: int = SHAPES_AT_ONCE
     solved: set[Candidate] = field(default_factory=set)
     upcoming: Upcoming = field(init=False)
-    _heap: list[tuple[Value, int, Node | Run]] = field(default_factory=list)
-    _undecided: list[tuple[Value, int, Node | Run]] = field(
+    _heap: list[tuple[Value, int, Item]] = field(default_factory=list)
+    _undecided: list[tuple[Value, int, Item]] = field(
         default_factory=list
     )  # solved again when no other is open
     _pushed: int = 0
@@ -89,7 +100,9 @@ class Dual:
         if not heap or not self.sims.may_win(heap[0][0]):
             return False
         self._current, _, item = heapq.heappop(heap)
-        if isinstance(item, Run):
+        if isinstance(item, FamilyRun):
+            self._spread(item)
+        elif isinstance(item, Run):
             self._look_into(item)
         else:
             self._simulate(item)
@@ -110,9 +123,7 @@ class Dual:
         """The least bound of what is looked at next."""
         return min(self._heap[0][0] if self._heap else NOTHING, self.upcoming.value)
 
-    def _push(
-        self, bound: Value, item: Node | Run, heap: list[tuple[Value, int, Node | Run]] | None = None
-    ) -> None:
+    def _push(self, bound: Value, item: Item, heap: list[tuple[Value, int, Item]] | None = None) -> None:
         self._pushed += 1
         heapq.heappush(self._heap if heap is None else heap, (bound, self._pushed, item))
 
@@ -122,30 +133,63 @@ class Dual:
             self.upcoming.clear()
             return
         self._current = self.upcoming.value
-        rows = self._priced(self.upcoming.take(self.at_once))
+        rows = self._priced(self.upcoming.take(max(self.at_once, AHEAD)))
         if not len(rows):
             return
-        found, bounds = expand_quickly(self.outer, rows)
-        self.sims.work += spending.PER_VARIANT * len(found)
+        self._push_families(self._families(rows))
+
+    def _families(self, rows: Ints) -> FamilyRun:
+        """The families of some shapes that may win, the one with the least bound first."""
+        outer, below_s = self.outer, self._below_all_s(rows)
+        found, shapes = families(outer.space, rows), outer.space.shapes
+        bounds = outer.bounds.take(found.shape)
+        if below_s < inf:
+            self.sims.work += spending.PER_FAMILY_RANK * float(shapes.pp[found.shape].sum())
+            bounds = replace(bounds, time_s=np.maximum(bounds.time_s, bound_families(outer, found, below_s)))
+        values = values_of(outer.problem, bounds, shapes.devices[found.shape])
+        order = values.order()
+        order = order[self.sims.rows_that_may_win(values.take(order))]
+        return FamilyRun(families=found.take(order), values=values.take(order))
+
+    def _push_families(self, run: FamilyRun) -> None:
+        if len(run):
+            self._push(run.bound, run)
+
+    def _spread(self, run: FamilyRun) -> None:
+        """Bound the variants of the first families of a run; the rest of it goes back."""
+        self._push_families(run.take(slice(FAMILIES_AT_ONCE, None)))
+        run = run.take(slice(FAMILIES_AT_ONCE))
+        found, of = spread(self.outer.space, run.families)
+        self.sims.work += spending.PER_PASS + spending.PER_VARIANT * len(found)
+        bounds = quickly_bounded(self.outer, found)
         open_ = np.isfinite(bounds.time_s)
         if self.only is not None:
             open_ &= self.only(found, self.outer.space.shapes.take(found.shape))
-        self._queue(found.take(open_), bounds.take(open_), Known.WHOLE)
+        self._queue(found.take(open_), bounds.take(open_), Known.WHOLE, run.values.take(of[open_]))
 
     def _priced(self, rows: Ints) -> Ints:
-        """Of these shapes those that are priced and still lead; the rest goes back, some of it with prices of its own."""
+        """Of these shapes the first ones that are priced and still lead; the rest goes back, with the bounds it has now."""
         outer, known = self.outer, self.outer.prices.knows(rows)
         if not known.all():
             outer.ask(rows[~known][:ASKED_AT_ONCE])
         ready = outer.prices.knows(rows) & (outer.bounds.memory_bytes[rows] <= outer.capacity_bytes)
-        ready &= shape_values(outer, rows).first <= self.upcoming.value[0]
+        below_s = self._below_all_s(rows)
+        if below_s < inf:
+            self.sims.work += spending.PER_FAMILY_RANK * bound_alike(outer, rows[ready], below_s)
+        values = shape_values(outer, rows)
+        ready &= self.sims.rows_that_may_win(values)
+        later = self.upcoming.value[0]
+        ready &= values.first <= later
+        ready[np.flatnonzero(ready)[self.at_once :]] = False
         self.upcoming.put_back(rows[~ready])
         return rows[ready]
 
-    def _queue(self, found: Variants, bounds: Bounds, known: Known) -> None:
-        """Put variants among the open ones, best first; those that cannot win are dropped."""
+    def _queue(self, found: Variants, bounds: Bounds, known: Known, before: Values | None = None) -> None:
+        """Put variants among the open ones, best first, none of them below the bounds that it had `before`; those that cannot
+        win are dropped."""
         space = self.outer.space
         values = values_of(self.outer.problem, bounds, space.shapes.devices[found.shape])
+        values = values if before is None else values.no_less_than(before)
         rows = values.order()
         rows = rows[self.sims.rows_that_may_win(values.take(rows))]
         placed = self.outer.communication.inner_placements(found.take(rows))
@@ -161,9 +205,9 @@ class Dual:
     def _by_memory(self) -> bool:
         return self.outer.problem.objective == Objective.MEMORY
 
-    def _below_all_s(self, found: Variants) -> float:
-        """Seconds that one of these variants must stay below to be better than the incumbent."""
-        devices = self.outer.space.shapes.devices[found.shape]
+    def _below_all_s(self, rows: Ints) -> float:
+        """Seconds that a variant of one of these shapes must stay below to be better than the incumbent."""
+        devices = self.outer.space.shapes.devices[rows]
         return max(self.sims.below_s(int(d)) for d in np.unique(devices))
 
     def _look_into(self, run: Run) -> None:
@@ -215,7 +259,7 @@ class Dual:
         found = run.variants.take(slice(VARIANTS_AT_ONCE))
         ranks = float(self.outer.space.shapes.pp[found.shape].sum())
         self.sims.work += spending.PER_PASS + spending.PER_RANK * ranks
-        bounds = bound_variants(self.outer, found, self._below_all_s(found), memory=self._by_memory)
+        bounds = bound_variants(self.outer, found, self._below_all_s(found.shape), memory=self._by_memory)
         open_ = np.isfinite(bounds.time_s)
         self._queue(found.take(open_), bounds.take(open_), Known.RANKS)
 

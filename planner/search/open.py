@@ -1,7 +1,8 @@
 """What of a search is open, each with a bound: shapes, then the variants of some, then single candidates.
 
 Upcoming    shapes that have not been expanded
-Run         variants of some shapes, with bounds of the kind that `Known` says
+FamilyRun   families of some shapes, bounded by the least that their variants communicate
+Run         variants of some of them, with bounds of the kind that `Known` says
 Node        a candidate with its stage problem
 """
 
@@ -20,7 +21,7 @@ from autoparallel.planner.search.partition.problem import (
     StageProblem,
     without_needless_recomputation,
 )
-from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.build import Families, Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
@@ -34,6 +35,10 @@ class Values:
 
     def take(self, rows: Ints | Bools | slice) -> Values:
         return Values(first=self.first[rows], second=self.second[rows])
+
+    def no_less_than(self, other: Values) -> Values:
+        """The larger bound of either, by row."""
+        return Values(first=np.maximum(self.first, other.first), second=np.maximum(self.second, other.second))
 
     def order(self) -> Ints:
         """The rows from the best bound on."""
@@ -59,7 +64,8 @@ def values_of(problem: Problem, bounds: Bounds, devices: Ints) -> Values:
 
 def shape_values(outer: Outer, rows: Ints) -> Values:
     """The bounds of some shapes, by what is known of their prices now."""
-    bounds = Bounds(time_s=outer.bounds.time_s[rows], memory_bytes=outer.bounds.memory_bytes[rows])
+    time_s = np.maximum(outer.bounds.time_s[rows], outer.families_s[rows])
+    bounds = Bounds(time_s=time_s, memory_bytes=outer.bounds.memory_bytes[rows])
     return values_of(outer.problem, bounds, outer.space.shapes.devices[rows])
 
 
@@ -142,6 +148,24 @@ class Run:
         return self.values.at(0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyRun:
+    """Families of some shapes, the one with the least bound first."""
+
+    families: Families
+    values: Values
+
+    def __len__(self) -> int:
+        return len(self.families)
+
+    def take(self, rows: slice) -> FamilyRun:
+        return FamilyRun(families=self.families.take(rows), values=self.values.take(rows))
+
+    @property
+    def bound(self) -> Value:
+        return self.values.at(0)
+
+
 def scheduled_alike(shapes: Shapes, run: Run) -> Bools:
     """Which variants of a run have the same actions in the same order as its first one."""
     owners, first = run.variants.shape, run.variants.shape[0]
@@ -171,3 +195,6 @@ class Node:
         """The stage problem as it is solved: nothing is recomputed where all fits without it. Rows bound memory from below:
         after a partition that did not fit though they said so, that is not known."""
         return without_needless_recomputation(self.problem) if self.fits else self.problem
+
+
+Item = Node | Run | FamilyRun

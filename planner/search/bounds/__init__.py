@@ -7,6 +7,7 @@
 - `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("divided");
 - `rows.py`: variants with all that these are made of;
 - `ranks.py`: how many blocks a rank can hold in a given time and memory, with `flight.py`: micro-batches in flight;
+- `families.py`: the least that variants communicate which differ in nothing else, so that they are bounded as one;
 - `far.py`: what blocks take whose parallelism is not between neighbours;
 - `paths.py`: variants of one schedule by its paths; `held.py`: and by what its moments hold;
 - `pace.py`: what unlike devices together can do.

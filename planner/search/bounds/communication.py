@@ -6,7 +6,7 @@ A price depends on where a mesh places its groups, of which there are few: each 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -45,6 +45,7 @@ Axes = tuple[Axis, ...]
 STEPPED = ("step_s", "step_expert_s")
 REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
 LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
+RATES = (*EXCHANGED, *STEPPED, "tied_s")  # columns of `Communication` that are numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,9 @@ class Communication:
     step_expert_s: Floats
     sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     tied_s: Floats  # the exchange of tied gradients between the first and the last stage
+
+    def take(self, rows: Ints) -> Communication:
+        return Communication(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +132,14 @@ class CommunicationPrices:
     def price(self, found: Variants) -> Communication:
         """The communication of some variants."""
         few, which = _without_schedules(found)
-        columns = dict(zip(EXCHANGED, self._exchange_prices(few).T, strict=True))
-        columns |= zip(STEPPED, self._step_prices(few).T, strict=True)
+        columns = dict(zip(RATES, self.rates(few).T, strict=True))
         columns["sends_s"] = self._sends_s(few)
-        columns["tied_s"] = self._tied_s(few)
-        return Communication(**{name: column[which] for name, column in columns.items()})
+        return Communication(**columns).take(which)
+
+    def rates(self, found: Variants) -> Floats:
+        """Columns RATES of some variants."""
+        tied = self._tied_s(found)[:, None]
+        return np.concatenate([self._exchange_prices(found), self._step_prices(found), tied], axis=1)
 
     def least_s(self) -> Least:
         """What no variant of a mesh and order goes below."""
@@ -233,10 +240,9 @@ class CommunicationPrices:
     def _sends_s(self, found: Variants) -> Floats:
         """The messages between neighbouring stages, joined where tensor-parallel ranks each send a share."""
         shapes = self.space.shapes
-        (_, pipeline), (tensors, tensor), (messages, message) = self.pipelines, self.tensors, self.messages
+        (tensors, tensor), (messages, message) = self.tensors, self.messages
         own, mesh = message[found.shape], shapes.mesh[found.shape]
-        keys = pipeline[mesh, found.order] * len(messages) + own
-        found_s = _looked_up(self._sends, keys, lambda row: self._sent_s(int(keys[row])), len(messages[0]))
+        found_s = self.messages_s(found.shape, found.order)
         if self.problem.execution.kernels != "fused":
             return found_s
         rows = np.flatnonzero((shapes.tp > 1)[found.shape] & (shapes.sequence_parallel == 0)[found.shape])
@@ -250,6 +256,12 @@ class CommunicationPrices:
 
         found_s[rows] += _looked_up(self._joins, joins, joined, len(messages[0]))
         return found_s
+
+    def messages_s(self, shapes: Ints, orders: Ints) -> Floats:
+        """The messages between neighbouring stages, each rank's share alone, of some shapes with these orders."""
+        (_, pipeline), (messages, message) = self.pipelines, self.messages
+        keys = pipeline[self.space.shapes.mesh[shapes], orders] * len(messages) + message[shapes]
+        return _looked_up(self._sends, keys, lambda row: self._sent_s(int(keys[row])), len(messages[0]))
 
     def _sent_s(self, key: int) -> tuple[float, ...]:
         """Each message, by the number of its pipeline and that of its size."""

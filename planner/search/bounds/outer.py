@@ -11,6 +11,7 @@ from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.communication import Communication, CommunicationPrices
+from autoparallel.planner.search.bounds.families import Alike, LeastCommunication
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
@@ -27,13 +28,20 @@ from autoparallel.planner.search.bounds.variants import (
 from autoparallel.planner.search.partition.forms import Chain, chain_of
 from autoparallel.planner.search.partition.unlike import capacities, fastest, lacking_bytes, rank_devices
 from autoparallel.planner.search.space.build import (
+    Families,
     Space,
     Variants,
     build_space,
+    families,
     variants,
 )
-from autoparallel.planner.search.space.meshes import Floats, Ints
+from autoparallel.planner.search.space.meshes import Floats, Ints, alike
 from autoparallel.planner.search.space.syncs import open_algorithms, widest_bucket_mib
+
+ALIKE_CLOSE = (
+    0.02  # to which shapes that are alike are bounded, of whose families most are ruled out at one look
+)
+FAMILY_CLOSE = 0.005  # and families of one shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +54,14 @@ class Outer:
     book: PriceBook
     prices: SettingPrices
     communication: CommunicationPrices
+    least: LeastCommunication
+    alike: Alike
     far: FarPrices
     bounds: Bounds  # of each shape, by what is known of its prices
     counts: Ints  # variants of each shape
     capacity_bytes: float
+    families_s: Floats  # of each shape, what none of its families that fits goes below, as far as `bound_alike` was asked
+    looked_s: Floats  # and up to where that was looked for
     pace: Floats | None = (
         None  # by rank and shape, over unlike devices: `planner.search.bounds.pace.pace_of_ranks`
     )
@@ -129,8 +141,11 @@ def build_outer(
         problem=problem, space=space, chain=chain, book=book, prices=prices,
         counts=space.counts(),
         communication=communication,
+        least=LeastCommunication.of(communication),
+        alike=Alike.of(space.shapes, prices.setting_of, communication.offloaded),
         far=FarPrices(problem=problem, chain=chain, book=best),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
+        families_s=np.zeros(len(space.shapes)), looked_s=np.zeros(len(space.shapes)),
     )  # fmt: skip
 
 
@@ -166,6 +181,51 @@ def quickly_bounded(outer: Outer, found: Variants) -> Bounds:
     return Bounds(time_s=np.maximum(bounds.time_s, outer.bounds.time_s[found.shape]), memory_bytes=least)
 
 
+def bound_families(outer: Outer, found: Families, below_s: float) -> Floats:
+    """Seconds that no variant of each family goes below; one that cannot be shorter than `below_s` is only known to be that
+    long."""
+    first, which = alike(found.shape, found.zero)  # schedules communicate alike
+    few = found.take(first)
+    communication = outer.least.price(few.shape, few.zero, np.arange(len(few)), len(few))
+    return _bound_families(outer, found, communication.take(which), below_s, FAMILY_CLOSE)
+
+
+def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
+    """Bound some shapes, whose own prices are known, and all that are like them, by families of the most sharded ones; up to
+    `below_s`. How many ranks of families were looked at."""
+    rows = rows[(outer.looked_s[rows] < below_s) & (outer.families_s[rows] >= outer.looked_s[rows])]
+    bounds, members = outer.bounds, outer.alike.members(rows)
+    open_ = (bounds.time_s[members] < below_s) & (bounds.memory_bytes[members] <= outer.capacity_bytes)
+    members = members[open_]
+    if not len(members):
+        return 0
+    _, first, group = np.unique(outer.alike.number[members], return_index=True, return_inverse=True)
+    most_sharded, group = members[first], group.reshape(-1)
+    found, levels = families(outer.space, most_sharded), max(outer.space.zeros) + 1
+    at = np.argsort(most_sharded)
+    own = at[np.searchsorted(most_sharded[at], found.shape)]
+    legal = [outer.space.zero_fits(outer.space.shapes.take(members), zero) for zero in range(levels)]
+    zero, at = np.nonzero(np.stack(legal))
+    communication = outer.least.price(members[at], zero, group[at] * levels + zero, len(first) * levels)
+    communication = communication.take(own * levels + found.zero)
+    time_s = _bound_families(outer, found, communication, below_s, ALIKE_CLOSE)
+    least_s = np.full(len(first), np.inf)
+    np.minimum.at(least_s, own, time_s)
+    outer.families_s[members] = np.maximum(outer.families_s[members], least_s[group])
+    outer.looked_s[members] = below_s
+    return int(outer.space.shapes.pp[found.shape].sum())
+
+
+def _bound_families(
+    outer: Outer, found: Families, communication: Communication, below_s: float, close: float
+) -> Floats:
+    rows = _rows(outer, found, outer.prices.table(found.shape), communication)
+    bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=False, close=close)
+    if outer.pace is not None:
+        bounds = no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, found.shape])
+    return bounds.time_s
+
+
 def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: bool = False) -> Bounds:
     """Bounds of variants: their communication is priced once per distinct setting."""
     rows = rows_of(outer, found)
@@ -175,18 +235,20 @@ def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: boo
     return no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, found.shape])
 
 
-def rows_of(
-    outer: Outer,
-    found: Variants,
-) -> Rows:
+def rows_of(outer: Outer, found: Variants) -> Rows:
     """Variants with their prices, and the numbers of blocks that their chunks may have (`_blocks_per_chunk`)."""
     outer.ask(found.shape)
+    table = outer.far.apply(
+        outer.prices.table(found.shape), outer.space.shapes.take(found.shape),
+        outer.communication.inner_placements(found),
+    )  # fmt: skip
+    return _rows(outer, found, table, outer.communication.price(found))
+
+
+def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communication: Communication) -> Rows:
+    """Variants, or families, with these prices."""
     shapes = outer.space.shapes.take(found.shape)
     slow, slow_comm = slowdowns(outer.book)
-    communication = outer.communication.price(found)
-    table = outer.far.apply(
-        outer.prices.table(found.shape), shapes, outer.communication.inner_placements(found)
-    )
     gather_s = communication.gather_s + communication.gather_expert_s * table.group_experts
     least, ends, most = _blocks_per_chunk(outer, shapes.pp)
     return Rows(

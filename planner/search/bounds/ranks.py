@@ -122,7 +122,8 @@ class RankBounds:
         u, m, plain = rows.table, rows.shapes.micro_batches, rows.plain
         first, last = self.first, self.last
         others_f, _, _, others_b = passes(rows, 1.0)  # of layer groups on other ranks
-        f, _, ended_s, b = passes(rows, 1.0 if rows.slower is None else rows.slower[:pp])
+        slower = 1.0 if rows.slower is None else rows.slower[:pp]
+        f, _, ended_s, b = passes(rows, slower)
         alone = rows.chunks == 1
         single = plain & alone
         own_s = m * (u.head_s * first + u.tail_s * last)
@@ -137,16 +138,25 @@ class RankBounds:
         self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += tied_s * first
-        self.drained_per_block_s = m * (f + b)
-        self.drained_base_s = own_s + np.where(
-            plain, np.where(first, 0.0, u.head_s) + before * (others_f + others_b) + 2 * sends_s, 0.0
+        # After its last backward the stages before have theirs, of which a split one need not wait for weight gradients.
+        back, others_back = (
+            np.where(plain, whole, rows.beside(u.group_input_s * pace, rows.group_gather_s))
+            for whole, pace in ((b, slower), (others_b, 1.0))
         )
-        self.drained_base_s += tied_s + step_s * u.head_trainable
+        head_s, tail_s = (
+            np.where(plain, whole, forward + inputs)
+            for whole, forward, inputs in (
+                (u.head_s, u.head_forward_s, u.head_input_s), (u.tail_s, u.tail_forward_s, u.tail_input_s),
+            )
+        )  # fmt: skip
+        self.drained_per_block_s = m * (f + back)
+        self.drained_base_s = m * (head_s * first + tail_s * last) + np.where(first, 0.0, head_s)
+        self.drained_base_s += before * (others_f + others_back) + 2 * sends_s + rows.ending_s()
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
         whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
-        self.round_base_s = np.where(single, whole_s + tied_s + step_s * u.head_trainable, 0.0)
+        self.round_base_s = np.where(single, whole_s + rows.ending_s(), 0.0)
         # Its first backward waits for one micro-batch's way through all stages, and with a single chunk for its way back
         # from the last one; then the rank has all of its backwards before it, and the forwards that its warm-up has left
         # over.
@@ -159,7 +169,10 @@ class RankBounds:
         left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.group_reduce_s - beside_s, 0.0))
         # No chunk's last backward starts before every micro-batch has passed all stages.
         self.reduced_per_block_s = m * f + left_s + rows.group_step_s
-        self.reduced_base_s = before * others_f + sends_s + step_s * ends
+        head_left_s, tail_left_s = rows.ends_left_s()
+        self.reduced_base_s = (
+            before * others_f + sends_s + step_s * ends + head_left_s * first + tail_left_s * last
+        )
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:

@@ -103,6 +103,29 @@ class Rows:
         others = (self.shapes.micro_batches - 1) * f * held
         return np.asarray(others + held * (ended_s - b + self.group_step_s) + u.head_trainable * self.step_s)
 
+    def ends_left_s(self) -> tuple[Floats, Floats]:
+        """What the last backward of the model's head, and of its tail, leaves of the reductions of their gradients; nothing
+        where layer groups may hide it."""
+        u, hidden = self.table, self.slow / self.slow_comm
+        again_s = u.of_kinds("backward_s") + u.of_kinds("recompute_s")
+        hides_s = np.where(self.plain[:, None], again_s, u.of_kinds("weight_s"))
+        some = (self.kind_reduce_s > hides_s * hidden).all(axis=1) & (self.zero < 2)
+        copied = np.where((self.shapes.pp > 1) & ~self.v_shaped, u.tail_tied, 0.0)
+        ends = []
+        for numbers, side in ((u.head_trainable, "head"), (u.tail_trainable + copied, "tail")):
+            whole_s, forward_s = getattr(u, f"{side}_s"), getattr(u, f"{side}_forward_s")
+            beside_s = whole_s - forward_s - np.where(self.plain, 0.0, getattr(u, f"{side}_input_s"))
+            ends.append(np.where(some, np.maximum(numbers * self.reduce_s - beside_s * hidden, 0.0), 0.0))
+        return ends[0], ends[1]
+
+    def ending_s(self) -> Floats:
+        """From the end of the first stage's last backward, of which only input gradients are counted where it is split, to the
+        end of its step: its weight gradients, what is left of its reduction, the exchange of tied gradients, the update."""
+        u = self.table
+        weights_s = np.where(self.plain, 0.0, u.head_s - u.head_forward_s - u.head_input_s)
+        tied_s = np.where(self.v_shaped, 0.0, self.tied_s)
+        return np.asarray(weights_s + self.ends_left_s()[0] + tied_s + self.step_s * u.head_trainable)
+
     def first_chunk(self, rank: Ints) -> Ints:
         """Layer groups of the rank's first stage at least."""
         least = np.where(rank > 0, self.least_per_chunk, self.least_per_end)

@@ -39,7 +39,7 @@ class Bounds:
     time_s: Floats
     memory_bytes: Floats
 
-    def take(self, rows: Bools) -> Bounds:
+    def take(self, rows: Ints | Bools) -> Bounds:
         return Bounds(time_s=self.time_s[rows], memory_bytes=self.memory_bytes[rows])
 
 
@@ -142,10 +142,10 @@ def quick_bounds(problem: Problem, rows: Rows, capacity_bytes: float) -> Bounds:
 
 
 def variant_bounds(
-    problem: Problem, rows: Rows, capacity_bytes: float, below_s: float, *, memory: bool
+    problem: Problem, rows: Rows, capacity_bytes: float, below_s: float, *, memory: bool, close: float = CLOSE
 ) -> Bounds:
-    """Bounds of each variant; one that cannot be shorter than `below_s` is only known to be that long. Bytes are
-    bounded where `memory` asks for it, else 0."""
+    """Bounds of each variant, as `close` as that; one that cannot be shorter than `below_s` is only known to be that long.
+    Bytes are bounded where `memory` asks for it, else 0."""
     quick = quick_bounds(problem, rows, capacity_bytes)
     time_s, least_bytes = np.maximum(quick.time_s, below_s), np.zeros(len(rows.zero))
     wanted = np.isfinite(rows.table.group_forward_s) & ((quick.time_s < below_s) | memory)
@@ -164,6 +164,7 @@ def variant_bounds(
                 quick.time_s[part],
                 np.minimum(time_s[part], FOREVER),
                 below_s,
+                close,
             )
     time_s[np.isinf(quick.time_s)] = np.inf
     return Bounds(time_s=time_s, memory_bytes=least_bytes)
@@ -173,10 +174,12 @@ def _shared_s(rows: Rows) -> Floats:
     """One micro-batch through the whole model, and what the ranks take on average, however blocks are divided."""
     u, m, pp, plain = rows.table, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
     sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
-    whole_s = u.all_forward_s + u.all_backward_s + rows.tied_s
-    whole_s += np.where(rows.chunks > 1, rows.first_stage_s(), rows.step_s * u.head_trainable)
+    ending_s = rows.ending_s()
+    whole_s = u.all_forward_s + u.all_backward_s
+    first_s = rows.tied_s + np.where(rows.chunks > 1, rows.first_stage_s(), 0.0)
+    whole_s += np.maximum(first_s, ending_s)
     # A schedule in the shape of a V turns on its last rank, without a message.
-    there_and_back_s = u.all_forward_s + u.all_input_s + sends_s - 2 * rows.v_shaped * rows.send_s
+    there_and_back_s = u.all_forward_s + u.all_input_s + sends_s - 2 * rows.v_shaped * rows.send_s + ending_s
     through_s = np.where(plain, whole_s + sends_s, there_and_back_s)
     gathers_s = rows.all_gather_s
     forward_s = rows.beside(u.all_forward_s, gathers_s)
@@ -202,7 +205,14 @@ def _shared_s(rows: Rows) -> Floats:
 
 
 def _least_time(
-    problem: Problem, rows: Rows, pp: int, capacity_bytes: float, low_s: Floats, top_s: Floats, below_s: float
+    problem: Problem,
+    rows: Rows,
+    pp: int,
+    capacity_bytes: float,
+    low_s: Floats,
+    top_s: Floats,
+    below_s: float,
+    close: float,
 ) -> Floats:
     """The least time, `low_s` or more, in which all blocks can be divided, and `top_s` where that is not less."""
     found_s = top_s.copy()
@@ -223,7 +233,7 @@ def _least_time(
     while not (done := early | ranks.divided(rows.repeated, high, room)).all():
         low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
-        if (early | (high - low <= CLOSE * low)).all():
+        if (early | (high - low <= close * low)).all():
             break
         middle = (low + high) / 2
         done = ranks.divided(rows.repeated, middle, room)

@@ -19,6 +19,7 @@ exchange).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -35,6 +36,7 @@ from autoparallel.planner.search.space.meshes import (
     Floats,
     Ints,
     Meshes,
+    alike,
     build_meshes,
     divisors,
     most_chunks,
@@ -77,6 +79,22 @@ class Shapes:
     @property
     def devices(self) -> Ints:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """Columns of what variants have in common that differ in what they communicate alone: all but order and compression."""
+
+    shape: Ints
+    zero: Ints
+    schedule: Ints  # index into SCHEDULES
+    virtual_stages: Ints
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def take(self, rows: Ints | Bools | slice) -> Families:
+        return Families(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,27 +211,53 @@ def build_space(problem: Problem) -> Space:
     )
 
 
-def variants(space: Space, rows: Ints) -> Variants:
-    """Every variant of the shapes `rows`, in a fixed order: simpler choices first."""
-    columns: list[tuple[Ints, int, int, int, int, int]] = []
+def families(space: Space, rows: Ints) -> Families:
+    """Every family of the shapes `rows`, in a fixed order: simpler choices first."""
+    columns: list[tuple[Ints, int, int, int]] = []
     for schedule, chunks in space.schedules:
         planned = rows[space.plan_fits(space.shapes.take(rows), schedule, chunks)]
         for zero in space.zeros if len(planned) else ():
             sharded = planned[space.zero_fits(space.shapes.take(planned), zero)]
-            placed = space.meshes.placed[space.shapes.mesh[sharded]]
-            for order in np.flatnonzero(placed.any(axis=0)):
-                hit = sharded[placed[:, order]]
-                columns.append((hit, zero, schedule, chunks, int(order), 0))
-                reduces = hit[_data_parallel(space.shapes, hit) > 1]
-                for method in range(1, space.methods(zero)):
-                    columns.append((reduces, zero, schedule, chunks, int(order), method))
-    lengths = [len(column[0]) for column in columns]
-    named = [np.repeat(np.array([c[i] for c in columns], dtype=np.int64), lengths) for i in range(1, 6)]
-    shape = np.concatenate([np.zeros(0, dtype=np.int64), *(column[0] for column in columns)])
-    zeros, schedules, chunk_counts, orders, methods = named
+            columns.append((sharded, zero, schedule, chunks))
+    shape, (zeros, schedules, chunk_counts) = _columns(columns, 3)
+    return Families(shape=shape, zero=zeros, schedule=schedules, virtual_stages=chunk_counts)
+
+
+def spread(space: Space, found: Families) -> tuple[Variants, Ints]:
+    """Every variant of some families, in a fixed order, and which family each is of."""
+    first, which = alike(found.schedule, found.virtual_stages, found.zero)
+    columns: list[tuple[Ints, int, int]] = []
+    for number in range(len(first)):
+        own = np.flatnonzero(which == number)
+        placed = space.meshes.placed[space.shapes.mesh[found.shape[own]]]
+        several = _data_parallel(space.shapes, found.shape[own]) > 1
+        for order in np.flatnonzero(placed.any(axis=0)).tolist():
+            there = placed[:, order]
+            columns.append((own[there], order, 0))
+            reduces = own[there & several]
+            for method in range(1, space.methods(int(found.zero[first[number]]))):
+                columns.append((reduces, order, method))
+    of, (orders, methods) = _columns(columns, 2)
+    kept = found.take(of)
     return Variants(
-        shape=shape, zero=zeros, schedule=schedules, virtual_stages=chunk_counts, order=orders, compression=methods
-    )  # fmt: skip
+        shape=kept.shape, zero=kept.zero, schedule=kept.schedule, virtual_stages=kept.virtual_stages,
+        order=orders, compression=methods,
+    ), of  # fmt: skip
+
+
+def variants(space: Space, rows: Ints) -> Variants:
+    """Every variant of the shapes `rows`, in a fixed order: simpler choices first."""
+    return spread(space, families(space, rows))[0]
+
+
+def _columns(parts: Sequence[tuple[Ints, *tuple[int, ...]]], numbers: int) -> tuple[Ints, list[Ints]]:
+    """Rows one after the other, and so many numbers that each part says of all of its rows."""
+    lengths = [len(part[0]) for part in parts]
+    rows = np.concatenate([np.zeros(0, dtype=np.int64), *(part[0] for part in parts)])
+    named = [
+        np.repeat(np.array([part[1 + i] for part in parts], dtype=np.int64), lengths) for i in range(numbers)
+    ]
+    return rows, named
 
 
 def _data_parallel(shapes: Shapes, rows: Ints) -> Ints:

@@ -13,6 +13,8 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds import settings
 from autoparallel.planner.search.bounds.outer import (
     Outer,
+    bound_alike,
+    bound_families,
     bound_variants,
     expand_shapes,
     outer_of,
@@ -27,7 +29,7 @@ from autoparallel.planner.search.partition.problem import Partition, Q, partitio
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Variants
+from autoparallel.planner.search.space.build import Variants, families, spread
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
@@ -121,6 +123,27 @@ def test_an_anchor_says_no_more_of_a_setting_than_its_own_price(
     assert (before[both][:, bounded] <= prices.rows[both][:, bounded] * (1 + 1e-9)).all()
     assert (before[both][:, settings.COUNTS] == prices.rows[both][:, settings.COUNTS]).all()
     assert np.isinf(prices.rows[np.isinf(before[:, 0]), 0]).all()  # what an anchor rules out is out
+
+
+@pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES)
+def test_no_family_is_bounded_above_one_of_its_variants(cluster: str, scale: int, kernels: str) -> None:
+    outer = outer_for(cluster, scale, kernels)
+    every, shapes = np.arange(len(outer.space.shapes)), outer.space.shapes
+    outer.ask(every)
+    every = every[np.isfinite(outer.bounds.time_s)]
+    below_s = float(np.quantile(outer.bounds.time_s[every], 0.7))
+    assert bound_alike(outer, every, below_s) > 0
+    assert bound_alike(outer, every, below_s) == 0  # all is known
+    found = families(outer.space, every)
+    least_s = bound_families(outer, found, below_s)
+    spread_, of = spread(outer.space, found)
+    rows = np.sort(random.Random(scale).sample(range(len(spread_)), min(len(spread_), 4_000)))
+    own_s = bound_variants(outer, spread_.take(rows), below_s).time_s
+    close = 1 + 1e-3  # of what bisection agrees to
+    assert (np.minimum(least_s[of[rows]], below_s) <= own_s * close).all()
+    assert (np.minimum(outer.families_s[spread_.shape[rows]], below_s) <= own_s * close).all()
+    assert (least_s < below_s).any()
+    assert len(np.unique(outer.alike.number)) < len(shapes)
 
 
 def test_weights_of_one_variant_bound_others_of_its_schedule() -> None:
