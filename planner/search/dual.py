@@ -23,11 +23,13 @@ from autoparallel.planner.search.bounds.outer import (
     bound_alike,
     bound_families,
     bound_variants,
+    families_of,
     quickly_bounded,
     rows_of,
+    spread_families,
 )
 from autoparallel.planner.search.bounds.ranks import rates_of
-from autoparallel.planner.search.bounds.variants import Bounds, quick_bounds
+from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.open import (
     FamilyRun,
     Item,
@@ -46,14 +48,14 @@ from autoparallel.planner.search.partition.quick import quick_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.partition.solve import EFFORT, SHORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Shapes, Variants, families, spread
+from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
-AHEAD = 1024  # shapes that are bounded together before some of them are expanded
+AHEAD = 4096  # shapes that are bounded together, in the end, before some of them are expanded
 FAMILIES_AT_ONCE = 64  # of which all variants are bounded together
-ASKED_AT_ONCE = 64  # shapes whose settings are priced together
+ASKED_AT_ONCE = 32  # settings that are priced together
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
 TIGHTER = 0.005  # share by which a linear program must be above the paths' bound for its weights to be wanted
@@ -71,6 +73,7 @@ class Dual:
     at_once: int = SHAPES_AT_ONCE
     solved: set[Candidate] = field(default_factory=set)
     upcoming: Upcoming = field(init=False)
+    _ahead: int = SHAPES_AT_ONCE  # shapes that are bounded together now: a short search looks at few
     _heap: list[tuple[Value, int, Item]] = field(default_factory=list)
     _undecided: list[tuple[Value, int, Item]] = field(
         default_factory=list
@@ -133,33 +136,67 @@ class Dual:
             self.upcoming.clear()
             return
         self._current = self.upcoming.value
-        rows = self._priced(self.upcoming.take(max(self.at_once, AHEAD)))
+        rows = self._priced(self.upcoming.take(self._ahead))
+        self._ahead = min(2 * self._ahead, AHEAD)
         if not len(rows):
             return
-        self._push_families(self._families(rows))
+        self._families(rows)
 
-    def _families(self, rows: Ints) -> FamilyRun:
-        """The families of some shapes that may win, the one with the least bound first."""
-        outer, below_s = self.outer, self._below_all_s(rows)
-        found, shapes = families(outer.space, rows), outer.space.shapes
-        bounds = outer.bounds.take(found.shape)
+    def _families(self, rows: Ints) -> None:
+        """Bound the families of some shapes; keep those that could win."""
+        found = families_of(self.outer, rows)
+        bounds = self.outer.bounds.take(found.shape)
+        values = values_of(self.outer.problem, bounds, self.outer.space.shapes.devices[found.shape])
+        self._push_families(self._bounded(FamilyRun(families=found, values=values)))
+
+    def _bounded(self, run: FamilyRun) -> FamilyRun:
+        """The families of a run that may win, the one with the least bound first, none below the bound that it had."""
+        outer, found = self.outer, run.families
+        values, below_s = run.values, self._below_all_s(found.shape)
         if below_s < inf:
-            self.sims.work += spending.PER_FAMILY_RANK * float(shapes.pp[found.shape].sum())
-            bounds = replace(bounds, time_s=np.maximum(bounds.time_s, bound_families(outer, found, below_s)))
-        values = values_of(outer.problem, bounds, shapes.devices[found.shape])
+            self.sims.work += spending.PER_FAMILY_RANK * float(outer.space.shapes.pp[found.shape].sum())
+            bounds = Bounds(time_s=bound_families(outer, found, below_s), memory_bytes=np.zeros(len(found)))
+            values = values.no_less_than(
+                values_of(outer.problem, bounds, outer.space.shapes.devices[found.shape])
+            )
         order = values.order()
         order = order[self.sims.rows_that_may_win(values.take(order))]
         return FamilyRun(families=found.take(order), values=values.take(order))
 
     def _push_families(self, run: FamilyRun) -> None:
-        if len(run):
-            self._push(run.bound, run)
+        """Put families among the open ones, those whose blocks communicate with neighbours apart from others."""
+        near = run.families.placed == 0
+        for part in (run.take(near), run.take(~near)):
+            if len(part):
+                self._push(part.bound, part)
+
+    def _priced_far(self, run: FamilyRun) -> bool:
+        """Price blocks where the run's first family has them communicate, and bound all families again that this tells of;
+        False where nothing is told that is not known."""
+        outer, shapes, found = self.outer, self.outer.space.shapes, run.families
+        owner, at = int(found.shape[0]), int(found.placed[0])
+        if not at or self._by_memory or outer.far.knows(shapes, owner, at):
+            return False
+        row = outer.far.widest(shapes, np.unique(found.shape[found.placed == at]), owner)
+        told = outer.far.told_by(shapes, found.shape, found.placed, row, at)
+        self._push_families(run.take(~told))
+        self.sims.work += spending.PER_PLACE
+        first = spread_families(outer, found.take(slice(1)))[0]
+        try:
+            outer.far.price(candidate(outer.space, first, 0).mesh, shapes, row, at)
+        except UserError as error:
+            self.sims.errors.append(error)
+            return True
+        self._push_families(self._bounded(run.take(told)))
+        return True
 
     def _spread(self, run: FamilyRun) -> None:
         """Bound the variants of the first families of a run; the rest of it goes back."""
+        if self._priced_far(run):
+            return
         self._push_families(run.take(slice(FAMILIES_AT_ONCE, None)))
         run = run.take(slice(FAMILIES_AT_ONCE))
-        found, of = spread(self.outer.space, run.families)
+        found, of = spread_families(self.outer, run.families)
         self.sims.work += spending.PER_PASS + spending.PER_VARIANT * len(found)
         bounds = quickly_bounded(self.outer, found)
         open_ = np.isfinite(bounds.time_s)
@@ -171,17 +208,21 @@ class Dual:
         """Of these shapes the first ones that are priced and still lead; the rest goes back, with the bounds it has now."""
         outer, known = self.outer, self.outer.prices.knows(rows)
         if not known.all():
-            outer.ask(rows[~known][:ASKED_AT_ONCE])
+            unknown = rows[~known]
+            _, first = np.unique(outer.prices.setting_of[unknown], return_index=True)
+            outer.ask(unknown[np.sort(first)[:ASKED_AT_ONCE]])
         ready = outer.prices.knows(rows) & (outer.bounds.memory_bytes[rows] <= outer.capacity_bytes)
         below_s = self._below_all_s(rows)
         if below_s < inf:
-            self.sims.work += spending.PER_FAMILY_RANK * bound_alike(outer, rows[ready], below_s)
+            ranks = bound_alike(outer, rows[ready], below_s)
+            self.sims.work += spending.PER_FAMILY_RANK * ranks
+            if ranks:
+                self.upcoming.refresh(self.sims.rows_that_may_win)
         values = shape_values(outer, rows)
-        ready &= self.sims.rows_that_may_win(values)
-        later = self.upcoming.value[0]
-        ready &= values.first <= later
+        ready &= values.first <= self.upcoming.value[0]
         ready[np.flatnonzero(ready)[self.at_once :]] = False
-        self.upcoming.put_back(rows[~ready])
+        later = np.flatnonzero(~ready)
+        self.upcoming.put_back(rows[later[self.sims.rows_that_may_win(values.take(later))]])
         return rows[ready]
 
     def _queue(self, found: Variants, bounds: Bounds, known: Known, before: Values | None = None) -> None:
@@ -192,10 +233,7 @@ class Dual:
         values = values if before is None else values.no_less_than(before)
         rows = values.order()
         rows = rows[self.sims.rows_that_may_win(values.take(rows))]
-        placed = self.outer.communication.inner_placements(found.take(rows))
-        run = Run(variants=found.take(rows), values=values.take(rows), placed=placed, known=known)
-        for part in (run.take(placed == 0), run.take(placed > 0)):
-            self._push_run(part)
+        self._push_run(Run(variants=found.take(rows), values=values.take(rows), known=known))
 
     def _push_run(self, run: Run) -> None:
         if len(run):
@@ -212,9 +250,7 @@ class Dual:
 
     def _look_into(self, run: Run) -> None:
         """Bound variants more closely, or give the first one of a run its stage problem; the rest of the run goes back."""
-        if run.known == Known.WHOLE and run.placed[0] > 0:
-            self._price_far(run)
-        elif run.known < Known.RANKS:
+        if run.known < Known.RANKS:
             self._bound_ranks(run)
         elif not self._bound_paths(run):
             self._push_run(run.take(slice(1, None)))
@@ -262,34 +298,6 @@ class Dual:
         bounds = bound_variants(self.outer, found, self._below_all_s(found.shape), memory=self._by_memory)
         open_ = np.isfinite(bounds.time_s)
         self._queue(found.take(open_), bounds.take(open_), Known.RANKS)
-
-    def _price_far(self, run: Run) -> None:
-        """Price blocks where the run's first variant has them communicate, and bound again all that this tells of."""
-        outer, shapes, at = self.outer, self.outer.space.shapes, int(run.placed[0])
-        owner = int(run.variants.shape[0])
-        if not outer.far.knows(shapes, owner, at):
-            row = outer.far.widest(shapes, np.unique(run.variants.shape[run.placed == at]), owner)
-            self.sims.work += spending.PER_TENSOR_BLOCK * len(outer.problem.graph.blocks)
-            try:
-                outer.far.price(candidate(outer.space, run.variants, 0).mesh, shapes, row, at)
-            except UserError as error:
-                self.sims.errors.append(error)
-                self._push_run(run.take(~outer.far.told_by(shapes, run.variants.shape, run.placed, row, at)))
-                return
-        told = outer.far.told(shapes, run.variants.shape, run.placed)
-        self._push_run(run.take(~told))
-        run = run.take(told)
-        self.sims.work += spending.PER_PASS + spending.PER_VARIANT * len(run)
-        bounds = quick_bounds(outer.problem, rows_of(outer, run.variants), outer.capacity_bytes)
-        devices = shapes.devices[run.variants.shape]
-        if self._by_memory:
-            values = Values(first=run.values.first, second=np.maximum(run.values.second, bounds.time_s))
-        else:
-            found = values_of(outer.problem, bounds, devices)
-            values = Values(first=np.maximum(run.values.first, found.first), second=run.values.second)
-        order = values.order()
-        order = order[self.sims.rows_that_may_win(values.take(order))]
-        self._push_run(replace(run, values=values, known=Known.FAR).take(order))
 
     def _open(self, bound: Value, chosen: Candidate) -> None:
         """Give a candidate its stage problem: the first one of a schedule is simulated to learn a path, too."""

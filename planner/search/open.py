@@ -8,6 +8,7 @@ Node        a candidate with its stage problem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -103,6 +104,15 @@ class Upcoming:
             second=np.insert(self.values.second, at, values.second[order]),
         )
 
+    def refresh(self, may_win: Callable[[Values], Bools]) -> None:
+        """Order them by the bounds that they have now; those that cannot win are dropped."""
+        values = shape_values(self.outer, self.rows)
+        kept = np.flatnonzero(
+            may_win(values) & (self.outer.bounds.memory_bytes[self.rows] <= self.outer.capacity_bytes)
+        )
+        kept = kept[values.take(kept).order()]
+        self.rows, self.values = self.rows[kept], values.take(kept)
+
     def take(self, number: int) -> Ints:
         """The first shapes, which are none of these any more."""
         taken = self.rows[:number]
@@ -118,29 +128,25 @@ class Known(IntEnum):
     """What bounds take into account: each is no lower than the one before."""
 
     WHOLE = 0  # the model as a whole (`bounds.quick_bounds`)
-    FAR = 1  # likewise, blocks communicating where they are placed (`far.FarPrices`)
-    RANKS = 2  # each pipeline rank (`bounds.variant_bounds`), blocks communicating between neighbours
-    PATHS = 3  # and the known paths of its schedule (`paths.PathWeights`)
+    RANKS = 1  # each pipeline rank (`bounds.variant_bounds`)
+    PATHS = 2  # and the known paths of its schedule (`paths.PathWeights`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Variants of some shapes, the one with the least bound first; `placed`: where their blocks communicate, as
-    `CommunicationPrices.inner_placements` numbers it."""
+    """Variants of some shapes, the one with the least bound first."""
 
     variants: Variants
     values: Values
-    placed: Ints
     known: Known
     weighed: int = 0  # how many weights of its schedule's paths it is bounded by
 
     def __len__(self) -> int:
-        return len(self.placed)
+        return len(self.variants)
 
     def take(self, rows: Ints | Bools | slice) -> Run:
         return Run(
-            variants=self.variants.take(rows), values=self.values.take(rows), placed=self.placed[rows],
-            known=self.known, weighed=self.weighed,
+            variants=self.variants.take(rows), values=self.values.take(rows), known=self.known, weighed=self.weighed,
         )  # fmt: skip
 
     @property
@@ -158,7 +164,7 @@ class FamilyRun:
     def __len__(self) -> int:
         return len(self.families)
 
-    def take(self, rows: slice) -> FamilyRun:
+    def take(self, rows: Bools | slice) -> FamilyRun:
         return FamilyRun(families=self.families.take(rows), values=self.values.take(rows))
 
     @property

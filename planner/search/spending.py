@@ -9,9 +9,12 @@ PER_SETTING = 0.8  # priced, for each distinct block
 PER_VARIANT = 0.001  # bounded as a whole
 PER_START = 0.004  # looked at for strategies to start from
 PER_RANK = 0.004  # and rank by rank, or chunk by chunk by its schedule's paths
-PER_FAMILY_RANK = 0.0008  # and a family rank by rank, most of which are ruled out at one look
+PER_FAMILY_RANK = 0.001  # and a family rank by rank, most of which are ruled out at one look
 PER_PASS = 0.7  # over variants, however few
 PER_TENSOR_BLOCK = 4.0  # a distinct block priced with a tensor-parallel plan of its own
+PER_PLACE = (
+    30.0  # a setting priced where blocks do not communicate with neighbours, most of it its tensor plan
+)
 PER_PLANE = 0.7  # of a schedule's paths weighed, and for each chunk and action walked
 PER_CHUNK_PLANNED = 0.03
 PER_RELAXATION = 2.5  # of a stage problem

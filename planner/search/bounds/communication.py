@@ -6,7 +6,7 @@ A price depends on where a mesh places its groups, of which there are few: each 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -101,7 +101,8 @@ class CommunicationPrices:
     _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _sends: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _joins: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _inner: dict[int, int] = field(default_factory=dict, repr=False)  # by mesh and order
+    _inner: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)  # by mesh, of each order
+    _crossings: dict[Axes, object] = field(default_factory=dict, repr=False)
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -216,26 +217,44 @@ class CommunicationPrices:
     def inner_placements(self, found: Variants) -> Ints:
         """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
         that is as near as can be."""
-        keys = self.space.shapes.mesh[found.shape] * len(self.space.meshes.orders) + found.order
-        first, which = alike(keys)
-        distinct = keys[first].tolist()
-        for key in distinct:
-            if key not in self._inner:
-                self._inner[key] = self._inner_placement(*divmod(key, len(self.space.meshes.orders)))
-        return np.asarray(np.array([self._inner[key] for key in distinct], dtype=np.int64)[which])
+        return np.asarray(
+            self.inner_of(self.space.shapes.mesh[found.shape])[np.arange(len(found)), found.order]
+        )
 
-    def _inner_placement(self, mesh: int, order: int) -> int:
+    def inner_of(self, meshes: Ints) -> Ints:
+        """That number by mesh and order; -1 where an order is no other placement."""
+        first, which = alike(meshes)
+        distinct = meshes[first].tolist()
+        for mesh in distinct:
+            if mesh not in self._inner:
+                self._inner[mesh] = self._inner_numbers(mesh)
+        every = [self._inner[mesh] for mesh in distinct]
+        orders = len(self.space.meshes.orders)
+        return np.asarray(np.array(every, dtype=np.int64).reshape(len(every), orders)[which])
+
+    def _inner_numbers(self, mesh: int) -> tuple[int, ...]:
         sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
-        placed = Mesh(**sizes, order=self.space.meshes.orders[order])
-        nearest = nearest_axes(placed, ordered=self.problem.fixed.order is not None)
+        placed = self.space.meshes.placed[mesh].tolist()
+        orders = self.space.meshes.orders
+        if sizes["tp"] * sizes["cp"] * sizes["ep"] == 1:
+            return tuple(0 if there else -1 for there in placed)
+        one = Mesh(**sizes)
+        nearest = self._crossed(nearest_axes(one, ordered=self.problem.fixed.order is not None))
+        return tuple(
+            self._inner_number(replace(one, order=order), nearest) if there else -1
+            for order, there in zip(orders, placed, strict=True)
+        )
 
-        def crossed(axes: tuple[Axis, ...]) -> object:
-            return tuple(crossings((name,), axes, self.problem.cluster) for name in INNER)
+    def _inner_number(self, placed: Mesh, nearest: object) -> int:
+        where = self._crossed(inner_axes(axes_of(placed)))
+        return 0 if where == nearest else self._numbers.setdefault(where, len(self._numbers) + 1)
 
-        where = crossed(inner_axes(axes_of(placed)))
-        if where == crossed(nearest):
-            return 0
-        return self._numbers.setdefault(where, len(self._numbers) + 1)
+    def _crossed(self, axes: Axes) -> object:
+        """The levels that these axes cross."""
+        if axes not in self._crossings:
+            crossed = tuple(crossings((name,), axes, self.problem.cluster) for name in INNER)
+            self._crossings[axes] = crossed
+        return self._crossings[axes]
 
     def _sends_s(self, found: Variants) -> Floats:
         """The messages between neighbouring stages, joined where tensor-parallel ranks each send a share."""

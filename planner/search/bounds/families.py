@@ -14,7 +14,9 @@ import numpy as np
 
 from autoparallel.planner.search.bounds.communication import RATES, Communication, CommunicationPrices
 from autoparallel.planner.search.space.build import Shapes, Variants
-from autoparallel.planner.search.space.meshes import Floats, Ints, alike, joined
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, joined
+
+ANYWHERE = -1  # as the number of where blocks communicate: all orders of the axes count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +25,9 @@ class LeastCommunication:
 
     prices: CommunicationPrices
     number: Ints  # by shape: the same where the rates are
-    _rates: dict[int, Floats] = field(
+    _rates: dict[tuple[int, int], Floats] = field(
         default_factory=dict, repr=False
-    )  # by level of ZeRO, [number, RATES]; not a number where it is not known
+    )  # by level of ZeRO and where blocks communicate, [number, RATES]; not a number where it is not known
 
     @staticmethod
     def of(prices: CommunicationPrices) -> LeastCommunication:
@@ -35,36 +37,39 @@ class LeastCommunication:
         _, number = alike(shapes.mesh, prices.offloaded, several, prices.held)
         return LeastCommunication(prices=prices, number=number)
 
-    def price(self, shapes: Ints, zero: Ints, group: Ints, groups: int) -> Communication:
-        """Of each of so many groups of shapes with their levels of ZeRO; infinite where a group has none."""
+    def price(self, shapes: Ints, zero: Ints, placed: Ints, group: Ints, groups: int) -> Communication:
+        """Of each of so many groups of shapes with their levels of ZeRO and where their blocks communicate; infinite where a
+        group has none."""
         rates = np.empty((len(shapes), len(RATES)))
-        for level in np.unique(zero).tolist():
-            some = zero == level
-            rates[some] = self._rates_of(shapes[some], level)
+        first, which = alike(zero, placed - ANYWHERE)
+        for number, row in enumerate(first.tolist()):
+            some = which == number
+            rates[some] = self._rates_of(shapes[some], int(zero[row]), int(placed[row]))
         least = np.full((groups, len(RATES)), np.inf)
         np.minimum.at(least, group, rates)
-        first, _ = alike(group, shapes)  # messages ask for no level of ZeRO
-        sent = self._sends_s(shapes[first])
+        first, _ = alike(group, shapes, placed - ANYWHERE)  # messages ask for no level of ZeRO
+        sent = self._sends_s(shapes[first], placed[first])
         sends_s = np.full((groups, sent.shape[1]), np.inf)
         np.minimum.at(sends_s, group[first], sent)
         return Communication(sends_s=sends_s, **dict(zip(RATES, least.T, strict=True)))
 
-    def _rates_of(self, shapes: Ints, zero: int) -> Floats:
-        """Columns RATES of some shapes, the least of all orders and compressions."""
+    def _rates_of(self, shapes: Ints, zero: int, placed: int) -> Floats:
+        """Columns RATES of some shapes, the least of all orders that place blocks there, and of all compressions."""
         numbers = self.number[shapes]
-        if zero not in self._rates:
-            self._rates[zero] = np.full((int(self.number.max(initial=0)) + 1, len(RATES)), np.nan)
-        known = self._rates[zero]
+        if (zero, placed) not in self._rates:
+            size = int(self.number.max(initial=0)) + 1
+            self._rates[zero, placed] = np.full((size, len(RATES)), np.nan)
+        known = self._rates[zero, placed]
         unknown = np.isnan(known[numbers, 0])
         first, _ = alike(numbers[unknown])
         if len(first):
             owners = shapes[unknown][first]
-            known[self.number[owners]] = self._made(owners, zero)
+            known[self.number[owners]] = self._made(owners, zero, placed)
         return known[numbers]
 
-    def _made(self, owners: Ints, zero: int) -> Floats:
+    def _made(self, owners: Ints, zero: int, placed: int) -> Floats:
         space, least = self.prices.space, np.full((len(owners), len(RATES)), np.inf)
-        at, order = np.nonzero(space.meshes.placed[space.shapes.mesh[owners]])
+        at, order = np.nonzero(self._there(owners, np.full_like(owners, placed)))
         for compression in range(space.methods(zero)):
             found = Variants(
                 shape=owners[at], order=order, zero=np.full_like(at, zero), schedule=np.zeros_like(at),
@@ -73,12 +78,20 @@ class LeastCommunication:
             np.minimum.at(least, at, self.prices.rates(found))
         return least
 
-    def _sends_s(self, shapes: Ints) -> Floats:
-        """The messages between neighbouring stages, the shortest ones of all orders, [shape, one of `Chain.messages`]."""
+    def _there(self, shapes: Ints, placed: Ints) -> Bools:
+        """Which orders place the blocks of some shapes there."""
+        meshes = self.prices.space.shapes.mesh[shapes]
+        found = np.array(self.prices.space.meshes.placed[meshes])
+        some = placed != ANYWHERE
+        found[some] = self.prices.inner_of(meshes[some]) == placed[some][:, None]
+        return found
+
+    def _sends_s(self, shapes: Ints, placed: Ints) -> Floats:
+        """The messages between neighbouring stages, the shortest ones of these orders, [shape, one of `Chain.messages`]."""
         space, (_, message) = self.prices.space, self.prices.messages
-        first, which = alike(space.shapes.mesh[shapes], message[shapes])
+        first, which = alike(space.shapes.mesh[shapes], message[shapes], placed - ANYWHERE)
         owners = shapes[first]
-        at, order = np.nonzero(space.meshes.placed[space.shapes.mesh[owners]])
+        at, order = np.nonzero(self._there(owners, placed[first]))
         each = self.prices.messages_s(owners[at], order)
         least = np.full((len(owners), each.shape[1]), np.inf)
         np.minimum.at(least, at, each)

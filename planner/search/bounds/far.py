@@ -66,13 +66,6 @@ class FarPrices:
         wider = owners[same]
         return int(wider[np.argmax(shapes.micro[wider])]) if len(wider) else row
 
-    def told(self, shapes: Shapes, owners: Ints, placed: Ints) -> Bools:
-        """Which variants, of these shapes and placements, something is known of."""
-        columns = (shapes.tp, shapes.sequence_parallel, shapes.cp, shapes.ep, shapes.micro)
-        first, which = alike(*(column[owners] for column in columns), placed)
-        known = [self.knows(shapes, int(owners[row]), int(placed[row])) for row in first.tolist()]
-        return np.array(known, dtype=np.bool_)[which]
-
     def told_by(self, shapes: Shapes, owners: Ints, placed: Ints, row: int, at: int) -> Bools:
         """Which rows of `owners` a price of `row` at a placement tells of."""
         same = placed == at

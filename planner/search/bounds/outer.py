@@ -11,7 +11,7 @@ from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.communication import Communication, CommunicationPrices
-from autoparallel.planner.search.bounds.families import Alike, LeastCommunication
+from autoparallel.planner.search.bounds.families import ANYWHERE, Alike, LeastCommunication
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
@@ -33,6 +33,7 @@ from autoparallel.planner.search.space.build import (
     Variants,
     build_space,
     families,
+    spread,
     variants,
 )
 from autoparallel.planner.search.space.meshes import Floats, Ints, alike
@@ -41,7 +42,7 @@ from autoparallel.planner.search.space.syncs import open_algorithms, widest_buck
 ALIKE_CLOSE = (
     0.02  # to which shapes that are alike are bounded, of whose families most are ruled out at one look
 )
-FAMILY_CLOSE = 0.005  # and families of one shape
+FAMILY_CLOSE = 0.01  # and families of one shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,18 +182,29 @@ def quickly_bounded(outer: Outer, found: Variants) -> Bounds:
     return Bounds(time_s=np.maximum(bounds.time_s, outer.bounds.time_s[found.shape]), memory_bytes=least)
 
 
+def families_of(outer: Outer, rows: Ints) -> Families:
+    """The families of some shapes."""
+    at, placed = _placements(outer, rows)
+    return families(outer.space, rows[at], placed)[0]
+
+
+def spread_families(outer: Outer, found: Families) -> tuple[Variants, Ints]:
+    """Every variant of some families, and which family each is of."""
+    return spread(outer.space, found, outer.communication.inner_of(outer.space.shapes.mesh[found.shape]))
+
+
 def bound_families(outer: Outer, found: Families, below_s: float) -> Floats:
     """Seconds that no variant of each family goes below; one that cannot be shorter than `below_s` is only known to be that
     long."""
-    first, which = alike(found.shape, found.zero)  # schedules communicate alike
+    first, which = alike(found.shape, found.zero, found.placed)  # schedules communicate alike
     few = found.take(first)
-    communication = outer.least.price(few.shape, few.zero, np.arange(len(few)), len(few))
+    communication = outer.least.price(few.shape, few.zero, few.placed, np.arange(len(few)), len(few))
     return _bound_families(outer, found, communication.take(which), below_s, FAMILY_CLOSE)
 
 
 def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
-    """Bound some shapes, whose own prices are known, and all that are like them, by families of the most sharded ones; up to
-    `below_s`. How many ranks of families were looked at."""
+    """Bound some shapes, whose own prices are known, and all that are like them, by families of the most sharded ones, wherever
+    their blocks communicate; up to `below_s`. How many ranks of families were looked at."""
     rows = rows[(outer.looked_s[rows] < below_s) & (outer.families_s[rows] >= outer.looked_s[rows])]
     bounds, members = outer.bounds, outer.alike.members(rows)
     open_ = (bounds.time_s[members] < below_s) & (bounds.memory_bytes[members] <= outer.capacity_bytes)
@@ -201,12 +213,11 @@ def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
         return 0
     _, first, group = np.unique(outer.alike.number[members], return_index=True, return_inverse=True)
     most_sharded, group = members[first], group.reshape(-1)
-    found, levels = families(outer.space, most_sharded), max(outer.space.zeros) + 1
-    at = np.argsort(most_sharded)
-    own = at[np.searchsorted(most_sharded[at], found.shape)]
-    legal = [outer.space.zero_fits(outer.space.shapes.take(members), zero) for zero in range(levels)]
-    zero, at = np.nonzero(np.stack(legal))
-    communication = outer.least.price(members[at], zero, group[at] * levels + zero, len(first) * levels)
+    found, own = families(outer.space, most_sharded, np.full_like(most_sharded, ANYWHERE))
+    levels, shapes = max(outer.space.zeros) + 1, outer.space.shapes.take(members)
+    zero, at = np.nonzero(np.stack([outer.space.zero_fits(shapes, zero) for zero in range(levels)]))
+    number, placed = group[at] * levels + zero, np.full_like(at, ANYWHERE)
+    communication = outer.least.price(members[at], zero, placed, number, len(first) * levels)
     communication = communication.take(own * levels + found.zero)
     time_s = _bound_families(outer, found, communication, below_s, ALIKE_CLOSE)
     least_s = np.full(len(first), np.inf)
@@ -216,10 +227,20 @@ def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
     return int(outer.space.shapes.pp[found.shape].sum())
 
 
+def _placements(outer: Outer, rows: Ints) -> tuple[Ints, Ints]:
+    """Where the blocks of some shapes may communicate: the row of each place, and its number."""
+    inner = outer.communication.inner_of(outer.space.shapes.mesh[rows])
+    at, order = np.nonzero(inner >= 0)
+    first, _ = alike(at, inner[at, order])
+    return at[first], inner[at, order][first]
+
+
 def _bound_families(
     outer: Outer, found: Families, communication: Communication, below_s: float, close: float
 ) -> Floats:
-    rows = _rows(outer, found, outer.prices.table(found.shape), communication)
+    shapes = outer.space.shapes.take(found.shape)
+    table = outer.far.apply(outer.prices.table(found.shape), shapes, found.placed)
+    rows = _rows(outer, found, table, communication)
     bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=False, close=close)
     if outer.pace is not None:
         bounds = no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, found.shape])

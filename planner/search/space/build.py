@@ -83,12 +83,13 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Families:
-    """Columns of what variants have in common that differ in what they communicate alone: all but order and compression."""
+    """Columns of what variants have in common that differ in what they communicate between blocks alone."""
 
     shape: Ints
     zero: Ints
     schedule: Ints  # index into SCHEDULES
     virtual_stages: Ints
+    placed: Ints  # the number of where blocks communicate, of the orders that place them there
 
     def __len__(self) -> int:
         return len(self.shape)
@@ -211,25 +212,29 @@ def build_space(problem: Problem) -> Space:
     )
 
 
-def families(space: Space, rows: Ints) -> Families:
-    """Every family of the shapes `rows`, in a fixed order: simpler choices first."""
+def families(space: Space, rows: Ints, placed: Ints) -> tuple[Families, Ints]:
+    """Every family of the shapes `rows` whose blocks communicate there, in a fixed order: simpler choices first; and which
+    row each is of."""
     columns: list[tuple[Ints, int, int, int]] = []
     for schedule, chunks in space.schedules:
-        planned = rows[space.plan_fits(space.shapes.take(rows), schedule, chunks)]
+        planned = np.flatnonzero(space.plan_fits(space.shapes.take(rows), schedule, chunks))
         for zero in space.zeros if len(planned) else ():
-            sharded = planned[space.zero_fits(space.shapes.take(planned), zero)]
+            sharded = planned[space.zero_fits(space.shapes.take(rows[planned]), zero)]
             columns.append((sharded, zero, schedule, chunks))
-    shape, (zeros, schedules, chunk_counts) = _columns(columns, 3)
-    return Families(shape=shape, zero=zeros, schedule=schedules, virtual_stages=chunk_counts)
+    at, (zeros, schedules, chunk_counts) = _columns(columns, 3)
+    return Families(
+        shape=rows[at], zero=zeros, schedule=schedules, virtual_stages=chunk_counts, placed=placed[at]
+    ), at
 
 
-def spread(space: Space, found: Families) -> tuple[Variants, Ints]:
-    """Every variant of some families, in a fixed order, and which family each is of."""
+def spread(space: Space, found: Families, inner: Ints) -> tuple[Variants, Ints]:
+    """Every variant of some families, in a fixed order, and which family each is of. `inner`: by family and order the number
+    of where blocks communicate, -1 where the order is no other placement."""
     first, which = alike(found.schedule, found.virtual_stages, found.zero)
     columns: list[tuple[Ints, int, int]] = []
     for number in range(len(first)):
         own = np.flatnonzero(which == number)
-        placed = space.meshes.placed[space.shapes.mesh[found.shape[own]]]
+        placed = inner[own] == found.placed[own][:, None]
         several = _data_parallel(space.shapes, found.shape[own]) > 1
         for order in np.flatnonzero(placed.any(axis=0)).tolist():
             there = placed[:, order]
@@ -247,7 +252,9 @@ def spread(space: Space, found: Families) -> tuple[Variants, Ints]:
 
 def variants(space: Space, rows: Ints) -> Variants:
     """Every variant of the shapes `rows`, in a fixed order: simpler choices first."""
-    return spread(space, families(space, rows))[0]
+    found, _ = families(space, rows, np.zeros_like(rows))
+    anywhere = np.where(space.meshes.placed[space.shapes.mesh[found.shape]], 0, -1)
+    return spread(space, found, anywhere)[0]
 
 
 def _columns(parts: Sequence[tuple[Ints, *tuple[int, ...]]], numbers: int) -> tuple[Ints, list[Ints]]:

@@ -17,8 +17,10 @@ from autoparallel.planner.search.bounds.outer import (
     bound_families,
     bound_variants,
     expand_shapes,
+    families_of,
     outer_of,
     rows_of,
+    spread_families,
 )
 from autoparallel.planner.search.bounds.paths import weigh
 from autoparallel.planner.search.bounds.ranks import rates_of
@@ -29,7 +31,7 @@ from autoparallel.planner.search.partition.problem import Partition, Q, partitio
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Variants, families, spread
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
@@ -134,14 +136,14 @@ def test_no_family_is_bounded_above_one_of_its_variants(cluster: str, scale: int
     below_s = float(np.quantile(outer.bounds.time_s[every], 0.7))
     assert bound_alike(outer, every, below_s) > 0
     assert bound_alike(outer, every, below_s) == 0  # all is known
-    found = families(outer.space, every)
+    found = families_of(outer, every)
     least_s = bound_families(outer, found, below_s)
-    spread_, of = spread(outer.space, found)
-    rows = np.sort(random.Random(scale).sample(range(len(spread_)), min(len(spread_), 4_000)))
-    own_s = bound_variants(outer, spread_.take(rows), below_s).time_s
+    spread, of = spread_families(outer, found)
+    rows = np.sort(random.Random(scale).sample(range(len(spread)), min(len(spread), 4_000)))
+    own_s = bound_variants(outer, spread.take(rows), below_s).time_s
     close = 1 + 1e-3  # of what bisection agrees to
     assert (np.minimum(least_s[of[rows]], below_s) <= own_s * close).all()
-    assert (np.minimum(outer.families_s[spread_.shape[rows]], below_s) <= own_s * close).all()
+    assert (np.minimum(outer.families_s[spread.shape[rows]], below_s) <= own_s * close).all()
     assert (least_s < below_s).any()
     assert len(np.unique(outer.alike.number)) < len(shapes)
 
