@@ -2,7 +2,8 @@
 
 - `load.py`: the MODEL argument becomes a module on the meta device and example inputs, Hugging Face's by
   `huggingface.py`: `huggingface_inputs.py` says what a model is fed (of `huggingface_model.py`), `huggingface_examples.py` and
-  `huggingface_images.py` what an argument of a name looks like, `inputs_tried.py` finds what else a model asks for,
+  `huggingface_images.py` what an argument of a name looks like, `inputs_tried.py` finds what else a model asks for (`inputs_mended.py`: in
+  other sizes),
   `placeholders.py` puts images and sound in front of a text.
 - `traced.py`: `trace`, the step as one `torch.fx` graph, `show.py` as code; `nodes.py` says what its nodes say.
 - `model_graph.py`: `capture`, which traces as little as can be proved to be enough: of equal repeated modules three

@@ -179,8 +179,14 @@ def _embedded(model: Model, length: int | None = None, width: int | None = None)
 Example = Callable[[Model, Inputs], Any]
 # Further examples of an argument: other shapes of those above, and what the code of a model may ask for besides.
 OTHERS: dict[str, tuple[Example, ...]] = {
-    "input_ids": (lambda model, _: tokens(model),),
+    "input_ids": (
+        lambda model, _: tokens(model),
+        # the tokens of several codebooks at a place, without and with one of a text
+        lambda model, _: _in_books(model, int(model.setting("num_codebooks"))),
+        lambda model, _: _in_books(model, int(model.setting("num_codebooks")) + 1),
+    ),
     "decoder_input_ids": (lambda model, _: tokens(model),),
+    "lang_ids": (lambda _, __: torch.zeros(SAMPLES, dtype=torch.int64),),
     "pixel_values": (
         lambda model, _: image(model),
         lambda model, _: floats(model, *image(model).shape[-3:]),
@@ -196,6 +202,9 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         *(
             lambda model, _, size=size: floats(model, image(model).shape[-3], size, size)
             for size in (*USUAL_SIZES, MANY_PATCHES)
+        ),
+        lambda model, _: floats(
+            model, *image(model).shape[-3:-2], *(n // 2 for n in image(model).shape[-2:])
         ),
     ),
     **dict.fromkeys(PLACES, (lambda _, given: places_in_rows(given),)),
@@ -237,7 +246,10 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         lambda model, _: _spectrum_of(model, bands_first=True, learned=True),
         lambda model, _: _spectrum_of(model, bands_first=False, learned=True),
     ),
-    "attention_mask": (lambda _, given: _over_time(given),),
+    "attention_mask": (
+        lambda _, given: _over_time(given),
+        lambda model, given: floats(model, *given["pixel_values"].shape[1:]),
+    ),
     "input_features_mask": (lambda _, given: _over_time(given),),
     "feature_attention_mask": (lambda _, given: _over_time(given),),
     "features_mask": (lambda _, given: _over_time(given),),
@@ -297,6 +309,10 @@ def _convolved(model: Model) -> torch.Tensor:
     return floats(model, channels, USUAL_SOUND if channels == 1 else USUAL_FRAMES)
 
 
+def _in_books(model: Model, count: int) -> torch.Tensor:
+    return tokens(model)[..., None].repeat(1, 1, count)
+
+
 _LIKE = (  # what an argument is like whose name has one of these words, the first that fits
     (("pixel_values", "images"), "pixel_values"),
     (("input_ids",), "input_ids"),
@@ -307,6 +323,8 @@ _LIKE = (  # what an argument is like whose name has one of these words, the fir
     (("input_values", "waveform", "audio_values"), "input_values"),
     (("grid_thw",), "grid_thw"),
     (("image_sizes",), "image_sizes"),
+    (("hidden_states",), "encoder_hidden_states"),
+    (("lang", "speaker"), "lang_ids"),
 )
 
 
@@ -314,6 +332,6 @@ def examples_of(name: str) -> tuple[Example, ...]:
     """Examples of an argument by its name, or of one that is called much the same; none where no such is known."""
     if name in OTHERS:
         return OTHERS[name]
-    if "label" in name:
+    if "label" in name or name.startswith(("output_", "return_", "use_")):
         return ()
     return next((OTHERS[like] for words, like in _LIKE if any(word in name for word in words)), ())

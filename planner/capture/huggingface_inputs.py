@@ -105,9 +105,7 @@ def _made(model: Model, name: str, given: Mapping[str, Any]) -> Any:
 
 
 def _fitted(module: Any, inputs: dict[str, Any], makers: Mapping[str, Sequence[Maker]]) -> dict[str, Any]:
-    """`inputs` with what else the model turns out to need. A model of tokens alone runs on tokens: nothing is tried."""
-    if makers.keys() <= _OF_TOKENS:
-        return inputs
+    """`inputs` with what else the model turns out to need."""
     return fitted(module, inputs, makers, [name for name in ("labels", "return_loss") if name in inputs])
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
-from autoparallel.planner.capture.uniform import compacted, distinct
+from autoparallel.planner.capture.uniform import OF_ALL, compacted, distinct
 
 # Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
 # attention masks over the square of a long sequence do not (kind: chosen; it bounds the memory of a capture, and
@@ -77,6 +77,9 @@ class MetaMode(TorchDispatchMode):
         self._alive: list[object] = []  # storages are told apart by address: none may be freed
         self._held_bytes = 0  # of values
         self._made: set[int] = set()  # storages that operators filled
+        self._guessed: set[int] = (
+            set()
+        )  # of flags, some of which are taken to be set: whether all are nobody knows
 
     def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor that aliases as `tensor` does, with its values remembered where they are small."""
@@ -170,6 +173,8 @@ class MetaMode(TorchDispatchMode):
     def _share_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.shares is not None and (found := chosen(func, args, kwargs, out, self.shares)) is not None:
             self.remember(*found)
+            if found[1].dtype is torch.bool and distinct(found[1]) > 1:
+                self._guessed.add(storage_key(found[0]))
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -183,9 +188,15 @@ class MetaMode(TorchDispatchMode):
         if func._schema.name not in _INDEXING:
             return args
         places: list[Any] = []
+        picks = False
         for index in args[1]:
             values = self.known(index) if index is not None and index.dtype is torch.bool else None
+            if values is not None:
+                _check_mask(values, args[0], len(places))
+            picks |= values is not None
             places += [index] if values is None else map(self.to_meta, values.nonzero().unbind(1))
+        if picks and len(args) > 2:
+            _check_put(args[0], places, args[2])
         return (args[0], places, *args[2:])
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -206,8 +217,12 @@ class MetaMode(TorchDispatchMode):
             return torch.full(args[0], 1.0 - torch.finfo(torch.float32).eps)
         if not inputs and name not in _FACTORIES:
             return None
+        if name in OF_ALL and storage_key(inputs[0]) in self._guessed:
+            return None
         if inputs and (answer := _if_finite(name, args)) is not None:
             return torch.tensor(answer).expand(inputs[0].shape)
+        if name == "_is_all_true" and self.shares is not None:
+            return torch.tensor(True)
         if name in {"eq", "ne"} and self._are_data(*args):
             return torch.tensor(name == "ne").expand(inputs[0].shape)
         values: dict[int, torch.Tensor] = {}
@@ -288,6 +303,31 @@ class MetaMode(TorchDispatchMode):
             return
         for leaf in tensors(args[0]):
             self._known.pop(storage_key(leaf), None)
+
+
+def _check_mask(mask: torch.Tensor, picked_from: torch.Tensor, dim: int) -> None:
+    """Refuse, as torch does, a mask of another shape than what it picks from."""
+    of = picked_from.shape[dim : dim + mask.dim()]
+    if mask.shape != of:
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} does not match that of what it picks from {list(of)}"
+        )
+
+
+def _check_put(into: torch.Tensor, places: list[Any], values: torch.Tensor) -> None:
+    """Refuse, as torch does, to put values in more or fewer places than they are."""
+    if any(index is not None and index.dtype is torch.bool for index in places):
+        return
+    shape = torch.ops.aten.index.Tensor(into, places).shape
+    try:
+        fits = torch.broadcast_shapes(values.shape, shape) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape "
+            f"{list(shape)}"
+        )
 
 
 def _of_bytes(source: torch.Tensor, dtype: torch.dtype | None) -> dict[str, Any]:
