@@ -17,6 +17,7 @@ from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.profiles import load_cluster
 from benchmarks.coverage import ranks
+from benchmarks.coverage.defaults import with_proof
 from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes, with_numbers
 from benchmarks.coverage.libraries import make
 from benchmarks.coverage.models import SIZES, Entry, Smaller, full_settings, load, loaded, smaller
@@ -30,8 +31,12 @@ PLAN_LIMIT_S = 20.0
 
 
 def captured(entry: Entry) -> Result:
-    """Capture of the default configuration, at its full depth and its own sequence length."""
-    return _captured(entry)[0]
+    """Capture of the default configuration, at its full depth and its own sequence length. Where that fails, whether the model
+    runs with its defaults at all (`fails_itself`)."""
+    try:
+        return _captured(entry)[0]
+    except Exception as error:
+        return with_proof(entry, error)
 
 
 def _captured(entry: Entry) -> tuple[Result, ModelGraph]:

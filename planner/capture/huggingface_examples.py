@@ -15,6 +15,7 @@ from autoparallel.planner.capture.huggingface_images import (
     flat_patches,
     grid,
     image,
+    in_a_strip,
     in_patches,
     masked,
     places_in_rows,
@@ -162,6 +163,12 @@ def _over_pixels(given: Inputs) -> torch.Tensor:
     return _ones((SAMPLES, images.shape[1]) if images.dim() == 3 else (SAMPLES, *images.shape[-2:]))
 
 
+def _over_views(given: Inputs) -> torch.Tensor:
+    """A mask over several images of a sample."""
+    images = given["pixel_values"]
+    return _ones((SAMPLES, images.shape[1] if images.dim() == 5 else 1))
+
+
 def _over_sound(given: Inputs) -> torch.Tensor:
     sound = given.get("input_values", given.get("input_features"))
     return _ones((SAMPLES, 1 if sound is None else sound.shape[-1]))
@@ -199,6 +206,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
             for count in (2, 3, 5)
         ),
         lambda model, _: in_patches(model),
+        in_a_strip,
         *(
             lambda model, _, size=size: floats(model, image(model).shape[-3], size, size)
             for size in (*USUAL_SIZES, MANY_PATCHES)
@@ -255,7 +263,7 @@ OTHERS: dict[str, tuple[Example, ...]] = {
     "features_mask": (lambda _, given: _over_time(given),),
     "padding_mask": (lambda _, given: _over_sound(given),),
     "pixel_mask": (lambda _, given: _over_pixels(given),),
-    "pixel_attention_mask": (lambda _, given: _over_pixels(given),),
+    "pixel_attention_mask": (lambda _, given: _over_pixels(given), lambda _, given: _over_views(given)),
     "token_type_ids": (_like_tokens,),
     "mm_token_type_ids": (_like_tokens,),
     "bbox": (
@@ -282,7 +290,20 @@ OTHERS: dict[str, tuple[Example, ...]] = {
     "rewards": (lambda model, _: _embedded(model, USUAL_REGIONS, 1),),
     "returns_to_go": (lambda model, _: _embedded(model, USUAL_REGIONS, 1),),
     "timesteps": (lambda _, __: torch.arange(USUAL_REGIONS).expand(SAMPLES, -1).contiguous(),),
-    "inputs": (lambda model, _: tokens(model), lambda model, _: _embedded(model)),
+    "inputs": (
+        lambda model, _: tokens(model),
+        lambda model, _: _embedded(model),
+        lambda model, _: floats(model, USUAL_SOUND),
+    ),
+    # Of speech: a frame a token, its bands, pitch and energy.
+    "duration_labels": (lambda model, given: _like_tokens(model, given) + 1,),
+    "spectrogram_labels": (
+        lambda model, given: floats(model, _like_tokens(model, given).shape[1], _bands(model)),
+    ),
+    **dict.fromkeys(
+        ("pitch_labels", "energy_labels"),
+        (lambda model, given: floats(model, _like_tokens(model, given).shape[1], 1),),
+    ),
     "qformer_input_ids": (lambda model, _: tokens(model)[:, :USUAL_REGIONS].contiguous(),),
     "bool_masked_pos": (
         lambda model, given: masked(math.prod(places_of(model, given)[0].tolist())),

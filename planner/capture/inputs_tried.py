@@ -27,6 +27,7 @@ from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values
 from autoparallel.planner.capture.opened import OpenedFunctions
 from autoparallel.planner.capture.pieces import JOINS, Pieces
 from autoparallel.planner.capture.trees import mapped
+from autoparallel.planner.capture.undropped import undropped
 from autoparallel.planner.capture.whole import known_index, replacement
 
 Inputs = dict[str, Any]
@@ -83,7 +84,7 @@ def failure(module: Any, inputs: Inputs) -> tuple[Exception | None, int]:
     whole = Whole(mode, _LONG_ENOUGH_S)
     try:
         given = mapped(lambda x: mode.to_meta(x) if isinstance(x, torch.Tensor) else x, inputs)
-        with left_as_it_was(module), torch.no_grad(), mode, whole:
+        with left_as_it_was(module), undropped(), torch.no_grad(), mode, whole:
             module(**given)
     except (UntraceableError, LongEnoughError):
         return None, whole.calls
@@ -127,7 +128,7 @@ class Whole(OpenedFunctions):
         if name in READERS:
             return self._mode.numbers(name, *args)
         args, kwargs = self._mode.in_sight(name, args, kwargs)
-        if name in JOINS and (joined := self._pieces.joined(args, kwargs)) is not None:
+        if name in JOINS and (joined := self._pieces.joined(name, args, kwargs)) is not None:
             return joined[0](*joined[1])
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
@@ -147,14 +148,17 @@ def _next(
     yield from fewer_places(given, error)
     tokens = ("input_ids", "inputs_embeds")  # of these one
     missing = [n for n in makers if n not in given and not (n in tokens and any(t in given for t in tokens))]
-    for name in _named(error, missing):
+    wanted = named(error, missing)
+    if len(wanted) > 1:
+        yield _with_all(given, wanted, makers)
+    for name in wanted:
         for maker in makers[name]:
             yield from _with(given, name, maker)
     there = _there(error)
     left = [name for name in optional if name in given]
-    named = [name for name in left if name in there]
-    if named:
-        yield {name: value for name, value in given.items() if name not in named}
+    spare = [name for name in left if name in there]
+    if spare:
+        yield {name: value for name, value in given.items() if name not in spare}
     own = sorted((name for name in makers if name in given), key=lambda name: name not in there)
     before = sum(name in there for name in own)
     yield from _reshaped(given, own[:before], makers)
@@ -181,6 +185,13 @@ def _with(given: Inputs, name: str, maker: Maker) -> Iterator[Inputs]:
         return
 
 
+def _with_all(given: Inputs, names: Sequence[str], makers: Mapping[str, Sequence[Maker]]) -> Inputs:
+    """The inputs with the first example of each of these that can be made."""
+    for name in names:
+        given = next(_with(given, name, makers[name][0]), given)
+    return given
+
+
 def _followed(before: Inputs, given: Inputs, makers: Mapping[str, Sequence[Maker]]) -> Inputs:
     """`given`, where one argument has another shape than `before`, with those that follow its shape made anew."""
     for name in [name for name in given if name in makers and given[name] is before.get(name)]:
@@ -191,7 +202,7 @@ def _followed(before: Inputs, given: Inputs, makers: Mapping[str, Sequence[Maker
     return given
 
 
-def _named(error: Exception, names: Sequence[str]) -> list[str]:
+def named(error: Exception, names: Sequence[str]) -> list[str]:
     """Those of `names` that the failing lines of the model's code speak of, the innermost line first, then the error."""
     found: list[str] = []
     for frame, words in _lines(error):
@@ -223,19 +234,31 @@ def _lines(error: Exception) -> Iterator[tuple[types.FrameType, set[str]]]:
         yield frame, set(re.findall(r"\w+", " ".join(lines)))
 
 
-def _conditions(file: str, line: int) -> Iterator[str]:
-    """The lines of the conditions under which a line runs, the innermost first."""
-    inside = math.inf
+def _conditions(file: str, line: int) -> list[str]:
+    """The lines of the conditions under which a line runs, the innermost first, and those that say what they ask for."""
+    found: list[str] = []
+    inside: float = math.inf
     for number in range(line, 0, -1):
         text = linecache.getline(file, number)
         indent = len(text) - len(text.lstrip())
-        if not text.strip() or indent >= inside:
+        if not text.strip():
             continue
-        inside = indent
-        if re.match(r"\s*(async )?(def|class) ", text):
-            return
-        if re.match(r"\s*(el)?if ", text):
-            yield text
+        if indent < inside:
+            inside = indent
+            if re.match(r"\s*(async )?(def|class) ", text):
+                break
+            if re.match(r"\s*(el)?if ", text):
+                found.append(text)
+        assigned = re.match(r"\s*(\w+) = ", text)
+        if assigned and re.search(rf"\b{assigned[1]}\b", " ".join(found)):
+            ends = (n for n in range(number + 1, line) if _indent(file, n) <= indent)
+            found += [linecache.getline(file, n) for n in range(number, next(ends, line))]
+    return found
+
+
+def _indent(file: str, line: int) -> float:
+    text = linecache.getline(file, line)
+    return len(text) - len(text.lstrip()) if text.strip(" )]}\n") else math.inf
 
 
 def _is_library(frame: types.FrameType) -> bool:

@@ -44,6 +44,9 @@ _UNFILLED = frozenset({"empty", "new_empty", "empty_like"})
 
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
+# Random numbers of the shape of their parameters, for which the meta device has no kernels.
+_DRAWN = frozenset({"aten::_sample_dirichlet", "aten::poisson", "aten::binomial"})
+
 VALUES = "its control flow depends on the values of a tensor"
 _OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
 READERS = frozenset({"tolist", "numpy", "__format__"})
@@ -158,7 +161,7 @@ class MetaMode(TorchDispatchMode):
             return self._item(args[0])
         real = self._run_known(func, args, kwargs)
         if real is None:
-            args = self._where_known(func, args)
+            func, args = self._where_known(*self._as_indexing(func, args))
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
             self._share_out(func, args, kwargs, out)
@@ -183,10 +186,19 @@ class MetaMode(TorchDispatchMode):
             return _META
         return leaf
 
-    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of an indexing, with masks whose values are known as the places that they pick."""
+    def _as_indexing(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """A selection by a mask whose values are known as the indexing that it is."""
+        values = self.known(args[1]) if func is torch.ops.aten.masked_select.default else None
+        if values is None:
+            return func, args
+        shape = torch.broadcast_shapes(args[0].shape, values.shape)
+        places = map(self.to_meta, values.expand(shape).nonzero().unbind(1))
+        return torch.ops.aten.index.Tensor, (args[0].expand(shape), list(places))
+
+    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """An indexing, with masks whose values are known as the places that they pick."""
         if func._schema.name not in _INDEXING:
-            return args
+            return func, args
         places: list[Any] = []
         picks = False
         for index in args[1]:
@@ -197,7 +209,7 @@ class MetaMode(TorchDispatchMode):
             places += [index] if values is None else map(self.to_meta, values.nonzero().unbind(1))
         if picks and len(args) > 2:
             _check_put(args[0], places, args[2])
-        return (args[0], places, *args[2:])
+        return func, (args[0], places, *args[2:])
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = self.known(tensor)
@@ -285,6 +297,8 @@ class MetaMode(TorchDispatchMode):
     def _run_fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not tensors((args, kwargs)) and any(a.name == "device" for a in func._schema.arguments):
             kwargs = {**kwargs, "device": _META}
+        if func._schema.name in _DRAWN:
+            return torch.empty_like(args[0])
         return func(*args, **kwargs)
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:
