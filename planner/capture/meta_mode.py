@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
+from autoparallel.planner.capture.indexing import check_mask, check_put
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
 from autoparallel.planner.capture.uniform import OF_ALL, compacted, distinct
 
@@ -204,11 +205,11 @@ class MetaMode(TorchDispatchMode):
         for index in args[1]:
             values = self.known(index) if index is not None and index.dtype is torch.bool else None
             if values is not None:
-                _check_mask(values, args[0], len(places))
+                check_mask(values, args[0], len(places))
             picks |= values is not None
             places += [index] if values is None else map(self.to_meta, values.nonzero().unbind(1))
         if picks and len(args) > 2:
-            _check_put(args[0], places, args[2])
+            check_put(args[0], places, args[2])
         return func, (args[0], places, *args[2:])
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -317,31 +318,6 @@ class MetaMode(TorchDispatchMode):
             return
         for leaf in tensors(args[0]):
             self._known.pop(storage_key(leaf), None)
-
-
-def _check_mask(mask: torch.Tensor, picked_from: torch.Tensor, dim: int) -> None:
-    """Refuse, as torch does, a mask of another shape than what it picks from."""
-    of = picked_from.shape[dim : dim + mask.dim()]
-    if mask.shape != of:
-        raise IndexError(
-            f"The shape of the mask {list(mask.shape)} does not match that of what it picks from {list(of)}"
-        )
-
-
-def _check_put(into: torch.Tensor, places: list[Any], values: torch.Tensor) -> None:
-    """Refuse, as torch does, to put values in more or fewer places than they are."""
-    if any(index is not None and index.dtype is torch.bool for index in places):
-        return
-    shape = torch.ops.aten.index.Tensor(into, places).shape
-    try:
-        fits = torch.broadcast_shapes(values.shape, shape) == shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape "
-            f"{list(shape)}"
-        )
 
 
 def _of_bytes(source: torch.Tensor, dtype: torch.dtype | None) -> dict[str, Any]:

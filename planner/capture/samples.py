@@ -121,17 +121,18 @@ def one_round(graphs: Sequence[fx.Graph]) -> None:
 
 def _leave_unread(graphs: Sequence[fx.Graph]) -> None:
     """Of a call that returns more tensors at one micro-batch than at another, one for each round of a loop that was counted in
-    the trace, those stay that are read."""
+    the trace, those stay that are read. What was left out of a call at one micro-batch is left out of it at all."""
     rows = [calls(graph) for graph in graphs]
     if len({tuple(map(_what, row)) for row in rows}) > 1:
         return
     for same in zip(*rows, strict=True):
-        if len({len(tensor_outputs(call)) for call in same}) == 1:
-            continue
+        differ = len({len(tensor_outputs(call)) for call in same}) > 1
         for graph, call in zip(graphs, same, strict=True):
-            read = {*outputs(graph), *(node for user in calls(graph) for node in tensor_inputs(user))}
-            call.meta["outputs"] = [node for node in tensor_outputs(call) if node in read]
-            _without_views(call)
+            if differ:
+                read = {*outputs(graph), *(node for user in calls(graph) for node in tensor_inputs(user))}
+                call.meta["outputs"] = [node for node in tensor_outputs(call) if node in read]
+            if differ or any(other.meta.get("without_views") for other in same):
+                _without_views(call)
 
 
 def _find_and_leave(graphs: Sequence[fx.Graph], rows: Sequence[Sequence[fx.Node]]) -> None:
@@ -240,5 +241,6 @@ def _read_instead(node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> None:
 def _without_views(call: fx.Node) -> None:
     """A view in the backward pass hands the gradient of one round on: nothing runs. What reads nothing are zeros, in the
     place of gradients of rounds that were counted in the trace."""
+    call.meta["without_views"] = True
     launches = ((node, node.meta["launch"]) for node in call.meta["backward"])
     call.meta["backward"] = [node for node, launch in launches if not launch.is_view and launch.inputs]

@@ -78,6 +78,14 @@ def test_layers_that_do_different_things_are_traced_whole() -> None:
     assert kinds[5] == ["aten.linear", "aten.tanh", "aten.tanh"]
 
 
+class _LastApart(_Layers):
+    """Whose last layer alone does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(3 if i == 11 else 7) for i in range(12))
+
+
 class _Told(nn.Module):
     """Layers of two kinds, called with their position; every third holds one inside, of which one part is shared by all."""
 
@@ -150,6 +158,21 @@ def _alternating(length: int) -> nn.Module:
         return nn.Linear(8, 8, bias=bool(i % 2))
 
     return nn.Sequential(*(layer(i) for i in range(length)))
+
+
+def test_a_last_layer_that_does_something_else_stands_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[FoldPlan] = []
+    original = model_graph.trace_step
+
+    def noted(module: Any, example: Any, batch: int, plan: FoldPlan, *rest: Any) -> Any:
+        plans.append(plan)
+        return original(module, example, batch, plan, *rest)
+
+    monkeypatch.setattr(model_graph, "trace_step", noted)
+    module = _LastApart()
+    folded = capture(module, torch.randn(2, 8), name="x")
+    assert len(plans[-1].stood_in) == 8
+    assert folded == capture(module, torch.randn(2, 8), name="x", fold=False)
 
 
 def test_alternating_kinds_are_two_blocks() -> None:
