@@ -10,32 +10,34 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import traceback
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoparallel.planner.capture.inputs_tried import failure, named
+from autoparallel.planner.capture.inputs_tried import failure, words_there
 from autoparallel.planner.capture.on_meta import noted_values
 from benchmarks.coverage.eager import with_numbers
-from benchmarks.coverage.models import Entry, Smaller, full_settings, load, loaded, smaller
+from benchmarks.coverage.models import Entry, Smaller, full_settings, load, smaller
 
 SEQ_LEN = 32
 _SHALLOWER = Smaller(widths=1, heads=1)
 _LIBRARIES = ("/torch/", "/autoparallel/", "/planner/", "/benchmarks/")
 
 
-def own_failure(entry: Entry) -> str | None:
-    """What the model says on a CPU with its own defaults, in its own words, where it fails there as on the meta device; None
-    where it runs, fails elsewhere, or is none of transformers'."""
+def own_failure(entry: Entry, module: nn.Module, inputs: Any) -> str | None:
+    """What the model says on a CPU with its own defaults, in its own words, where it fails there as `module` does on the meta
+    device with these inputs; None where it runs, fails elsewhere, or is none of transformers'."""
     if entry.library != "transformers":
         return None
-    module, inputs = loaded(entry)
     on_meta, _ = failure(module, inputs)
-    missing = [name for name in inspect.signature(module.forward).parameters if name not in inputs]
-    if on_meta is None or named(on_meta, missing):  # it may only have been fed too little
+    if on_meta is None:
         return None
+    missing = inspect.signature(module.forward).parameters.keys() - inputs.keys()
+    if missing & (words_there(on_meta) | set(re.findall(r"\w+", str(on_meta)))):
+        return None  # it may only have been fed too little
     small = load(smaller(full_settings(entry), _SHALLOWER), SEQ_LEN)
     numbers = with_numbers(small.example_inputs)
     try:
@@ -74,11 +76,11 @@ def of_zeros(module: nn.Module) -> nn.Module:
     return module
 
 
-def with_proof(entry: Entry, error: Exception) -> dict[str, Any]:
+def with_proof(entry: Entry, module: nn.Module, inputs: Any, error: Exception) -> dict[str, Any]:
     """The result of a model that was not captured for an error: with the model's own words, where it cannot run at all. Raises
     the error itself otherwise."""
     try:
-        said = own_failure(entry)
+        said = own_failure(entry, module, inputs)
     except Exception:  # then nothing is proved
         said = None
     if said is None:

@@ -148,13 +148,13 @@ def _next(
     yield from fewer_places(given, error)
     tokens = ("input_ids", "inputs_embeds")  # of these one
     missing = [n for n in makers if n not in given and not (n in tokens and any(t in given for t in tokens))]
-    wanted = named(error, missing)
+    wanted = _named(error, missing)
     if len(wanted) > 1:
         yield _with_all(given, wanted, makers)
     for name in wanted:
         for maker in makers[name]:
             yield from _with(given, name, maker)
-    there = _there(error)
+    there = words_there(error)
     left = [name for name in optional if name in given]
     spare = [name for name in left if name in there]
     if spare:
@@ -202,7 +202,7 @@ def _followed(before: Inputs, given: Inputs, makers: Mapping[str, Sequence[Maker
     return given
 
 
-def named(error: Exception, names: Sequence[str]) -> list[str]:
+def _named(error: Exception, names: Sequence[str]) -> list[str]:
     """Those of `names` that the failing lines of the model's code speak of, the innermost line first, then the error."""
     found: list[str] = []
     for frame, words in _lines(error):
@@ -214,8 +214,8 @@ def named(error: Exception, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _there(error: Exception) -> set[str]:
-    """The words of the innermost line of the model's code that failed."""
+def words_there(error: Exception) -> set[str]:
+    """The words of the innermost line of the model's code that failed, and of the conditions under which it did."""
     return next((words for _, words in _lines(error)), set())
 
 
