@@ -28,9 +28,18 @@ CAUSES = (
     ("fails on the examples it is given", r""),
 )
 
+NOT_RUNNING = "does not run with its own defaults either, on a CPU and with real tensors"
+
+
+def fails_itself(result: Result) -> bool:
+    """Whether it was shown that the model fails with real tensors as it does on the meta device (`defaults.py`)."""
+    return "fails_itself" in result
+
 
 def cause(result: Result) -> str:
     """Why a model counts as not captured."""
+    if fails_itself(result):
+        return NOT_RUNNING
     return next(name for name, pattern in CAUSES if re.search(pattern, result.get("why", "")))
 
 
@@ -61,6 +70,8 @@ def _steps(by_step: Mapping[str, Sequence[Result]]) -> Iterable[tuple[str, int, 
     built = [r for r in by_step.get("capture", ()) if not is_out_of_scope(r)]
     found = [r for r in built if r["ok"]]
     yield "captured without running for real, parameters equal", len(built), len(found)
+    running = [r for r in built if not fails_itself(r)]
+    yield "… of those that run with their own defaults", len(running), len(found)
     yield "captured so that every parameter is reached", len(built), sum(not is_idle(r) for r in found)
     exact = [r for r in by_step.get("exact", ()) if r.get("ran")]
     for name, key in (

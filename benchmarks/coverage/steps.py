@@ -17,6 +17,7 @@ from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.profiles import load_cluster
 from benchmarks.coverage import ranks
+from benchmarks.coverage.defaults import with_proof
 from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes, with_numbers
 from benchmarks.coverage.libraries import make
 from benchmarks.coverage.models import SIZES, Entry, Smaller, full_settings, load, loaded, smaller
@@ -30,13 +31,17 @@ PLAN_LIMIT_S = 20.0
 
 
 def captured(entry: Entry) -> Result:
-    """Capture of the default configuration, at its full depth and its own sequence length."""
-    return _captured(entry)[0]
-
-
-def _captured(entry: Entry) -> tuple[Result, ModelGraph]:
+    """Capture of the default configuration, at its full depth and its own sequence length. Where that fails, whether the model
+    runs with its defaults at all (`fails_itself`)."""
     started_s = time.process_time()
     module, inputs = loaded(entry)
+    try:
+        return _captured(entry, module, inputs, started_s)[0]
+    except Exception as error:
+        return with_proof(entry, module, inputs, error)
+
+
+def _captured(entry: Entry, module: nn.Module, inputs: Any, started_s: float) -> tuple[Result, ModelGraph]:
     loaded_s = time.process_time() - started_s
     graph = capture(module, inputs, name=entry.name)
     seconds = time.process_time() - started_s
@@ -60,7 +65,8 @@ def _captured(entry: Entry) -> tuple[Result, ModelGraph]:
 
 def planned(entry: Entry) -> Result:
     """Plans of the default configuration on 8 and on 64 devices, each with a time limit."""
-    result, graph = _captured(entry)
+    started_s = time.process_time()
+    result, graph = _captured(entry, *loaded(entry), started_s)
     found: Result = {}
     for devices, cluster in CLUSTERS.items():
         started_s = time.process_time()

@@ -1,5 +1,9 @@
 """What a router chooses is known when it runs. Where the model's code asks — it loops over the experts that were hit, or
-counts their tokens — every expert is taken to be chosen equally often, by the same tokens of each sample."""
+counts their tokens — every expert is taken to be chosen equally often, by the same tokens of each sample.
+
+Of entries that are compared with a threshold (scores of points, entropies) every second one is taken to pass, floats to equal
+no number, and what is rounded to whole numbers (how many frames a letter lasts) to be one.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,47 @@ import torch
 # Operators that choose along a dim, and which of their results says what. `max` and `min` do where a dim is given.
 _CHOOSE = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "multinomial": 0}
 
+_PASS, _EQUAL, _ROUND = (
+    frozenset({"gt", "ge", "lt", "le"}),
+    frozenset({"eq", "ne"}),
+    frozenset({"ceil", "round"}),
+)
+
+
+def answered(
+    func: Any, args: tuple[Any, ...], out: Any, samples: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The result of an operator that compares or rounds many unknown numbers, and what is taken to be its values. What asks
+    one number alone (a branch) gets no answer: None."""
+    if (
+        not args
+        or not isinstance(args[0], torch.Tensor)
+        or not isinstance(out, torch.Tensor)
+        or not out.dim()
+    ):
+        return None
+    name, same = func._schema.name.split("::")[-1], None
+    if name in _PASS:
+        places = torch.arange(out.numel())
+        if out.numel() % samples == 0:
+            places %= max(out.numel() // samples, 1)
+        return out, (places % 2 == 0).view(out.shape)
+    if args[0].is_floating_point():
+        if name in _EQUAL or (name == "_to_copy" and out.dtype is torch.bool):
+            same = name != "eq"
+        elif name in _ROUND:
+            same = 1
+    return None if same is None else (out, torch.tensor(same, dtype=out.dtype).expand(out.shape))
+
 
 def chosen(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, samples: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The result of an operator that says which entries along a dim it chose, and equal shares of `samples` samples as its
-    values: row r of a sample chooses the k entries from r · k on. None for another operator."""
+    """The result of an operator that says which entries along a dim it chose, or answers a question about unknown numbers, and
+    equal shares of `samples` samples as its values: row r of a sample chooses the k entries from r · k on. None for another
+    operator."""
+    if (found := answered(func, args, out, samples)) is not None:
+        return found
     name = func._schema.name.split("::")[-1]
     given = [arg.name for arg in func._schema.arguments]
     if name not in _CHOOSE or not (name == "multinomial" or "dim" in given):

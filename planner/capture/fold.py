@@ -47,12 +47,14 @@ class FoldPlan:
     told: bool = False  # modules are called with their position in their list: that is hidden from them, too
 
 
-def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = False) -> FoldPlan:
+def fold_plan(
+    module: nn.Module, paths: Sequence[str], *, last_differs: bool = False, last_apart: bool = False
+) -> FoldPlan:
     """Group the repeated modules at `paths` by structure, and choose those that run.
 
     With `last_differs` the backward pass of the last of a group is not compared, and the third runs for that
     instead: the last decoder layer is the first to send gradients back to the encoder, and so has nothing to add
-    them to.
+    them to. With `last_apart` the last is none of the group: it may do what it likes.
     """
     shared = _shared_parameters(module)
     lists: dict[str, list[str]] = defaultdict(list)
@@ -68,6 +70,7 @@ def fold_plan(module: nn.Module, paths: Sequence[str], *, last_differs: bool = F
         for path, child in zip(members, children, strict=True):
             groups[(parent, structure(child, indices, shared))].append(path)
         for group in groups.values():
+            group = group[:-1] if last_apart else group
             first = _FOLDED if last_differs else _FOLDED - 1
             if len(group) > first + 1:
                 stood_in |= dict.fromkeys(group[first:-1], group[1])

@@ -15,6 +15,7 @@ from autoparallel.planner.capture.huggingface_images import (
     flat_patches,
     grid,
     image,
+    in_a_strip,
     in_patches,
     masked,
     places_in_rows,
@@ -162,6 +163,12 @@ def _over_pixels(given: Inputs) -> torch.Tensor:
     return _ones((SAMPLES, images.shape[1]) if images.dim() == 3 else (SAMPLES, *images.shape[-2:]))
 
 
+def _over_views(given: Inputs) -> torch.Tensor:
+    """A mask over several images of a sample."""
+    images = given["pixel_values"]
+    return _ones((SAMPLES, images.shape[1] if images.dim() == 5 else 1))
+
+
 def _over_sound(given: Inputs) -> torch.Tensor:
     sound = given.get("input_values", given.get("input_features"))
     return _ones((SAMPLES, 1 if sound is None else sound.shape[-1]))
@@ -179,8 +186,14 @@ def _embedded(model: Model, length: int | None = None, width: int | None = None)
 Example = Callable[[Model, Inputs], Any]
 # Further examples of an argument: other shapes of those above, and what the code of a model may ask for besides.
 OTHERS: dict[str, tuple[Example, ...]] = {
-    "input_ids": (lambda model, _: tokens(model),),
+    "input_ids": (
+        lambda model, _: tokens(model),
+        # the tokens of several codebooks at a place, without and with one of a text
+        lambda model, _: _in_books(model, int(model.setting("num_codebooks"))),
+        lambda model, _: _in_books(model, int(model.setting("num_codebooks")) + 1),
+    ),
     "decoder_input_ids": (lambda model, _: tokens(model),),
+    "lang_ids": (lambda _, __: torch.zeros(SAMPLES, dtype=torch.int64),),
     "pixel_values": (
         lambda model, _: image(model),
         lambda model, _: floats(model, *image(model).shape[-3:]),
@@ -193,9 +206,13 @@ OTHERS: dict[str, tuple[Example, ...]] = {
             for count in (2, 3, 5)
         ),
         lambda model, _: in_patches(model),
+        in_a_strip,
         *(
             lambda model, _, size=size: floats(model, image(model).shape[-3], size, size)
             for size in (*USUAL_SIZES, MANY_PATCHES)
+        ),
+        lambda model, _: floats(
+            model, *image(model).shape[-3:-2], *(n // 2 for n in image(model).shape[-2:])
         ),
     ),
     **dict.fromkeys(PLACES, (lambda _, given: places_in_rows(given),)),
@@ -237,13 +254,16 @@ OTHERS: dict[str, tuple[Example, ...]] = {
         lambda model, _: _spectrum_of(model, bands_first=True, learned=True),
         lambda model, _: _spectrum_of(model, bands_first=False, learned=True),
     ),
-    "attention_mask": (lambda _, given: _over_time(given),),
+    "attention_mask": (
+        lambda _, given: _over_time(given),
+        lambda model, given: floats(model, *given["pixel_values"].shape[1:]),
+    ),
     "input_features_mask": (lambda _, given: _over_time(given),),
     "feature_attention_mask": (lambda _, given: _over_time(given),),
     "features_mask": (lambda _, given: _over_time(given),),
     "padding_mask": (lambda _, given: _over_sound(given),),
     "pixel_mask": (lambda _, given: _over_pixels(given),),
-    "pixel_attention_mask": (lambda _, given: _over_pixels(given),),
+    "pixel_attention_mask": (lambda _, given: _over_pixels(given), lambda _, given: _over_views(given)),
     "token_type_ids": (_like_tokens,),
     "mm_token_type_ids": (_like_tokens,),
     "bbox": (
@@ -270,7 +290,20 @@ OTHERS: dict[str, tuple[Example, ...]] = {
     "rewards": (lambda model, _: _embedded(model, USUAL_REGIONS, 1),),
     "returns_to_go": (lambda model, _: _embedded(model, USUAL_REGIONS, 1),),
     "timesteps": (lambda _, __: torch.arange(USUAL_REGIONS).expand(SAMPLES, -1).contiguous(),),
-    "inputs": (lambda model, _: tokens(model), lambda model, _: _embedded(model)),
+    "inputs": (
+        lambda model, _: tokens(model),
+        lambda model, _: _embedded(model),
+        lambda model, _: floats(model, USUAL_SOUND),
+    ),
+    # Of speech: a frame a token, its bands, pitch and energy.
+    "duration_labels": (lambda model, given: _like_tokens(model, given) + 1,),
+    "spectrogram_labels": (
+        lambda model, given: floats(model, _like_tokens(model, given).shape[1], _bands(model)),
+    ),
+    **dict.fromkeys(
+        ("pitch_labels", "energy_labels"),
+        (lambda model, given: floats(model, _like_tokens(model, given).shape[1], 1),),
+    ),
     "qformer_input_ids": (lambda model, _: tokens(model)[:, :USUAL_REGIONS].contiguous(),),
     "bool_masked_pos": (
         lambda model, given: masked(math.prod(places_of(model, given)[0].tolist())),
@@ -297,6 +330,10 @@ def _convolved(model: Model) -> torch.Tensor:
     return floats(model, channels, USUAL_SOUND if channels == 1 else USUAL_FRAMES)
 
 
+def _in_books(model: Model, count: int) -> torch.Tensor:
+    return tokens(model)[..., None].repeat(1, 1, count)
+
+
 _LIKE = (  # what an argument is like whose name has one of these words, the first that fits
     (("pixel_values", "images"), "pixel_values"),
     (("input_ids",), "input_ids"),
@@ -307,6 +344,8 @@ _LIKE = (  # what an argument is like whose name has one of these words, the fir
     (("input_values", "waveform", "audio_values"), "input_values"),
     (("grid_thw",), "grid_thw"),
     (("image_sizes",), "image_sizes"),
+    (("hidden_states",), "encoder_hidden_states"),
+    (("lang", "speaker"), "lang_ids"),
 )
 
 
@@ -314,6 +353,6 @@ def examples_of(name: str) -> tuple[Example, ...]:
     """Examples of an argument by its name, or of one that is called much the same; none where no such is known."""
     if name in OTHERS:
         return OTHERS[name]
-    if "label" in name:
+    if "label" in name or name.startswith(("output_", "return_", "use_")):
         return ()
     return next((OTHERS[like] for words, like in _LIKE if any(word in name for word in words)), ())

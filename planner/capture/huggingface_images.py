@@ -51,6 +51,20 @@ def patches_as_they_are(model: Model, _: Inputs) -> torch.Tensor:
     return floats(model, _SIDE * _SIDE, *_patch(model))
 
 
+def patches_colours_last(model: Model, _: Inputs) -> torch.Tensor:
+    """Patches of one image a sample that become one later, each (rows, columns, channels)."""
+    colours = int(model.setting("num_channels", "in_channels") or 3)
+    merged = int(model.setting("merge_size", "spatial_merge_size") or 1)
+    size = math.isqrt(math.prod(_patch(model)) // colours) * merged
+    return floats(model, _SIDE * _SIDE, size, size, colours)
+
+
+def in_a_strip(model: Model, _: Inputs) -> torch.Tensor:
+    """Patches of one image a sample, side by side as an image of one row."""
+    channels, rows, columns = _patch(model)
+    return floats(model, channels, rows, _SIDE * _SIDE * columns)
+
+
 def _patch(model: Model) -> tuple[int, ...]:
     """The shape that the first layer of what sees reads."""
     kinds = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
@@ -82,10 +96,22 @@ def in_one_row(module: torch.nn.Module) -> None:
 
 def flattened(inputs: Inputs) -> dict[str, Any]:
     """Patches (samples, patches, numbers) or (samples, patches, channels, rows, columns) in one row, where a grid says which
-    are whose."""
+    are whose; strips of them one after another, where their sizes do."""
     if not any(name in inputs for name in GRIDS):
-        return {}
+        return _one_strip(inputs)
     return {n: inputs[n].flatten(0, 1) for n in _PATCHES if n in inputs and inputs[n].dim() in (3, 5)}
+
+
+def _one_strip(inputs: Inputs) -> dict[str, Any]:
+    images, sizes = inputs.get("pixel_values"), inputs.get("target_sizes")
+    if (
+        images is None
+        or sizes is None
+        or images.dim() != 4
+        or images.shape[-1] != _SIDE**2 * images.shape[-2]
+    ):
+        return {}
+    return {"pixel_values": images.movedim(0, -2).flatten(-2)[None]}
 
 
 def flat_patches(model: Model, places: int) -> torch.Tensor:
@@ -107,6 +133,8 @@ def places_of(model: Model, given: Inputs) -> torch.Tensor:
     images = given["pixel_values"]
     if images.dim() == 3:
         return torch.tensor([math.isqrt(images.shape[1])] * 2).repeat(SAMPLES, 1)
+    if images.shape[-1] == _SIDE**2 * images.shape[-2]:  # a strip
+        return torch.tensor([_SIDE, _SIDE]).repeat(SAMPLES, 1)
     patch = int(model.setting("patch_size") or 16)
     return torch.tensor([int(size) // patch for size in images.shape[-2:]]).repeat(SAMPLES, 1)
 

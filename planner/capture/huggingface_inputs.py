@@ -19,6 +19,7 @@ from autoparallel.planner.capture.huggingface_images import (
     in_patches,
     patches,
     patches_as_they_are,
+    patches_colours_last,
 )
 from autoparallel.planner.capture.huggingface_model import SAMPLES, Model
 from autoparallel.planner.capture.inputs_tried import Maker, fitted
@@ -67,7 +68,7 @@ def example_inputs(file: Path, module: Any, config: Any, seq_len: int | None) ->
         ]
     inputs: dict[str, Any] = {}
     needs_grid = any(name in GRIDS for name in needed)
-    if any(name in GRIDS for name in accepted):
+    if any(name in (*GRIDS, "target_sizes") for name in accepted):
         in_one_row(module)
     for name in dict.fromkeys(needed):
         if needs_grid and name in ("hidden_states", "pixel_values"):
@@ -105,9 +106,7 @@ def _made(model: Model, name: str, given: Mapping[str, Any]) -> Any:
 
 
 def _fitted(module: Any, inputs: dict[str, Any], makers: Mapping[str, Sequence[Maker]]) -> dict[str, Any]:
-    """`inputs` with what else the model turns out to need. A model of tokens alone runs on tokens: nothing is tried."""
-    if makers.keys() <= _OF_TOKENS:
-        return inputs
+    """`inputs` with what else the model turns out to need."""
     return fitted(module, inputs, makers, [name for name in ("labels", "return_loss") if name in inputs])
 
 
@@ -115,7 +114,7 @@ def _makers(model: Model, accepted: Sequence[str]) -> dict[str, list[Maker]]:
     """Of each argument of which examples are known, what makes them."""
     examples = {name: examples_of(name) for name in accepted}
     if any(name in GRIDS for name in accepted) and "pixel_values" in examples:
-        examples["pixel_values"] = (patches, patches_as_they_are)
+        examples["pixel_values"] = (patches, patches_as_they_are, patches_colours_last)
     if any(name in PLACES for name in accepted):
         examples["pixel_values"] = (lambda model, _: in_patches(model),)
     return {

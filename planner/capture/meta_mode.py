@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
+from autoparallel.planner.capture.indexing import check_mask, check_put
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
-from autoparallel.planner.capture.uniform import compacted, distinct
+from autoparallel.planner.capture.uniform import OF_ALL, compacted, distinct
 
 # Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
 # attention masks over the square of a long sequence do not (kind: chosen; it bounds the memory of a capture, and
@@ -43,6 +44,9 @@ _FACTORIES = frozenset(
 _UNFILLED = frozenset({"empty", "new_empty", "empty_like"})
 
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+
+# Random numbers of the shape of their parameters, for which the meta device has no kernels.
+_DRAWN = frozenset({"aten::_sample_dirichlet", "aten::poisson", "aten::binomial"})
 
 VALUES = "its control flow depends on the values of a tensor"
 _OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
@@ -77,6 +81,9 @@ class MetaMode(TorchDispatchMode):
         self._alive: list[object] = []  # storages are told apart by address: none may be freed
         self._held_bytes = 0  # of values
         self._made: set[int] = set()  # storages that operators filled
+        self._guessed: set[int] = (
+            set()
+        )  # of flags, some of which are taken to be set: whether all are nobody knows
 
     def to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor that aliases as `tensor` does, with its values remembered where they are small."""
@@ -155,7 +162,7 @@ class MetaMode(TorchDispatchMode):
             return self._item(args[0])
         real = self._run_known(func, args, kwargs)
         if real is None:
-            args = self._where_known(func, args)
+            func, args = self._where_known(*self._as_indexing(func, args))
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
             self._share_out(func, args, kwargs, out)
@@ -170,6 +177,8 @@ class MetaMode(TorchDispatchMode):
     def _share_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if self.shares is not None and (found := chosen(func, args, kwargs, out, self.shares)) is not None:
             self.remember(*found)
+            if found[1].dtype is torch.bool and distinct(found[1]) > 1:
+                self._guessed.add(storage_key(found[0]))
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -178,15 +187,30 @@ class MetaMode(TorchDispatchMode):
             return _META
         return leaf
 
-    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of an indexing, with masks whose values are known as the places that they pick."""
+    def _as_indexing(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """A selection by a mask whose values are known as the indexing that it is."""
+        values = self.known(args[1]) if func is torch.ops.aten.masked_select.default else None
+        if values is None:
+            return func, args
+        shape = torch.broadcast_shapes(args[0].shape, values.shape)
+        places = map(self.to_meta, values.expand(shape).nonzero().unbind(1))
+        return torch.ops.aten.index.Tensor, (args[0].expand(shape), list(places))
+
+    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """An indexing, with masks whose values are known as the places that they pick."""
         if func._schema.name not in _INDEXING:
-            return args
+            return func, args
         places: list[Any] = []
+        picks = False
         for index in args[1]:
             values = self.known(index) if index is not None and index.dtype is torch.bool else None
+            if values is not None:
+                check_mask(values, args[0], len(places))
+            picks |= values is not None
             places += [index] if values is None else map(self.to_meta, values.nonzero().unbind(1))
-        return (args[0], places, *args[2:])
+        if picks and len(args) > 2:
+            check_put(args[0], places, args[2])
+        return func, (args[0], places, *args[2:])
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = self.known(tensor)
@@ -206,8 +230,12 @@ class MetaMode(TorchDispatchMode):
             return torch.full(args[0], 1.0 - torch.finfo(torch.float32).eps)
         if not inputs and name not in _FACTORIES:
             return None
+        if name in OF_ALL and storage_key(inputs[0]) in self._guessed:
+            return None
         if inputs and (answer := _if_finite(name, args)) is not None:
             return torch.tensor(answer).expand(inputs[0].shape)
+        if name == "_is_all_true" and self.shares is not None:
+            return torch.tensor(True)
         if name in {"eq", "ne"} and self._are_data(*args):
             return torch.tensor(name == "ne").expand(inputs[0].shape)
         values: dict[int, torch.Tensor] = {}
@@ -270,6 +298,8 @@ class MetaMode(TorchDispatchMode):
     def _run_fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not tensors((args, kwargs)) and any(a.name == "device" for a in func._schema.arguments):
             kwargs = {**kwargs, "device": _META}
+        if func._schema.name in _DRAWN:
+            return torch.empty_like(args[0])
         return func(*args, **kwargs)
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], real: Any) -> Any:

@@ -25,6 +25,9 @@ from autoparallel.planner.capture.traced import checked_inputs, with_leaves
 
 # Two points give an affine function, the third checks it; 1 is left out because code treats it apart.
 MICRO_BATCHES = (2, 3, 5)
+# A model of which no more modules are stood in for than twice those that run is folded at first sight or not at all: to trace
+# it whole takes no longer than to find out why. Kind: chosen.
+_SHALLOW = 2
 _NAMED = 3  # parts of a model that a warning names
 
 
@@ -94,20 +97,34 @@ def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: Fold
     # A leaf is priced whole, with what is in it.
     within = tuple(f"{leaf}." if leaf else "" for leaf in plan.leaves)
     paths = [path for path in repeated_paths(module) if not path.startswith(within)]
-    alike, last_differs = (
-        replace(fold_plan(module, paths, last_differs=differs), leaves=plan.leaves, shares=plan.shares)
-        for differs in (False, True)
+    alike, last_differs, last_apart = (
+        replace(fold_plan(module, paths, **how), leaves=plan.leaves, shares=plan.shares)
+        for how in ({}, {"last_differs": True}, {"last_apart": True})
     )
-    # Of an encoder and a decoder the last blocks are likely to differ: that is found out before all is traced.
-    likely = len({second.rpartition(".")[0] for second, _ in alike.pairs}) > 1
-    attempts = [(alike, likely), (last_differs, False), *([(alike, False)] if likely else [])]
-    attempts += [(replace(alike, told=True), True), (replace(last_differs, told=True), False)]
+    if len(alike.stood_in) <= _SHALLOW * len(alike.run):
+        attempts = [(alike, True)] if alike.stood_in else []
+    else:
+        attempts = _attempts(alike, last_differs, last_apart)
     for attempt, doubted in attempts:
         try:
             return take(attempt, doubted=doubted)
         except FoldError:
             continue
     return take(plan)
+
+
+def _attempts(alike: FoldPlan, last_differs: FoldPlan, last_apart: FoldPlan) -> list[tuple[FoldPlan, bool]]:
+    """The plans of a deep model that are tried before all of it is traced, and whether each is doubted."""
+    # Of an encoder and a decoder the last blocks are likely to differ: that is found out before all is traced.
+    likely = len({second.rpartition(".")[0] for second, _ in alike.pairs}) > 1
+    return [
+        (alike, likely),
+        (last_differs, False),
+        (last_apart, True),
+        *([(alike, False)] if likely else []),
+        (replace(alike, told=True), True),
+        (replace(last_differs, told=True), False),
+    ]
 
 
 def _captured(

@@ -14,7 +14,8 @@ from torch import fx
 
 from autoparallel.planner.capture.nodes import calls
 
-JOINS = frozenset({"cat", "concat", "concatenate"})
+_PADS = frozenset({"pad_sequence"})
+JOINS = frozenset({"cat", "concat", "concatenate"}) | _PADS
 _SINGLE = frozenset({"unbind", "__iter__"})  # each piece has a dim less
 _TAKE_APART = _SINGLE | {"split", "split_with_sizes"}
 _DIM = {"unbind": 1, "split": 2, "split_with_sizes": 2}  # where the dim stands among the arguments
@@ -38,9 +39,13 @@ class Pieces:
             self._whole[id(piece)] = (args[0], index, len(out), name in _SINGLE)
         self._alive.append(out)
 
-    def joined(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
-        """What a call that joins all pieces of a tensor, in order and along their first dim, comes to: a function and its
-        arguments. None for other calls."""
+    def joined(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """What a call that joins all pieces of a tensor, in order and along their first dim, or puts equal ones side by side,
+        comes to: a function and its arguments. None for other calls."""
+        if name in _PADS:
+            return self._side_by_side(*args)
         dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
         items = args[0] if args else kwargs.get("tensors", ())
         if dim != 0 or not isinstance(items, list | tuple) or not items or id(items[0]) not in self._whole:
@@ -51,6 +56,17 @@ class Pieces:
         if not in_order or len(items) != count or (single and base.dim() < 2):
             return None
         return (torch.flatten, (base, 0, 1)) if single else (torch.cat, ([base],))
+
+    def _side_by_side(
+        self, items: Sequence[torch.Tensor], batch_first: bool = False, *rest: Any
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """What puts pieces of one size side by side, so that `rest`, what they would be filled up with, does not matter."""
+        del rest
+        base, _, count, single = self._whole.get(id(items[0]), (items[0], 0, 0, True))
+        sizes = {item.shape[0] for item in items}
+        if single or not batch_first or len(sizes) > 1 or not _is_one(self.together(items), base):
+            return None
+        return torch.reshape, (base, (count, *sizes, *base.shape[1:]))
 
     def together(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`tensors`, with a tensor itself where all its pieces follow one another: what a model returns for each sample."""
@@ -65,6 +81,10 @@ class Pieces:
             found.append(base if is_whole else tensors[at])
             at += count if is_whole else 1
         return found
+
+
+def _is_one(found: Sequence[torch.Tensor], base: torch.Tensor) -> bool:
+    return len(found) == 1 and found[0] is base
 
 
 def without_unread_pieces(graph: fx.Graph) -> None:

@@ -114,8 +114,28 @@ def _possible(run: Run, of: Sequence[Hashable], row: Sequence[Hashable], at: int
 def one_round(graphs: Sequence[fx.Graph]) -> None:
     """Leave one round of every loop over samples, where the graphs of a step differ in how often such loops run."""
     rows = [calls(graph) for graph in graphs]
-    if len({tuple(map(_what, row)) for row in rows}) == 1:
+    if len({tuple(map(_what, row)) for row in rows}) > 1:
+        _find_and_leave(graphs, rows)
+    _leave_unread(graphs)
+
+
+def _leave_unread(graphs: Sequence[fx.Graph]) -> None:
+    """Of a call that returns more tensors at one micro-batch than at another, one for each round of a loop that was counted in
+    the trace, those stay that are read. What was left out of a call at one micro-batch is left out of it at all."""
+    rows = [calls(graph) for graph in graphs]
+    if len({tuple(map(_what, row)) for row in rows}) > 1:
         return
+    for same in zip(*rows, strict=True):
+        differ = len({len(tensor_outputs(call)) for call in same}) > 1
+        for graph, call in zip(graphs, same, strict=True):
+            if differ:
+                read = {*outputs(graph), *(node for user in calls(graph) for node in tensor_inputs(user))}
+                call.meta["outputs"] = [node for node in tensor_outputs(call) if node in read]
+            if differ or any(other.meta.get("without_views") for other in same):
+                _without_views(call)
+
+
+def _find_and_leave(graphs: Sequence[fx.Graph], rows: Sequence[Sequence[fx.Node]]) -> None:
     *short, long = rows
     pattern = runs([_likeness(call) for call in long])
     names = [_what(call) for call in long]
@@ -197,9 +217,8 @@ def _join(call: fx.Node, instead: Mapping[fx.Node, fx.Node], alike: Mapping[Meta
     given = tensor_inputs(call)
     kept = [node for node in given if node not in instead]
     stand = [instead[node] for node in given if node in instead]
-    call.meta["inputs"] = tuple(
-        dict.fromkeys(instead.get(node, node) for node in given) if {*stand} <= {*kept} else [*kept, *stand]
-    )
+    read = [instead.get(node, node) for node in given]
+    call.meta["inputs"] = tuple(dict.fromkeys(read) if {*stand} <= {*kept} else read)
     seen: dict[tuple[object, ...], Launch] = {}
     known, launches = dict(alike), []
     for launch in call.meta["kernels"]:
@@ -222,5 +241,6 @@ def _read_instead(node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> None:
 def _without_views(call: fx.Node) -> None:
     """A view in the backward pass hands the gradient of one round on: nothing runs. What reads nothing are zeros, in the
     place of gradients of rounds that were counted in the trace."""
+    call.meta["without_views"] = True
     launches = ((node, node.meta["launch"]) for node in call.meta["backward"])
     call.meta["backward"] = [node for node, launch in launches if not launch.is_view and launch.inputs]

@@ -19,6 +19,7 @@ from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values, w
 from autoparallel.planner.capture.pieces import without_unread_pieces
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
+from autoparallel.planner.capture.undropped import undropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
             positions_hidden(module, plan),
             forwards_replaced(module, plan, tracer),
             _trusting(),
+            undropped(),
             tracer.recording(),
         ):
             return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)

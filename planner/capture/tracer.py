@@ -95,7 +95,7 @@ class Tracer(OpenedFunctions):
         if name in READERS:
             return self.meta_mode.numbers(name, *args)
         args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
-        if name in JOINS and (joined := self.pieces.joined(args, kwargs)) is not None:
+        if name in JOINS and (joined := self.pieces.joined(name, args, kwargs)) is not None:
             (func, args), kwargs = joined, {}
             name = func.__name__
         if name == "__getitem__":

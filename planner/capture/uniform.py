@@ -14,7 +14,7 @@ import torch
 # Operators on every entry for itself that torch does not say are so.
 _POINTWISE = frozenset({"_to_copy"})
 # What these say of entries that are all the same is what they say of one.
-_OF_ALL = frozenset({"all", "any"})
+OF_ALL = frozenset({"all", "any"})
 
 
 def distinct(tensor: torch.Tensor) -> int:
@@ -30,7 +30,7 @@ def compacted(
     the shape to expand its result to; None for another operator."""
     if func._schema.is_mutable or not values:
         return None
-    if name in _OF_ALL and len(values) == 1 and len(func._schema.arguments) == 1 and values[0].numel():
+    if name in OF_ALL and len(values) == 1 and len(func._schema.arguments) == 1 and values[0].numel():
         return [_one_of_each(values[0], values)], torch.Size()
     if torch.Tag.pointwise not in func.tags and name not in _POINTWISE:
         return None

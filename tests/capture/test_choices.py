@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,3 +135,31 @@ def test_experts_in_a_loop_cost_what_they_cost_when_all_are_hit(kind: type[nn.Mo
     assert graph.parameter_count == sum(p.numel() for p in layers.parameters())
     assert graph.model_flops(2) == counted_flops(layers, {"input": x})
     assert saved_bytes(graph, 2) == eager_saved_bytes(layers, {"input": x}), show_saved(graph)
+
+
+class Padded(nn.Module):
+    """Rows of zeros are padding; each letter lasts as many frames as it says; some layers are left out by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.lasts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.square().sum(-1).ne(0)
+        frames = self.lasts(x).ceil().sum(dim=1).long().max()
+        x = self.inner(x) if mask.all() else self.inner(x[mask])
+        for layer in self.layers:
+            if np.random.uniform(0, 1) >= 0.5:
+                x = layer(x)
+        return x.repeat_interleave(2, dim=1)[:, :frames]
+
+
+def test_numbers_that_nobody_knows_are_no_zeros_last_one_frame_and_leave_no_layer_out() -> None:
+    x = torch.randn(3, TOKENS, WIDTH)
+    graph = capture(Padded(), x[:2], name="padded")
+    assert [op.kind for block in graph.blocks for op in block.operators].count(OpKind.LEAF) == 0
+    assert [warning for warning in graph.warnings if "every choice is priced" in warning]
+    assert len(graph.repeated_positions) == 8
+    last = graph.blocks[graph.chain[-1].block].operators[-1]
+    assert last.outputs[0].shape[1].at(3) == TOKENS, last

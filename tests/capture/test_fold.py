@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 @pytest.mark.parametrize("name", [*NAMES, *EXAMPLES])
 def test_folded_capture_equals_the_full_one(name: str) -> None:
-    module, inputs = any_small(name, layers=7)
+    module, inputs = any_small(name, layers=10)  # of fewer, what does not fold at first sight is not folded
     folded, full = (capture(module, inputs, name=name, fold=fold) for fold in (True, False))
     assert folded.parameter_count == full.parameter_count == sum(p.numel() for p in module.parameters())
     assert folded.model_flops(3) == full.model_flops(3)
@@ -76,6 +76,14 @@ def test_layers_that_do_different_things_are_traced_whole() -> None:
     kinds = [[op.target for op in graph.blocks[link.block].operators] for link in graph.chain]
     assert kinds[3] == ["aten.linear", "aten.relu"]
     assert kinds[5] == ["aten.linear", "aten.tanh", "aten.tanh"]
+
+
+class _LastApart(_Layers):
+    """Whose last layer alone does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(3 if i == 11 else 7) for i in range(12))
 
 
 class _Told(nn.Module):
@@ -150,6 +158,21 @@ def _alternating(length: int) -> nn.Module:
         return nn.Linear(8, 8, bias=bool(i % 2))
 
     return nn.Sequential(*(layer(i) for i in range(length)))
+
+
+def test_a_last_layer_that_does_something_else_stands_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[FoldPlan] = []
+    original = model_graph.trace_step
+
+    def noted(module: Any, example: Any, batch: int, plan: FoldPlan, *rest: Any) -> Any:
+        plans.append(plan)
+        return original(module, example, batch, plan, *rest)
+
+    monkeypatch.setattr(model_graph, "trace_step", noted)
+    module = _LastApart()
+    folded = capture(module, torch.randn(2, 8), name="x")
+    assert len(plans[-1].stood_in) == 8
+    assert folded == capture(module, torch.randn(2, 8), name="x", fold=False)
 
 
 def test_alternating_kinds_are_two_blocks() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.graph_json import graph_from_json, graph_to_json
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.samples import matched, runs
@@ -53,6 +54,29 @@ class EachSample(nn.Module):
         return torch.stack(found).square().sum()
 
 
+class ManyWindows(EachImage):
+    """More windows than rounds of a loop are traced, side by side first."""
+
+    def __init__(self) -> None:
+        super().__init__(windows=12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat_interleave(4, dim=1)
+        pieces = x.flatten(0, 1).split([x.shape[1] // self.windows] * (len(x) * self.windows))
+        return super().forward(nn.utils.rnn.pad_sequence(pieces, batch_first=True).view(x.shape))
+
+
+class Filled(EachSample):
+    """Points of each sample that pass a threshold, written into a row of their own and scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [sample[tuple((sample.detach() > 0.5).nonzero().t())] for sample in self.layers[0](x)]
+        room = torch.zeros(len(x), max(map(len, found)))
+        for index, points in enumerate(found):
+            room[index, : len(points)] = points
+        return (room[..., None] / torch.tensor([2.0, 4.0])).square().sum()
+
+
 class Returned(EachImage):
     """Loss and features, apart for each image."""
 
@@ -65,6 +89,7 @@ MODELS = {
     "images": EachImage,
     "windows": lambda: EachImage(windows=PLACES // 2),
     "samples": EachSample,
+    "many windows": ManyWindows,
 }
 
 
@@ -76,6 +101,19 @@ def test_flops_and_saved_bytes_are_those_of_all_samples(name: str, batch: int) -
     assert graph_from_json(graph_to_json(graph)) == graph
     assert graph.model_flops(batch) == counted_flops(module, inputs)
     assert saved_bytes(graph, batch) == eager_saved_bytes(module, inputs), show_saved(graph)
+
+
+def test_half_of_the_entries_of_each_sample_pass_a_threshold() -> None:
+    graph = capture(Filled(), {"x": torch.randn(2, PLACES, WIDTH)}, name="filled")
+    assert [warning for warning in graph.warnings if "what its data choose" in warning], graph.warnings
+    assert not [op for block in graph.blocks for op in block.operators if op.kind is OpKind.LEAF]
+    sizes = {
+        spec.numel(3)
+        for block in graph.blocks
+        for op in block.operators
+        for spec in (s.spec for s in op.saved)
+    }
+    assert 3 * PLACES * WIDTH // 2 * 2 in sizes, show_saved(graph)  # the points, each scaled twice
 
 
 def test_what_is_returned_for_each_sample_is_one_output() -> None:
