@@ -105,3 +105,10 @@ def test_units_of_fsdp2_hold_what_is_predicted(name: str, strategy: Strategy) ->
         strategy = replace(strategy, pipeline=Pipeline(stage_blocks=(3,)))
     found = dry_run(name, sizes, strategy)
     assert_as_predicted(found, rel=0.025)
+
+
+def test_parts_of_norms_gradients_are_summed_over_tp_whenever_gradients_are_reduced() -> None:
+    strategy = _sharded(Mesh(dp_shard=2, tp=2), 2, 3)
+    strategy = replace(strategy, shard=Shard(zero=2, sequence_parallel=True))
+    (rank,) = dry_run("llama-3.1-8b", {**LLAMA, "vocab_size": 512}, strategy).ranks
+    assert rank.sent_bytes["tp"].lowered == rank.sent_bytes["tp"].predicted
