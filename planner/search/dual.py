@@ -246,7 +246,7 @@ class Dual:
     def _below_all_s(self, rows: Ints) -> float:
         """Seconds that a variant of one of these shapes must stay below to be better than the incumbent."""
         devices = self.outer.space.shapes.devices[rows]
-        return max(self.sims.below_s(int(d)) for d in np.unique(devices))
+        return max((self.sims.below_s(int(d)) for d in np.unique(devices)), default=0.0)
 
     def _look_into(self, run: Run) -> None:
         """Bound variants more closely, or give the first one of a run its stage problem; the rest of the run goes back."""
