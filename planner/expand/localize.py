@@ -11,7 +11,6 @@ from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
 from autoparallel.costmodel.kernels import DTENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import local_memory as memory
-from autoparallel.planner.expand.backward_memory import BackwardBytes, backward_bytes
 from autoparallel.planner.expand.context import key_collectives
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import (
@@ -47,7 +46,7 @@ class Passes:
     backward_input: tuple[Step, ...]
     backward_weight: tuple[Step, ...]
     kept: Mapping[str, int]
-    backward_bytes: BackwardBytes
+    backward_bytes: memory.BackwardBytes
 
 
 def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None = None) -> Passes:
@@ -61,7 +60,7 @@ def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None =
     return Passes(
         local=local, units=units, forward=tuple(chain(*forward_of)), forward_of=forward_of, kept=kept,
         backward_input=tuple(inputs), backward_weight=tuple(weights),
-        backward_bytes=backward_bytes(local, units, kept),
+        backward_bytes=memory.backward_bytes(local, units, kept),
     )  # fmt: skip
 
 

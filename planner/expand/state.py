@@ -96,16 +96,6 @@ def keeps_share_of_gradients(strategy: Strategy) -> bool:
     return strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
 
 
-def made_share(reduced_bytes: int, strategy: Strategy) -> int:
-    """Of so many bytes of gradients what FSDP2 makes of them on all ranks while it reduces: shares, and the same in the parameters'
-    dtype where that is another one. Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce."""
-    parameter, summed = (
-        dtype_bytes(strategy.execution.param_dtype),
-        dtype_bytes(strategy.execution.grad_dtype),
-    )
-    return reduced_bytes + (reduced_bytes * parameter // summed if parameter != summed else 0)
-
-
 def makes_gradients(strategy: Strategy) -> bool:
     """Whether gradients are there only when they have been made: in a step's only micro-batch, and not where they are added
     to buffers, over replicas or in another dtype than the parameters'."""
@@ -129,14 +119,6 @@ def passing_per_parameter(strategy: Strategy, shards: Shards) -> int:
     return computed_bytes(strategy) if gathered else 0
 
 
-def adds_at_once(strategy: Strategy) -> bool:
-    """Whether autograd adds a micro-batch's gradients to whole ones that FSDP2 will reduce when the step ends (ZeRO-1): where the dtypes
-    of compute and of gradients are one."""
-    execution = strategy.execution
-    summed = execution.fsdp2 and zero_level(strategy) and gradient_level(strategy) < 2
-    return bool(summed) and computed_bytes(strategy) == dtype_bytes(execution.grad_dtype)
-
-
 def tied_gradient_bytes(execution: Execution) -> int:
     """Of a number of a tied tensor's gradient between the pipeline ranks that hold it: `auto_parallelize` adds up when the step
     ends, what then has the parameter's dtype."""
@@ -149,7 +131,7 @@ def waiting_gradient_bytes(strategy: Strategy) -> int:
     micro-batch of a step without replicas has no sum beside it yet, which is counted unless gradients are when they are made."""
     execution = strategy.execution
     if execution.kernels == "fused" or (execution.fsdp2 and zero_level(strategy)):
-        return computed_bytes(strategy) if execution.kernels != "fused" and adds_at_once(strategy) else 0
+        return 0
     if strategy.micro_batches == 1 and not dense_shards(strategy).summed and not makes_gradients(strategy):
         return 0
     return computed_bytes(strategy)
