@@ -4,7 +4,7 @@
 - `axes.py`, `chain.py`: the mesh on the topology, and how the chain of blocks is cut into stages.
 - `works.py`: what one device does of each block, made once for all strategies that share it: where values lie
   (`layout.py`), local sizes and kernels (`local.py`), the passes with their collectives (`localize.py`), their bytes
-  (`local_memory.py`); with shares of the sequence (`context.py`), activations on the host (`offload.py`), parameters
+  (`local_memory.py`, `backward_memory.py`); with shares of the sequence (`context.py`), activations on the host (`offload.py`), parameters
   fetched one by one (`one_by_one.py`).
 - `state.py`: what data parallelism adds: ZeRO, gradient reduction, the optimizer.
 - `units.py`: what FSDP2 gathers and reduces at once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, Operator, OpKind, Saved
@@ -17,10 +16,6 @@ from autoparallel.planner.expand.local import LocalBlock
 PRODUCTS = frozenset({OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.ATTENTION})
 SUMS = frozenset({CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER})
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
-# Gradients of the score matrix that unfused attention holds at once on its way back: of the probabilities and of the
-# scores; eager operators make a new one at the mask and one at the scale. Kind: formula.
-SCORE_GRADIENTS = {"eager": 4, "fused": 2, "compiled": 2}
-OWN_SCORE_GRADIENTS = 2  # in torch's own kernel, which scales its inputs
 
 
 def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = True) -> dict[str, int]:
@@ -179,12 +174,12 @@ def forward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[s
     for n, unit in enumerate(units):
         for value in unit.outputs:
             storage = storages[value]
-            if storage not in kept and storage not in live and not storage.startswith("input:"):
+            if storage not in kept and storage not in live and not storage.startswith(("input:", "param:")):
                 held += make(storage, local.value_bytes(storage, local.output_placement(storage)), n)
         held += made.get(n, 0)
         done = sum(live.pop(storage) for storage in dying.pop(n, ()))
         inside = 0 if local.setting.flash else sum(_scores_temp(local, op, kept) for op in unit.ops)
-        peak = max(peak, held - (done if _overwrites(local, unit) else 0) + inside)
+        peak = max(peak, held - (done if overwrites(local, unit) else 0) + inside)
         held -= done
     return max(peak - sum(kept.values()), 0)
 
@@ -200,7 +195,7 @@ def _made_by(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) 
     return made
 
 
-def _attention_temp(local: LocalBlock, op: int) -> int:
+def attention_temp(local: LocalBlock, op: int) -> int:
     """Scores beside the probabilities made from them."""
     if local.index.block.operators[op].kind is not OpKind.ATTENTION:
         return 0
@@ -209,123 +204,26 @@ def _attention_temp(local: LocalBlock, op: int) -> int:
 
 def _scores_temp(local: LocalBlock, op: int, kept: Mapping[str, int]) -> int:
     """Unfused attention's forward: scores, and what is made from them unless that is kept."""
-    scores = _attention_temp(local, op)
+    scores = attention_temp(local, op)
     if not scores or f"{local.index.block.operators[op].name}#probabilities" in kept:
         return scores
     return scores + probabilities_bytes(local, op)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardBytes:
-    """Of a backward pass, above what was kept."""
-
-    passing: int  # its peak where a weight's gradient is gone when the next one is made
-    standing: int  # where they all stand until the pass is over
-    left: int  # then: they, and the gradients of the block's inputs
-
-
-def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> BackwardBytes:
-    """Peaks of the backward pass above what was kept: gradients between units and of weights, while what was
-    kept is freed unit by unit."""
-    index, remaining = local.index, dict(kept)
-    first = _first_keepers(local, units, kept)
-    live = {index.storage[v]: local.value_bytes(v, local.output_placement(v))
-            for v in index.block.outputs if v in index.needs_grad}  # fmt: skip
-    if returned := _beside_the_loss(local):
-        live = {s: b for s, b in live.items() if s not in returned}
-    if returned and local.setting.execution.kept_outputs:
-        remaining |= {f"returned:{s}": b for s, b in returned.items() if s not in kept}
-        first |= {f"returned:{s}": -1 for s in returned}
-    standing = peak = sum(live.values()) + sum(remaining.values())
-    made = dict[str, int]()  # gradients of weights
-    for n in range(len(units) - 1, -1, -1):
-        unit, weights = units[n], dict[str, int]()
-        for value in unit.inputs:
-            if value not in index.needs_grad:
-                continue
-            if value.startswith("param:"):
-                weights[value] = local.value_bytes(value, local.output_placement(value))
-                continue
-            storage = index.storage[value]
-            placement = local.placement(_reader(local, unit, value), value)
-            live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
-        execution = local.setting.execution
-        gradients = OWN_SCORE_GRADIENTS if execution.fsdp2 else SCORE_GRADIENTS[execution.kernels]
-        inside = 0 if local.setting.flash else gradients * sum(_attention_temp(local, op) for op in unit.ops)
-        inside += sum(_loss_temp(local, op) for op in unit.ops)
-        if _overwrites(local, unit):
-            remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
-        made |= weights
-        beside = sum(live.values()) + sum(remaining.values()) + inside + _copied_weight(local, weights)
-        peak = max(peak, beside + sum(weights.values()))
-        standing = max(standing, beside + sum(made.values()))
-        for op in unit.ops:
-            if op in index.aliases:
-                continue
-            live.pop(index.block.operators[op].name, None)
-            live = {s: b for s, b in live.items() if index.producer.get(s) != op}
-        remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
-    before, left = sum(kept.values()), sum(live.values()) + sum(remaining.values()) + sum(made.values())
-    return BackwardBytes(
-        passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before
-    )
-
-
-def _copied_weight(local: LocalBlock, weights: Mapping[str, int]) -> int:
-    """`runtime/context/values.py` multiplies a weight's gradient by the ranks of cp, whose mean is taken: into a copy."""
-    setting = local.setting
-    return max(weights.values(), default=0) if setting.cp > 1 and setting.execution.dtensor else 0
-
-
-def _beside_the_loss(local: LocalBlock) -> dict[str, int]:
-    """Storages that the model returns beside its loss: no gradient comes to them, but a caller may hold them."""
-    index = local.index
-    outputs = {v for v in index.block.outputs if v in index.needs_grad}
-    losses = {v for v in outputs if index.specs[v].shape == ()}
-    if not losses:
-        return {}
-    return {index.storage[v]: local.value_bytes(v, local.output_placement(v)) for v in outputs - losses}
-
-
-def _overwrites(local: LocalBlock, unit: Unit) -> bool:
+def overwrites(local: LocalBlock, unit: Unit) -> bool:
     """Megatron's cross-entropy writes its softmax over the logits it read, and the gradient over its softmax.
 
     Source: Megatron-LM, core/tensor_parallel/cross_entropy.py.
     """
-    return local.setting.execution.kernels == "fused" and any(_own_softmax(local, op) for op in unit.ops)
+    return local.setting.execution.kernels == "fused" and any(own_softmax(local, op) for op in unit.ops)
 
 
-def _own_softmax(local: LocalBlock, op: int) -> Saved | None:
+def own_softmax(local: LocalBlock, op: int) -> Saved | None:
     """The log-softmax that a cross-entropy makes and keeps; None for other operators."""
     operator = local.index.block.operators[op]
     if operator.kind is not OpKind.CROSS_ENTROPY:
         return None
     return next((s for s in operator.saved if s.value == "" and s.spec.shape), None)
-
-
-def _loss_temp(local: LocalBlock, op: int) -> int:
-    """torch's eager cross-entropy goes back through the log-softmax: a gradient of it beside that of the logits."""
-    softmax = _own_softmax(local, op)
-    if softmax is None or local.setting.execution.kernels != "eager":
-        return 0
-    return saved_bytes(local, op, softmax)
-
-
-def _reader(local: LocalBlock, unit: Unit, value: str) -> int:
-    return next(op for op in unit.ops if value in local.index.block.operators[op].inputs)
-
-
-def _first_keepers(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> dict[str, int]:
-    """Storage -> first unit whose backward needs it (after which it is free, walking backwards)."""
-    first: dict[str, int] = {}
-    for n, unit in enumerate(units):
-        for _, saved in unit.saved:
-            first.setdefault(local.index.storage.get(saved.value, saved.value), n)
-    for storage in kept:
-        if "#" in storage:
-            maker = local.index.producer[storage.partition("#")[0]]
-            first[storage] = next(n for n, unit in enumerate(units) if maker in unit.ops)
-    return first
 
 
 def weight_saved_bytes(

@@ -11,6 +11,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES, OpKind
 from autoparallel.costmodel.kernels import DTENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import local_memory as memory
+from autoparallel.planner.expand.backward_memory import BackwardBytes, backward_bytes
 from autoparallel.planner.expand.context import key_collectives
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import (
@@ -46,7 +47,7 @@ class Passes:
     backward_input: tuple[Step, ...]
     backward_weight: tuple[Step, ...]
     kept: Mapping[str, int]
-    backward_bytes: memory.BackwardBytes
+    backward_bytes: BackwardBytes
 
 
 def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None = None) -> Passes:
@@ -60,7 +61,7 @@ def passes_of(layout: Layout, setting: Setting, units: tuple[Unit, ...] | None =
     return Passes(
         local=local, units=units, forward=tuple(chain(*forward_of)), forward_of=forward_of, kept=kept,
         backward_input=tuple(inputs), backward_weight=tuple(weights),
-        backward_bytes=memory.backward_bytes(local, units, kept),
+        backward_bytes=backward_bytes(local, units, kept),
     )  # fmt: skip
 
 

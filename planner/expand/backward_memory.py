@@ -1,0 +1,138 @@
+"""The peaks of a block's backward pass: gradients between its kernels and of weights, while what was kept is freed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoparallel.costmodel.fusion import Unit
+from autoparallel.planner.expand.local import LocalBlock
+from autoparallel.planner.expand.local_memory import attention_temp, overwrites, own_softmax, saved_bytes
+from autoparallel.planner.sharding.experts import expert_layers
+
+# Gradients of the score matrix that unfused attention holds at once on its way back: of the probabilities and of the
+# scores; eager operators make a new one at the mask and one at the scale. Kind: formula.
+SCORE_GRADIENTS = {"eager": 4, "fused": 2, "compiled": 2}
+OWN_SCORE_GRADIENTS = 2  # in torch's own kernel, which scales its inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBytes:
+    """Of a backward pass, above what was kept."""
+
+    passing: int  # its peak where a weight's gradient is gone when the next one is made
+    standing: int  # where they all stand until the pass is over
+    left: int  # then: they, and the gradients of the block's inputs
+
+
+def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> BackwardBytes:
+    """Peaks of the backward pass above what was kept: gradients between units and of weights, while what was
+    kept is freed unit by unit."""
+    index, remaining = local.index, dict(kept)
+    first = _first_keepers(local, units, kept)
+    live = {index.storage[v]: local.value_bytes(v, local.output_placement(v))
+            for v in index.block.outputs if v in index.needs_grad}  # fmt: skip
+    if returned := _beside_the_loss(local):
+        live = {s: b for s, b in live.items() if s not in returned}
+    if returned and local.setting.execution.kept_outputs:
+        remaining |= {f"returned:{s}": b for s, b in returned.items() if s not in kept}
+        first |= {f"returned:{s}": -1 for s in returned}
+    standing = peak = sum(live.values()) + sum(remaining.values())
+    made, handed_out = dict[str, int](), _handed_out(local, units)  # gradients of weights; see there
+    for n in range(len(units) - 1, -1, -1):
+        unit, weights = units[n], _weight_gradients(local, units[n])
+        for value in unit.inputs:
+            if value in index.needs_grad and not index.storage.get(value, value).startswith("param:"):
+                storage, placement = index.storage[value], local.placement(_reader(local, unit, value), value)
+                live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
+        if overwrites(local, unit):
+            remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
+        waiting = sum(b for s, b in made.items() if s not in weights and handed_out.get(s, n + 1) <= n)
+        made |= weights
+        beside = sum(live.values()) + sum(remaining.values()) + _inside(local, unit)
+        beside += _copied_weight(local, weights)
+        peak = max(peak, beside + waiting + sum(weights.values()))
+        standing = max(standing, beside + sum(made.values()))
+        for op in unit.ops:
+            if op in index.aliases:
+                continue
+            live.pop(index.block.operators[op].name, None)
+            live = {s: b for s, b in live.items() if index.producer.get(s) != op}
+        remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
+    before, left = sum(kept.values()), sum(live.values()) + sum(remaining.values()) + sum(made.values())
+    return BackwardBytes(
+        passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before
+    )
+
+
+def _weight_gradients(local: LocalBlock, unit: Unit) -> dict[str, int]:
+    """Parameter -> bytes of its gradient, which what reads it makes: of a view of it, the view's reader."""
+    index, found = local.index, dict[str, int]()
+    for value in unit.inputs:
+        storage = index.storage.get(value, value)
+        reads = value in index.needs_grad and storage.startswith("param:")
+        if reads and _reader(local, unit, value) not in index.aliases:
+            found[storage] = local.value_bytes(storage, local.output_placement(storage))
+    return found
+
+
+def _handed_out(local: LocalBlock, units: Sequence[Unit]) -> dict[str, int]:
+    """Parameters of experts that are shared over ep -> the layer's first unit. A rank hands its layer all of its slices before
+    the layer runs (`runtime/experts/parallel.py`), so that autograd gets back to them when it is through with the layer."""
+    if local.setting.ep == 1 or not local.setting.execution.fsdp2:
+        return {}
+    unit_of = {op: n for n, unit in enumerate(units) for op in unit.ops}
+    return {
+        f"param:{name}": min(unit_of[op] for op in layer.operators if op in unit_of)
+        for layer in expert_layers(local.index)
+        for name in layer.params
+    }
+
+
+def _inside(local: LocalBlock, unit: Unit) -> int:
+    """What the backward of a unit makes for itself: gradients of scores and of a loss's softmax."""
+    execution = local.setting.execution
+    gradients = OWN_SCORE_GRADIENTS if execution.fsdp2 else SCORE_GRADIENTS[execution.kernels]
+    inside = 0 if local.setting.flash else gradients * sum(attention_temp(local, op) for op in unit.ops)
+    return inside + sum(_loss_temp(local, op) for op in unit.ops)
+
+
+def _copied_weight(local: LocalBlock, weights: Mapping[str, int]) -> int:
+    """`runtime/context/values.py` multiplies a weight's gradient by the ranks of cp, whose mean is taken: into a copy."""
+    setting = local.setting
+    return max(weights.values(), default=0) if setting.cp > 1 and setting.execution.dtensor else 0
+
+
+def _beside_the_loss(local: LocalBlock) -> dict[str, int]:
+    """Storages that the model returns beside its loss: no gradient comes to them, but a caller may hold them."""
+    index = local.index
+    outputs = {v for v in index.block.outputs if v in index.needs_grad}
+    losses = {v for v in outputs if index.specs[v].shape == ()}
+    if not losses:
+        return {}
+    return {index.storage[v]: local.value_bytes(v, local.output_placement(v)) for v in outputs - losses}
+
+
+def _loss_temp(local: LocalBlock, op: int) -> int:
+    """torch's eager cross-entropy goes back through the log-softmax: a gradient of it beside that of the logits."""
+    softmax = own_softmax(local, op)
+    if softmax is None or local.setting.execution.kernels != "eager":
+        return 0
+    return saved_bytes(local, op, softmax)
+
+
+def _reader(local: LocalBlock, unit: Unit, value: str) -> int:
+    return next(op for op in unit.ops if value in local.index.block.operators[op].inputs)
+
+
+def _first_keepers(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> dict[str, int]:
+    """Storage -> first unit whose backward needs it (after which it is free, walking backwards)."""
+    first: dict[str, int] = {}
+    for n, unit in enumerate(units):
+        for _, saved in unit.saved:
+            first.setdefault(local.index.storage.get(saved.value, saved.value), n)
+    for storage in kept:
+        if "#" in storage:
+            maker = local.index.producer[storage.partition("#")[0]]
+            first[storage] = next(n for n, unit in enumerate(units) if maker in unit.ops)
+    return first

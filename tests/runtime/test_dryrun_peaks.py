@@ -1,0 +1,66 @@
+"""Peak memory and messages of strategies whose mechanisms were once priced otherwise: what is lowered, and what is predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.dryrun import DryRun, dry_run_of
+from autoparallel.planner.capture import capture
+from autoparallel.planner.capture.load import load_model
+from autoparallel.planner.strategy.types import (
+    Batch,
+    Execution,
+    Mesh,
+    Pipeline,
+    Strategy,
+)
+from autoparallel.profiles import load_cluster
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+BF16 = Execution(
+    dtype="bf16", param_dtype="bf16", grad_dtype="bf16", master_weights=False, kernels="eager", fsdp2=True,
+    dtensor=True,
+)  # fmt: skip
+MIXTRAL = {
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def dry_run(name: str, sizes: Mapping[str, object], strategy: Strategy, *, seq_len: int = 32) -> DryRun:
+    """One of the models of `examples/configs` in other sizes, lowered by a strategy."""
+    settings: dict[str, Any] = {**json.loads((CONFIGS / f"{name}.json").read_text()), **sizes}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        loaded = load_model(f"hf:{folder}", model_args={}, seq_len=seq_len)
+    dtype = "bfloat16" if strategy.execution.dtype == "bf16" else "float32"
+    graph: ModelGraph = capture(loaded.module, loaded.example_inputs, name=name, dtype=dtype)
+    cluster = load_cluster(f"h100-sxm:1x{strategy.mesh.devices}")
+    return dry_run_of(loaded.module, loaded.example_inputs, graph, cluster, strategy)
+
+
+def assert_as_predicted(found: DryRun, *, rel: float = 0.01) -> None:
+    for rank in found.ranks:
+        assert rank.peak is not None
+        assert rank.peak.bytes == pytest.approx(rank.predicted_peak_bytes, rel=rel), rank
+    assert found.findings == (), [one.text for one in found.findings]
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_gradients_of_experts_pass_one_by_one_and_of_shared_ones_together(ep: int) -> None:
+    """The gradient of a view of a parameter is the parameter's; a rank that shares experts hands them out before their layer runs."""
+    strategy = Strategy(
+        batch=Batch(global_=8, micro=2), mesh=Mesh(dp_replicate=2, tp=ep, ep=ep), execution=BF16,
+        pipeline=Pipeline(stage_blocks=(2,)),
+    )  # fmt: skip
+    assert_as_predicted(dry_run("mixtral-8x7b", {**MIXTRAL, "num_hidden_layers": 2}, strategy))
