@@ -96,8 +96,7 @@ def _stage_messages(stage: StageWork, program: Program) -> Counter[Message]:
             if gather is not None:  # before the forward and before the backward
                 found[_message(gather)] += 2 * count * micro_batches
         for reduction in work.reduce:
-            often = micro_batches if program.reduce_every_micro and reduction.label == "dp" else 1
-            found[_message(reduction)] += count * often
+            found[_message(reduction)] += count * (micro_batches if program.reduce_every_micro else 1)
     for collective in (*stage.after_step, *stage.tied_reduce):
         found[_message(collective)] += 1
     return found

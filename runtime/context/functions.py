@@ -26,10 +26,20 @@ from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
 from autoparallel.runtime.context.random_numbers import drawn_apart
-from autoparallel.runtime.context.values import cut, on_mesh, onto, placed, whole
+from autoparallel.runtime.context.values import (
+    cut,
+    of_parts,
+    on_mesh,
+    onto,
+    own_part,
+    placed,
+    used_by_shares,
+    whole,
+)
 from autoparallel.runtime.dtensor_private import replicate_without_rule
 from autoparallel.runtime.tensor.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place
+from autoparallel.runtime.tensor.vocabulary import rows_of_shares
 from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
 
 # Along a dim of space DTensor's rule exchanges edges, and only in some layouts; of grouped products it knows those in
@@ -54,6 +64,8 @@ class ContextParallel(TorchFunctionMode):
         kwargs, mesh = kwargs or {}, self._mesh
         if func is F.embedding:
             args, kwargs = self._with_cut_tokens(*args, **kwargs)
+            if (rows := self._looked_up(*args, **kwargs)) is not None:
+                return rows
         if not any(on_mesh(t, mesh) for t in _tensors((*args, *kwargs.values()))):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and in_shares(_first(args, kwargs, "query"), mesh):
@@ -84,6 +96,17 @@ class ContextParallel(TorchFunctionMode):
         if not isinstance(input, DTensor) and input.dim() and input.shape[dim] % self._mesh.size(0) == 0:
             input = cut(input, dim, self._mesh)
         return (input, weight, *args), kwargs
+
+    def _looked_up(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Rows for this rank's tokens of an embedding whose vocabulary tensor parallelism shards; None for others."""
+        if not isinstance(input, DTensor) or not on_mesh(input, self._mesh) or on_mesh(weight, self._mesh):
+            return None
+        held = input.placements[0]
+        if self._mesh.ndim == 1 or not held.is_shard() or not isinstance(weight, DTensor):
+            return None
+        given = (own_part(input, held), used_by_shares(weight, self._mesh), *args)
+        rows = rows_of_shares(given, kwargs)
+        return None if rows is None else of_parts(rows, held, self._mesh)
 
     def _meeting(self, tensor: Tensor) -> Tensor:
         """A tensor as it is used together with the sequence; plain constants may stay plain."""

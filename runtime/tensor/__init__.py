@@ -8,5 +8,5 @@
   `vocabulary.py`: an embedding on its share of the rows.
 - `shares.py`: this rank's share of a DTensor, and back; `questions.py`: small questions about what may be a DTensor.
 
-Open to other rooms: `rules`, `functions`, `dtensor_rules`, `plain_blocks`, `cross_entropy`, `questions`.
+Open to other rooms: `rules`, `functions`, `dtensor_rules`, `plain_blocks`, `cross_entropy`, `questions`, `vocabulary`.
 """

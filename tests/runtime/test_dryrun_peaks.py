@@ -19,6 +19,7 @@ from autoparallel.planner.strategy.types import (
     Execution,
     Mesh,
     Pipeline,
+    Shard,
     Strategy,
 )
 from autoparallel.profiles import load_cluster
@@ -64,3 +65,21 @@ def test_gradients_of_experts_pass_one_by_one_and_of_shared_ones_together(ep: in
         pipeline=Pipeline(stage_blocks=(2,)),
     )  # fmt: skip
     assert_as_predicted(dry_run("mixtral-8x7b", {**MIXTRAL, "num_hidden_layers": 2}, strategy))
+
+
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_parts_of_norms_gradients_are_summed_over_tp_whenever_gradients_are_reduced() -> None:
+    strategy = Strategy(
+        batch=Batch(global_=12, micro=2), mesh=Mesh(dp_shard=2, tp=2), execution=BF16,
+        shard=Shard(zero=2, sequence_parallel=True), pipeline=Pipeline(stage_blocks=(2,)),
+    )  # fmt: skip
+    (rank,) = dry_run("llama-3.1-8b", {**LLAMA, "vocab_size": 512}, strategy).ranks
+    assert rank.sent_bytes["tp"].lowered == rank.sent_bytes["tp"].predicted

@@ -21,8 +21,8 @@ from autoparallel.planner.search.improve.neighbours import beside, neighbours, o
 from autoparallel.planner.search.improve.starts import first_of_each
 from autoparallel.planner.search.open import shape_values, values_of
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, shape_row, variants
-from autoparallel.planner.search.space.candidates import Candidate, candidate
+from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, variants
+from autoparallel.planner.search.space.candidates import Candidate, candidate, shape_row
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.strategy.types import Offload
 

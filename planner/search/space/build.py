@@ -43,7 +43,7 @@ from autoparallel.planner.search.space.meshes import (
     only,
 )
 from autoparallel.planner.search.space.syncs import Compressed, open_compressions
-from autoparallel.planner.strategy.types import Mesh, Offload
+from autoparallel.planner.strategy.types import Offload
 
 MODES = ("none", "selective", "full", "operators")  # recompute.mode
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
@@ -177,20 +177,6 @@ class Space:
         alone = shard * replicas * self.shapes.cp == 1
         synced = sum(self.zero_fits(self.shapes, z) * np.where(alone, 1, self.methods(z)) for z in self.zeros)
         return np.asarray(orders * synced * plans, dtype=np.int64)
-
-
-def shape_row(
-    shapes: Shapes, mesh: Mesh, micro: int, sequence_parallel: bool, mode: str, offload: Offload
-) -> int | None:
-    """The row of a shape; None where the space does not have it."""
-    wanted: dict[str, float] = {key: getattr(mesh, key) for key in MESH_KEYS}
-    wanted |= {"micro": micro, "sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
-    wanted |= {"optimizer_offloaded": offload.optimizer, "activations_offloaded": offload.activations}
-    same = np.ones(len(shapes), dtype=np.bool_)
-    for name, value in wanted.items():
-        same &= getattr(shapes, name) == value
-    rows = np.flatnonzero(same)
-    return int(rows[0]) if len(rows) else None
 
 
 def build_space(problem: Problem) -> Space:

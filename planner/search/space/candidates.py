@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.partition.problem import Partition
-from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, Variants
+from autoparallel.planner.search.space.build import MODES, SCHEDULES, Shapes, Space, Variants
+from autoparallel.planner.search.space.meshes import MESH_KEYS
 from autoparallel.planner.search.space.syncs import Compressed, with_bucket
 from autoparallel.planner.strategy.types import (
     Batch,
@@ -154,3 +157,17 @@ def rules_of(problem: Problem) -> tuple[TensorRule, ...]:
     if not isinstance(rules, tuple) or not all(isinstance(rule, TensorRule) for rule in rules):
         raise UserError("tensor: a list of placements by module is needed")
     return rules
+
+
+def shape_row(
+    shapes: Shapes, mesh: Mesh, micro: int, sequence_parallel: bool, mode: str, offload: Offload
+) -> int | None:
+    """The row of a shape; None where the space does not have it."""
+    wanted: dict[str, float] = {key: getattr(mesh, key) for key in MESH_KEYS}
+    wanted |= {"micro": micro, "sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
+    wanted |= {"optimizer_offloaded": offload.optimizer, "activations_offloaded": offload.activations}
+    same = np.ones(len(shapes), dtype=np.bool_)
+    for name, value in wanted.items():
+        same &= getattr(shapes, name) == value
+    rows = np.flatnonzero(same)
+    return int(rows[0]) if len(rows) else None
