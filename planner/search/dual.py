@@ -138,9 +138,8 @@ class Dual:
         self._current = self.upcoming.value
         rows = self._priced(self.upcoming.take(self._ahead))
         self._ahead = min(2 * self._ahead, AHEAD)
-        if not len(rows):
-            return
-        self._families(rows)
+        if len(rows):
+            self._families(rows)
 
     def _families(self, rows: Ints) -> None:
         """Bound the families of some shapes; keep those that could win."""
@@ -219,10 +218,10 @@ class Dual:
             if ranks:
                 self.upcoming.refresh(self.sims.rows_that_may_win)
         values = shape_values(outer, rows)
-        ready &= values.first <= self.upcoming.value[0]
+        open_ = self.sims.rows_that_may_win(values)
+        ready &= open_ & (values.first <= self.upcoming.value[0])
         ready[np.flatnonzero(ready)[self.at_once :]] = False
-        later = np.flatnonzero(~ready)
-        self.upcoming.put_back(rows[later[self.sims.rows_that_may_win(values.take(later))]])
+        self.upcoming.put_back(rows[open_ & ~ready])
         return rows[ready]
 
     def _queue(self, found: Variants, bounds: Bounds, known: Known, before: Values | None = None) -> None:
