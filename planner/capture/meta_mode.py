@@ -162,7 +162,8 @@ class MetaMode(TorchDispatchMode):
             return self._item(args[0])
         real = self._run_known(func, args, kwargs)
         if real is None:
-            func, args = self._where_known(*self._as_indexing(func, args))
+            func, args = self._as_indexing(func, args)
+            args = self._where_known(func, args)
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
             self._share_out(func, args, kwargs, out)
@@ -196,10 +197,10 @@ class MetaMode(TorchDispatchMode):
         places = map(self.to_meta, values.expand(shape).nonzero().unbind(1))
         return torch.ops.aten.index.Tensor, (args[0].expand(shape), list(places))
 
-    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """An indexing, with masks whose values are known as the places that they pick."""
+    def _where_known(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an indexing, with masks whose values are known as the places that they pick."""
         if func._schema.name not in _INDEXING:
-            return func, args
+            return args
         places: list[Any] = []
         picks = False
         for index in args[1]:
@@ -210,7 +211,7 @@ class MetaMode(TorchDispatchMode):
             places += [index] if values is None else map(self.to_meta, values.nonzero().unbind(1))
         if picks and len(args) > 2:
             check_put(args[0], places, args[2])
-        return func, (args[0], places, *args[2:])
+        return (args[0], places, *args[2:])
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = self.known(tensor)

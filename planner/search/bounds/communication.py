@@ -217,20 +217,23 @@ class CommunicationPrices:
     def inner_placements(self, found: Variants) -> Ints:
         """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
         that is as near as can be."""
-        return np.asarray(
-            self.inner_of(self.space.shapes.mesh[found.shape])[np.arange(len(found)), found.order]
-        )
+        numbers, which = self._inner_table(self.space.shapes.mesh[found.shape])
+        return np.asarray(numbers[which, found.order])
 
     def inner_of(self, meshes: Ints) -> Ints:
         """That number by mesh and order; -1 where an order is no other placement."""
+        numbers, which = self._inner_table(meshes)
+        return np.asarray(numbers[which])
+
+    def _inner_table(self, meshes: Ints) -> tuple[Ints, Ints]:
+        """The numbers of the distinct meshes, by order, and which of these each mesh is."""
         first, which = alike(meshes)
         distinct = meshes[first].tolist()
         for mesh in distinct:
             if mesh not in self._inner:
                 self._inner[mesh] = self._inner_numbers(mesh)
-        every = [self._inner[mesh] for mesh in distinct]
-        orders = len(self.space.meshes.orders)
-        return np.asarray(np.array(every, dtype=np.int64).reshape(len(every), orders)[which])
+        numbers = np.array([self._inner[mesh] for mesh in distinct], dtype=np.int64)
+        return numbers.reshape(len(distinct), len(self.space.meshes.orders)), which
 
     def _inner_numbers(self, mesh: int) -> tuple[int, ...]:
         sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))

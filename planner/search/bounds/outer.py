@@ -214,8 +214,9 @@ def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
     _, first, group = np.unique(outer.alike.number[members], return_index=True, return_inverse=True)
     most_sharded, group = members[first], group.reshape(-1)
     found, own = families(outer.space, most_sharded, np.full_like(most_sharded, ANYWHERE))
-    levels, shapes = max(outer.space.zeros) + 1, outer.space.shapes.take(members)
-    zero, at = np.nonzero(np.stack([outer.space.zero_fits(shapes, zero) for zero in range(levels)]))
+    zeros, shapes = np.array(outer.space.zeros), outer.space.shapes.take(members)
+    level, at = np.nonzero(np.stack([outer.space.zero_fits(shapes, zero) for zero in outer.space.zeros]))
+    zero, levels = zeros[level], int(zeros.max()) + 1
     number, placed = group[at] * levels + zero, np.full_like(at, ANYWHERE)
     communication = outer.least.price(members[at], zero, placed, number, len(first) * levels)
     communication = communication.take(own * levels + found.zero)
