@@ -14,13 +14,14 @@ from autoparallel.profiles.hardware import Cluster
 EXPERTS = "ep"  # ranks that hold different experts
 EXPERT_SHARD = "expert_shard"  # ranks that hold the same experts, which ZeRO shards over
 INNER = ("tp", "cp", EXPERTS)
+EXPERT_AXES = ("tp", "cp", "dp_shard")  # in the order in which ranks of different experts are taken from them
 
 
 def expert_parts(mesh: Mesh) -> dict[str, int]:
-    """How many ranks of each axis hold different experts: as much of tp as divides ep, then of cp, then of
-    dp_shard. They are the innermost ranks of the axis; those further out hold the same experts."""
+    """How many ranks of each axis hold different experts: as much of the first of `EXPERT_AXES` as divides ep, then of the
+    next. They are the innermost ranks of the axis; those further out hold the same experts."""
     rest, parts = mesh.ep, {}
-    for name in ("tp", "cp", "dp_shard"):
+    for name in EXPERT_AXES:
         parts[name] = gcd(rest, getattr(mesh, name))
         rest //= parts[name]
     return parts

@@ -18,17 +18,19 @@ from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.exchanges import (
+    DENSE,
     EXCHANGED,
+    EXPERT,
     NUMBERED,
     at_once_s,
-    exchange_s,
+    dense_exchange_s,
+    expert_exchange_s,
     reduces,
     update_s,
 )
 from autoparallel.planner.search.bounds.placements import (
-    SHARD_AXES,
+    Groups,
     message_sizes,
-    placements,
     places,
     sizes_shared,
 )
@@ -84,9 +86,7 @@ class CommunicationPrices:
     space: Space
     prices: SettingPrices
     book: PriceBook
-    placed: Ints  # by mesh and order: the number of the placement of data parallelism
-    shared: Ints  # likewise of the ranks that parameters which are no experts' are sharded over
-    shared_experts: Ints  # and of those that experts are
+    groups: Groups
     sized: Ints  # by shape: the number of its sizes of the axes that parameters are shared over
     held: Ints  # by shape: the number of what its layer groups hold
     offloaded: Ints  # by shape: the number of the share of the optimizer's state on the host
@@ -96,6 +96,9 @@ class CommunicationPrices:
     messages: tuple[list[tuple[int, ...]], Ints]  # `placements.message_sizes`
     tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
     _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _exchanged_experts: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _at_once: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _experts_at_once: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _stepped_experts: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
     _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
@@ -110,16 +113,14 @@ class CommunicationPrices:
         problem: Problem, space: Space, prices: SettingPrices, book: PriceBook, chain: Chain
     ) -> CommunicationPrices:
         """The book of a space, empty."""
-        columns = [prices.rows[:, SINGLE.index(name)] for name in ("group_parameters", "most_trainable")]
-        _, held = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        columns = np.stack([prices.rows[:, SINGLE.index(name)] for name in NUMBERED])
+        _, held = np.unique(columns, axis=1, return_inverse=True)
         return CommunicationPrices(
             problem=problem,
             space=space,
             prices=prices,
             book=book,
-            placed=placements(space),
-            shared=placements(space, SHARD_AXES),
-            shared_experts=placements(space, (*SHARD_AXES, "tp"), "ep"),
+            groups=Groups.of(space, problem.cluster),
             sized=sizes_shared(space)[space.shapes.mesh],
             held=held.reshape(-1)[prices.setting_of],
             offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
@@ -152,12 +153,13 @@ class CommunicationPrices:
         # What is updated on the host takes other time.
         first, _ = alike(shapes.mesh[rows], self.offloaded[rows], several.astype(np.int64))
         least = np.full((len(self.space.meshes.sizes), orders, len(LEAST)), np.inf)
-        owners = np.repeat(rows[first], orders)
+        at, every = np.nonzero(self.space.meshes.placed[shapes.mesh[rows[first]]])
+        owners = rows[first][at]
         for zero in self.space.zeros:
             legal = self.space.zero_fits(shapes.take(owners), zero)
             for compression in range(self.space.methods(zero)):
                 found = Variants(
-                    shape=owners, order=np.tile(np.arange(orders), len(first)), zero=np.full_like(owners, zero),
+                    shape=owners, order=every, zero=np.full_like(owners, zero),
                     schedule=np.zeros_like(owners), virtual_stages=np.ones_like(owners),
                     compression=np.full_like(owners, compression),
                 ).take(legal)  # fmt: skip
@@ -167,10 +169,10 @@ class CommunicationPrices:
         least[~np.isfinite(least)] = 0.0  # where no level is legal
         return Least(**{name: least[:, :, i] for i, name in enumerate(LEAST)})
 
-    def shortest_s(self, order: int, chain: Chain) -> Floats:
-        """The shortest message between neighbouring stages, by shape, under this order of the mesh's axes."""
+    def shortest_s(self, rows: Ints, order: int, chain: Chain) -> Floats:
+        """The shortest message between neighbouring stages of some shapes under this order of the mesh's axes."""
         (_, pipeline), (messages, message) = self.pipelines, self.messages
-        own = pipeline[self.space.shapes.mesh, order] * len(messages) + message
+        own = pipeline[self.space.shapes.mesh[rows], order] * len(messages) + message[rows]
         first, which = alike(own)
         shortest = []
         for key in own[first].tolist():
@@ -183,17 +185,40 @@ class CommunicationPrices:
         """`REDUCED` of ZeRO-3: nothing is faster than the gradients of the whole model at once."""
         whole = max(self.problem.graph.parameter_count, 1)
 
-        experts_of = self.prices.column("all_experts", found.shape)
-
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example_of(found, row)
-            axes, experts = mesh_axes(strategy), experts_of[row] > 0
-            dense_s = at_once_s(self.book, strategy, axes, whole) if reduces(strategy) else 0.0
-            experts &= not fetches(strategy)
-            return dense_s, at_once_s(self.book, strategy, axes, whole, whole) if experts else 0.0
+            if not reduces(strategy):
+                return (0.0,)
+            return (at_once_s(self.book, strategy, mesh_axes(strategy), whole),)
 
-        keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
-        return _looked_up({}, keys * 2 + self._at_end(found), price, len(REDUCED))
+        def price_experts(row: int) -> tuple[float, ...]:
+            strategy = self._example_of(found, row)
+            if fetches(strategy):
+                return (0.0,)
+            return (at_once_s(self.book, strategy, mesh_axes(strategy), whole, whole),)
+
+        return np.concatenate(
+            [
+                _looked_up(self._at_once, self._keys(found, self.groups.shards), price, 1),
+                self._of_experts(self._experts_at_once, found, price_experts, 1),
+            ],
+            axis=1,
+        )
+
+    def _of_experts(
+        self,
+        known: dict[int, tuple[float, ...]],
+        found: Variants,
+        price: Callable[[int], tuple[float, ...]],
+        columns: int,
+        own: Ints | int = 0,
+    ) -> Floats:
+        """The prices of what is exchanged of experts that are apart, 0 where none are."""
+        prices = np.zeros((len(found), columns))
+        rows = np.flatnonzero(self.prices.column("all_experts", found.shape) > 0)
+        keys = self._keys(found, self.groups.expert_shards, own)[rows]
+        prices[rows] = _looked_up(known, keys, lambda row: price(int(rows[row])), columns)
+        return prices
 
     def _at_end(self, found: Variants) -> Ints:
         """Whether shards of gradients are summed over the replicas once a step (`state.replicas_at_end`), which is in no rate
@@ -317,16 +342,19 @@ class CommunicationPrices:
         own = np.where(
             found.zero == 3, self.held[found.shape], 0
         )  # only ZeRO-3 asks how large a layer group is
-        keys = self._placed_keys(found) * len(self.space.compressions) + found.compression
-        keys = (keys * (int(self.held.max(initial=0)) + 1) + own) * 2 + self._at_end(found)
-
         columns = {name: self.prices.column(name, found.shape) for name in NUMBERED}
 
         def price(row: int) -> tuple[float, ...]:
             numbers = {name: int(column[row]) for name, column in columns.items()}
-            return exchange_s(self.problem, self.book, self._example_of(found, row), **numbers)
+            return dense_exchange_s(self.problem, self.book, self._example_of(found, row), **numbers)
 
-        return _looked_up(self._exchanged, keys, price, len(EXCHANGED))
+        def price_experts(row: int) -> tuple[float, ...]:
+            strategy, experts = self._example_of(found, row), int(columns["all_experts"][row])
+            return expert_exchange_s(self.problem, self.book, strategy, experts)
+
+        dense = _looked_up(self._exchanged, self._keys(found, self.groups.shards, own), price, len(DENSE))
+        experts = self._of_experts(self._exchanged_experts, found, price_experts, len(EXPERT), own)
+        return np.concatenate([dense, experts], axis=1)
 
     def _step_prices(self, found: Variants) -> Floats:
         """Columns STEPPED."""
@@ -347,17 +375,21 @@ class CommunicationPrices:
             return (update_s(self.book, strategy, mesh_axes(strategy), whole, experts) / whole,)
 
         prices = np.zeros((len(found), len(STEPPED)))
-        prices[:, 0] = _looked_up(self._stepped, keys(self.shared), lambda row: price(row, 0), 1)[:, 0]
+        prices[:, 0] = _looked_up(self._stepped, keys(self.groups.shards), lambda row: price(row, 0), 1)[:, 0]
         rows = np.flatnonzero(apart)
         if len(rows):
-            known, own = self._stepped_experts, keys(self.shared_experts)[rows]
+            known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
             prices[rows, 1] = _looked_up(known, own, lambda row: price(int(rows[row]), whole), 1)[:, 0]
         return prices
 
-    def _placed_keys(self, found: Variants) -> Ints:
-        """Where data parallelism is placed, and the level of ZeRO: 1 and 2 exchange the same, if not as often."""
-        placed = self.placed[self.space.shapes.mesh[found.shape], found.order]
-        return np.asarray(placed * 4 + np.where(found.zero == 2, 1, found.zero))
+    def _keys(self, found: Variants, shards: Ints, own: Ints | int = 0) -> Ints:
+        """Where parameters of a kind are sharded and their gradients reduced, at what level of ZeRO (1 and 2 exchange the same, if
+        not as often) and how; `own` number beside."""
+        at = self.space.shapes.mesh[found.shape], found.order
+        keys = shards[at] * (int(self.groups.replicas.max(initial=0)) + 1) + self.groups.replicas[at]
+        keys = keys * 4 + np.where(found.zero == 2, 1, found.zero)
+        keys = keys * len(self.space.compressions) + found.compression
+        return np.asarray((keys * (int(self.held.max(initial=0)) + 1) + own) * 2 + self._at_end(found))
 
     def _example_of(self, found: Variants, row: int) -> Strategy:
         shapes, shape = self.space.shapes, int(found.shape[row])

@@ -13,10 +13,12 @@ from autoparallel.planner.strategy.types import Strategy
 
 Axes = tuple[Axis, ...]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
-EXCHANGED = ("reduce_s", "gather_s", "gather_each_s", "reduce_expert_s", "gather_expert_s")
+DENSE = ("reduce_s", "gather_s", "gather_each_s")
+EXPERT = ("reduce_expert_s", "gather_expert_s")
+EXCHANGED = (*DENSE, *EXPERT)
 
 
-def exchange_s(
+def dense_exchange_s(
     problem: Problem,
     book: PriceBook,
     strategy: Strategy,
@@ -25,18 +27,22 @@ def exchange_s(
     group_parameters: int,
     most_trainable: int,
 ) -> tuple[float, ...]:
-    """EXCHANGED of one placement; NUMBERED as the price table has them."""
-    if fetches(strategy):  # priced with the passes of the blocks, to which nothing is done as a whole
-        return (0.0,) * len(EXCHANGED)
-    axes, experts = mesh_axes(strategy), all_experts
-    most = max(most_trainable, 1) + experts  # at once, see `_dense_s`
-    dense = (
-        _dense_s(problem, book, strategy, axes, most, group_parameters) if reduces(strategy) else (0.0,) * 3
-    )
-    if not experts:
-        return (*dense, 0.0, 0.0)
+    """DENSE of one placement; NUMBERED as the price table has them."""
+    if not reduces(strategy):  # or priced with the passes of the blocks, to which nothing is done as a whole
+        return (0.0,) * len(DENSE)
+    most = max(most_trainable, 1) + all_experts  # at once, see `_dense_s`
+    return _dense_s(problem, book, strategy, mesh_axes(strategy), most, group_parameters)
+
+
+def expert_exchange_s(
+    problem: Problem, book: PriceBook, strategy: Strategy, experts: int
+) -> tuple[float, ...]:
+    """EXPERT of one placement, of so many parameters."""
+    if fetches(strategy):
+        return (0.0,) * len(EXPERT)
+    axes = mesh_axes(strategy)
     gather_s = _gather_s(book, strategy, axes, experts, experts) / experts
-    return (*dense, _reduce_expert_s(problem, book, strategy, axes, experts), gather_s)
+    return _reduce_expert_s(problem, book, strategy, axes, experts), gather_s
 
 
 def reduces(strategy: Strategy) -> bool:

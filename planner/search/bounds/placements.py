@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from autoparallel.planner.expand.axes import EXPERT_AXES
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import Shapes, Space
-from autoparallel.planner.search.space.meshes import MESH_KEYS, Ints
+from autoparallel.planner.search.space.meshes import MESH_KEYS, Ints, Meshes, inside_units, numbered
 from autoparallel.planner.strategy.types import AXES
+from autoparallel.profiles.hardware import Cluster
 
 SHARD_AXES = ("dp_shard", "cp")
-DATA_AXES = ("dp_replicate", *SHARD_AXES)
 
 
 def message_sizes(
@@ -47,23 +50,65 @@ def sizes_shared(space: Space) -> Ints:
     """For each mesh, a number that is the same where parameters, experts' and others, are shared among as many ranks."""
     columns = [MESH_KEYS.index(name) for name in ("dp_shard", "cp", "tp", "ep")]
     dp_shard, cp, tp, ep = space.meshes.sizes[:, columns].T
-    ranks = np.stack([dp_shard * cp, np.where(ep > 1, dp_shard * cp * tp // ep, 0)], axis=1)
-    return np.asarray(np.unique(ranks, axis=0, return_inverse=True)[1].reshape(-1))
+    return numbered(dp_shard * cp, np.where(ep > 1, dp_shard * cp * tp // ep, 0))
 
 
-def placements(space: Space, names: tuple[str, ...] = (), *sizes_beside: str) -> Ints:
-    """For each mesh and order, a number that is the same where the groups of these axes are placed alike and these sizes are the
-    same; of all groups of data parallelism, experts' among them, if none are named."""
-    axes = [AXES.index(name) for name in names or DATA_AXES]
-    orders, meshes = space.meshes.near.shape[:2]
-    near = space.meshes.near[:, :, axes].reshape(orders * meshes, -1)
-    if names:
-        own = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in (*names, *sizes_beside)]]
-        rows = np.concatenate([near, np.tile(own, (orders, 1))], axis=1)
-        return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1].reshape(orders, meshes).T)
-    sizes = space.meshes.sizes[:, [MESH_KEYS.index(name) for name in MESH_KEYS if name != "pp"]]
-    # tp and ep say how experts are shared among the ranks of data parallelism; without experts apart tp does not.
-    sizes = np.where(np.array([n == "tp" for n in MESH_KEYS if n != "pp"]) & (sizes[:, -1:] == 1), 1, sizes)
-    rows = np.concatenate([near, np.tile(sizes, (orders, 1))], axis=1)
-    _, number = np.unique(rows, axis=0, return_inverse=True)
-    return np.asarray(number.reshape(orders, meshes).T)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """For each mesh and order, a number that is the same where groups have as many ranks and cross the same levels of the
+    network by as many of them: what they exchange then costs the same."""
+
+    shards: Ints  # the ranks that parameters which are no experts' are sharded over
+    replicas: Ints  # those that hold the same shard
+    expert_shards: Ints  # those that experts' parameters are sharded over
+
+    @staticmethod
+    def of(space: Space, cluster: Cluster) -> Groups:
+        """The groups of every mesh of a space."""
+        meshes = space.meshes
+        if meshes.strides:  # an irregular network asks for each axis
+            return Groups(
+                shards=_by_axis(meshes, SHARD_AXES), replicas=_by_axis(meshes, ("dp_replicate",)),
+                expert_shards=_by_axis(meshes, (*SHARD_AXES, "tp"), "ep"),
+            )  # fmt: skip
+        near = {name: meshes.near[:, :, AXES.index(name)] for name in AXES}
+        return Groups(
+            shards=_numbered(near["dp_shard"] * near["cp"]),
+            replicas=_numbered(near["dp_replicate"]),
+            expert_shards=_numbered(_near_expert_shards(meshes, cluster)),
+        )
+
+
+def _numbered(near: Ints) -> Ints:
+    """By mesh and order the number of these rows, [order, mesh, column]."""
+    orders, meshes, columns = near.shape
+    return numbered(*near.reshape(-1, columns).T).reshape(orders, meshes).T
+
+
+def _near_expert_shards(meshes: Meshes, cluster: Cluster) -> Ints:
+    """The ranks that hold the same experts inside a unit of each level, [order, mesh, level]: `axes.expert_parts` in columns."""
+    units = [level.size for level in cluster.levels] or [1]
+    size = {name: meshes.sizes[:, MESH_KEYS.index(name)] for name in MESH_KEYS}
+    parts, rest = {}, size["ep"]
+    for name in EXPERT_AXES:
+        parts[name] = np.gcd(rest, size[name])
+        rest = rest // parts[name]
+    near = np.ones((len(meshes.orders), len(meshes.sizes), len(units)), dtype=np.int64)
+    for k, order in enumerate(meshes.orders):
+        stride = np.ones(len(meshes.sizes), dtype=np.int64)
+        for name in reversed(order):
+            if name in parts:
+                near[k] *= inside_units(size[name] // parts[name], stride * parts[name], units)
+            stride = stride * size[name]
+    near[:, size["ep"] == 1] = 0  # no experts are apart
+    return near
+
+
+def _by_axis(meshes: Meshes, names: tuple[str, ...], *sizes_beside: str) -> Ints:
+    """Numbers of groups that are the same where each of these axes is placed alike and these sizes are the same."""
+    axes = [AXES.index(name) for name in names]
+    orders, number = meshes.near.shape[:2]
+    near = meshes.near[:, :, axes].reshape(orders * number, -1)
+    own = meshes.sizes[:, [MESH_KEYS.index(name) for name in (*names, *sizes_beside)]]
+    rows = np.concatenate([near, np.tile(own, (orders, 1))], axis=1)
+    return numbered(*rows.T).reshape(orders, number).T

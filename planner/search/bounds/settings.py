@@ -27,7 +27,7 @@ from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, numbered
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.rules import NotShardable
 from autoparallel.planner.sharding.solve import TensorRequest
@@ -233,9 +233,10 @@ def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
 def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
     """The distinct settings that blocks are priced in (columns as `representative` takes them), and each shape's.
     The one with smaller micro-batches stands before that with larger ones."""
-    keys = np.stack([*setting_columns(shapes), added_up(problem, shapes), shapes.micro], axis=1)
-    distinct, rows = np.unique(keys, axis=0, return_inverse=True)
-    return np.asarray(distinct, dtype=np.float64), rows.reshape(-1)
+    columns = (*setting_columns(shapes), added_up(problem, shapes), shapes.micro)
+    _, offloaded = np.unique(columns[OFFLOADED], return_inverse=True)
+    first, rows = alike(numbered(offloaded.reshape(-1), *columns[1:]))
+    return np.stack([column[first].astype(np.float64) for column in columns], axis=1), rows
 
 
 def added_up(problem: Problem, shapes: Shapes) -> Ints:

@@ -88,20 +88,24 @@ def communicated_s(
         np.where(np.isfinite(table.all_forward_s), numbers, 0.0)  # a shape that is no strategy has none
         for numbers in (table.all_trainable, table.all_expert_trainable)
     )
-    m, pp, compute_s = shapes.micro_batches, shapes.pp, table.all_forward_s + table.all_backward_s
+    placed = space.meshes.placed[shapes.mesh]
     for order in range(len(space.meshes.orders)):
-        at = shapes.mesh, order
-        step_s = least.step_s[at] * trainable + least.step_expert_s[at] * experts
-        reduce_s = least.reduce_s[at] * trainable + least.reduce_expert_s[at] * experts
-        left_s = np.maximum(reduce_s - table.all_backward_s * (slow / slow_comm), 0.0)
-        one_s = m * compute_s + left_s + step_s  # of one stage, whose reduction is beside its last backward
-        several_s = np.maximum(m * compute_s, m * table.all_forward_s + left_s) + step_s
-        send_s = communication.shortest_s(order, chain)
+        rows = np.flatnonzero(placed[:, order])
+        at, m, pp = (shapes.mesh[rows], order), shapes.micro_batches[rows], shapes.pp[rows]
+        forward_s, backward_s = table.all_forward_s[rows], table.all_backward_s[rows]
+        step_s = least.step_s[at] * trainable[rows] + least.step_expert_s[at] * experts[rows]
+        reduce_s = least.reduce_s[at] * trainable[rows] + least.reduce_expert_s[at] * experts[rows]
+        left_s = np.maximum(reduce_s - backward_s * (slow / slow_comm), 0.0)
+        one_s = (
+            m * (forward_s + backward_s) + left_s + step_s
+        )  # one stage, which reduces beside its last backward
+        several_s = np.maximum(m * (forward_s + backward_s), m * forward_s + left_s) + step_s
+        send_s = communication.shortest_s(rows, order, chain)
         # What `messages_s` says of every schedule, however many chunks a rank has.
-        through_s = table.all_forward_s + table.all_input_s + 2 * (pp - 1) * send_s
-        through_s = np.maximum(through_s, table.all_input_s + (m + 2 * pp - 3) * send_s)
+        through_s = forward_s + table.all_input_s[rows] + 2 * (pp - 1) * send_s
+        through_s = np.maximum(through_s, table.all_input_s[rows] + (m + 2 * pp - 3) * send_s)
         each_s = np.where(pp == 1, one_s, np.maximum(several_s / pp, through_s))
-        found_s = np.minimum(found_s, each_s)
+        found_s[rows] = np.minimum(found_s[rows], each_s)
     return found_s
 
 

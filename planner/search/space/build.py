@@ -171,12 +171,18 @@ class Space:
 
     def counts(self) -> Ints:
         """Number of variants of each shape."""
-        shard, replicas = self.shapes.dp_shard, self.shapes.dp_replicate
         orders = self.meshes.placed.sum(axis=1)[self.shapes.mesh]
-        plans = sum(self.plan_fits(self.shapes, s, v).astype(np.int64) for s, v in self.schedules)
-        alone = shard * replicas * self.shapes.cp == 1
-        synced = sum(self.zero_fits(self.shapes, z) * np.where(alone, 1, self.methods(z)) for z in self.zeros)
-        return np.asarray(orders * synced * plans, dtype=np.int64)
+        first, of_plans = alike(self.shapes.pp, self.shapes.micro_batches, self.shapes.recompute)
+        few = self.shapes.take(first)
+        plans = sum(
+            (self.plan_fits(few, s, v) for s, v in self.schedules), np.zeros(len(few), dtype=np.int64)
+        )
+        first, of_syncs = alike(self.shapes.dp_shard, self.shapes.dp_replicate, self.shapes.cp)
+        few = self.shapes.take(first)
+        alone = few.dp_shard * few.dp_replicate * few.cp == 1
+        each = (self.zero_fits(few, z) * np.where(alone, 1, self.methods(z)) for z in self.zeros)
+        synced = sum(each, np.zeros(len(few), dtype=np.int64))
+        return np.asarray(orders * synced[of_syncs] * plans[of_plans], dtype=np.int64)
 
 
 def build_space(problem: Problem) -> Space:

@@ -163,11 +163,10 @@ def shape_row(
     shapes: Shapes, mesh: Mesh, micro: int, sequence_parallel: bool, mode: str, offload: Offload
 ) -> int | None:
     """The row of a shape; None where the space does not have it."""
-    wanted: dict[str, float] = {key: getattr(mesh, key) for key in MESH_KEYS}
-    wanted |= {"micro": micro, "sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
+    wanted: dict[str, float] = {"micro": micro} | {key: getattr(mesh, key) for key in MESH_KEYS}
+    wanted |= {"sequence_parallel": sequence_parallel, "recompute": MODES.index(mode)}
     wanted |= {"optimizer_offloaded": offload.optimizer, "activations_offloaded": offload.activations}
-    same = np.ones(len(shapes), dtype=np.bool_)
+    rows = np.arange(len(shapes))
     for name, value in wanted.items():
-        same &= getattr(shapes, name) == value
-    rows = np.flatnonzero(same)
+        rows = rows[getattr(shapes, name)[rows] == value]
     return int(rows[0]) if len(rows) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from typing import TypeVar
@@ -69,6 +69,11 @@ def alike(*columns: Ints) -> tuple[Ints, Ints]:
     first_of[numbers[::-1]] = np.arange(len(numbers))[::-1]
     there = first_of >= 0
     return first_of[there], (np.cumsum(there) - 1)[numbers]
+
+
+def numbered(*columns: Ints) -> Ints:
+    """For each row a number that is the same where all columns are."""
+    return alike(*(alike(column)[1] for column in columns))[1]
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -237,12 +242,19 @@ def neighbours(sizes: Ints, orders: tuple[tuple[str, ...], ...], cluster: Cluste
         stride = np.ones(len(sizes), dtype=np.int64)
         for axis in reversed(order):
             size = sizes[:, MESH_KEYS.index(axis)]
-            for u, unit in enumerate(units):
-                aligned = np.gcd(size, np.maximum(unit // stride, 1))
-                inside = (u == len(units) - 1) & (stride * size <= unit)
-                near[k, :, AXES.index(axis), u] = np.where(inside, size, np.where(unit % stride, 1, aligned))
+            near[k, :, AXES.index(axis)] = inside_units(size, stride, units)
             stride = stride * size
     return near
+
+
+def inside_units(size: Ints, stride: Ints, units: Sequence[int]) -> Ints:
+    """Neighbours along axes of these sizes and strides inside a unit of each level, [axis, level], the outermost level last."""
+    found = np.zeros((len(size), len(units)), dtype=np.int64)
+    for u, unit in enumerate(units):
+        aligned = np.gcd(size, np.maximum(unit // stride, 1))
+        inside = (u == len(units) - 1) & (stride * size <= unit)
+        found[:, u] = np.where(inside, size, np.where(unit % stride, 1, aligned))
+    return found
 
 
 def distinct_orders(sizes: Ints, near: Ints) -> Bools:
