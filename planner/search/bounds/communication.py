@@ -153,8 +153,8 @@ class CommunicationPrices:
         # What is updated on the host takes other time.
         first, _ = alike(shapes.mesh[rows], self.offloaded[rows], several.astype(np.int64))
         least = np.full((len(self.space.meshes.sizes), orders, len(LEAST)), np.inf)
-        at, every = np.nonzero(self.space.meshes.placed[shapes.mesh[rows[first]]])
-        owners = rows[first][at]
+        owner, every = np.nonzero(self.space.meshes.placed[shapes.mesh[rows[first]]])
+        owners = rows[first][owner]
         for zero in self.space.zeros:
             legal = self.space.zero_fits(shapes.take(owners), zero)
             for compression in range(self.space.methods(zero)):

@@ -235,7 +235,8 @@ def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
     The one with smaller micro-batches stands before that with larger ones."""
     columns = (*setting_columns(shapes), added_up(problem, shapes), shapes.micro)
     _, offloaded = np.unique(columns[OFFLOADED], return_inverse=True)
-    first, rows = alike(numbered(offloaded.reshape(-1), *columns[1:]))
+    others = (column.astype(np.int64, copy=False) for column in columns[1:])
+    first, rows = alike(numbered(offloaded.reshape(-1), *others))
     return np.stack([column[first].astype(np.float64) for column in columns], axis=1), rows
 
 
