@@ -73,13 +73,7 @@ def price_problem(
             tuple(_variant_cost(one, op, shares.get(op), seconds) for one in row)
             for op, row in enumerate(local)
         ),
-        changes=tuple(
-            {
-                change: _change_cost(whole, problem.nodes[edge.source].value, change, seconds)
-                for change in edge.changes
-            }
-            for edge in problem.edges
-        ),
+        changes=_changes(problem, whole, seconds),
         params={
             p.name: {place: _parameter_cost(p, place, setting, seconds) for place in problem.params[p.name]}
             for p in problem.index.block.parameters
@@ -176,9 +170,23 @@ def _pass(moved: int) -> Kernel:
     return Kernel(kind=OpKind.ELEMENTWISE, dtype="bf16", flops=0, bytes_moved=moved)
 
 
-def _change_cost(whole: LocalBlock, value: str, change: tuple[str, str], seconds: partial[float]) -> Cost:
+def _changes(
+    problem: BlockProblem, whole: LocalBlock, seconds: partial[float]
+) -> tuple[Mapping[tuple[str, str], Cost], ...]:
+    """The cost of each change at each edge: the same for values of one size."""
+    known: dict[tuple[int, tuple[str, str]], Cost] = {}
+    found = []
+    for edge in problem.edges:
+        size = whole.value_bytes(problem.nodes[edge.source].value, "R")
+        for change in edge.changes:
+            if (size, change) not in known:
+                known[size, change] = _change_cost(size, whole.setting.tp, change, seconds)
+        found.append({change: known[size, change] for change in edge.changes})
+    return tuple(found)
+
+
+def _change_cost(size: int, tp: int, change: tuple[str, str], seconds: partial[float]) -> Cost:
     before, after = change
-    size, tp = whole.value_bytes(value, "R"), whole.setting.tp
     total = 0.0
     for _, op in conjugates(layout(before), layout(after), after == PARTIAL_GRADIENT):
         local = size // tp if op is CollectiveOp.ALL_TO_ALL else size

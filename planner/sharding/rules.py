@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from autoparallel.costmodel.graph import Block, ModelGraph, parts_of, sharded_dim, strided
 from autoparallel.errors import UserError
+from autoparallel.planner.sharding.blocks import NoTensorPlan, PricedBlock
 from autoparallel.planner.sharding.plan import BlockPlan, TensorPlan
 from autoparallel.planner.sharding.problem import OUTSIDE, BlockProblem, layout
-from autoparallel.planner.sharding.solver import NoTensorPlan, PricedBlock, solve_blocks
+from autoparallel.planner.sharding.solver import solve_blocks
 from autoparallel.planner.strategy.types import TensorRule
 
 _Key = TypeVar("_Key", str, int)

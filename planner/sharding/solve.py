@@ -1,7 +1,7 @@
 """Tensor-parallel placements: one legal sharding per operator of each distinct block, by a solve.
 
-`solve_tensor_plan` prepares each distinct block (`tensor_problem`), prices its choices (`tensor_costs`), keeps
-what the user's `[[tensor]]` entries fix (`tensor_rules`), and lets CP-SAT choose (`tensor_solve`). Blocks are
+`solve_tensor_plan` prepares each distinct block (`problem.py`), prices its choices (`costs.py`), keeps
+what the user's `[[tensor]]` entries fix (`rules.py`), and has the best chosen (`solver.py`). Blocks are
 solved apart, because the layout between them is fixed: replicated, or sharded along the sequence under
 sequence parallelism. Blocks that share a tied parameter are solved together.
 """
@@ -16,6 +16,7 @@ from autoparallel.costmodel.block_index import FLOATING, BlockIndex
 from autoparallel.costmodel.graph import ModelGraph, TensorSpec
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.chain import carried_inputs, first_positions, handed_on, output_specs
+from autoparallel.planner.sharding.blocks import BlockAnswer, NoTensorPlan, PricedBlock
 from autoparallel.planner.sharding.costs import price_problem
 from autoparallel.planner.sharding.experts import expert_shardings, with_experts
 from autoparallel.planner.sharding.plan import BlockPlan, PlanCost, Reshard, TensorPlan
@@ -28,7 +29,7 @@ from autoparallel.planner.sharding.problem import (
     layout,
 )
 from autoparallel.planner.sharding.rules import Fixed, contradiction, fixed_by_rules, rules_of
-from autoparallel.planner.sharding.solver import BlockAnswer, NoTensorPlan, PricedBlock, solve_blocks
+from autoparallel.planner.sharding.solver import solve_blocks
 from autoparallel.planner.strategy.types import Execution, TensorRule
 from autoparallel.profiles.hardware import Cluster
 

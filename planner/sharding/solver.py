@@ -1,82 +1,37 @@
-"""CP-SAT over the tensor-parallel problems of blocks that share tied parameters.
+"""The best tensor-parallel choices for blocks that share tied parameters.
 
-Unknowns, all 0 or 1:
-
-    pick[o, k]          operator o runs as its variant k           sum_k pick[o, k] = 1
-    state[n, s]         node n is in state s                       sum_s state[n, s] = 1
-    place[p, l]         parameter p has placement l                sum_l place[p, l] = 1
-    change[e, s, t]     the layout hook at edge e turns s into t
-
-Constraints: an operator's nodes and parameters are as its variant demands (sum over the variants that demand
-s of node n equals state[n, s]); at an edge, what leaves the source in state s arrives in s or is changed, and
-likewise at the target; what is fixed from outside stays so. For the objective see `solve_blocks`.
+Blocks are chains of operators with few values between them, so that unknown by unknown (`elimination.py`) they are solved in a
+few milliseconds: a state for each node, a placement for each parameter, each operator a table of its variants and each edge
+one of its layout hooks. CP-SAT (`cp_sat.py`) has what that is no good at: memory with a price, as a storage that several
+operators keep is kept once, and blocks whose tables would be too wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
-from ortools.sat.python import cp_model
+from autoparallel.planner.sharding.blocks import (
+    BlockAnswer,
+    NoTensorPlan,
+    PricedBlock,
+    answer_of,
+    change_cost,
+    most,
+    off_stream,
+    unsharded,
+)
+from autoparallel.planner.sharding.costs import Cost
+from autoparallel.planner.sharding.cp_sat import solve_by_cp_sat
+from autoparallel.planner.sharding.elimination import NoAssignment, Table, TooWide, Unknown, least_assignment
+from autoparallel.planner.sharding.problem import Variant
 
-from autoparallel.planner.sharding.costs import BlockCosts, Cost, total
-from autoparallel.planner.sharding.problem import BlockProblem, layout
-
-Key = TypeVar("Key", int, str)
-
-MOST_TIES = 3  # of `change_cost`
-# CP-SAT's own deterministic time (about seconds, the same on every machine): a guard, as blocks of a few hundred
-# operators take well under one. Kind: formula.
-EFFORT = 20.0
-# Integers per nanosecond where memory has a price. Kind: formula: a thousandth is near enough.
-PRICE_UNITS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockAnswer:
-    """The variant of each operator, the state of each node, the placement of each parameter, and the cost. Kibibytes held
-    are those of parameters; `kept_kib` counts what several operators keep once."""
-
-    picks: tuple[int, ...]
-    states: tuple[str, ...]
-    params: Mapping[str, str]
-    cost: Cost
-    held_kib: int
-    kept_kib: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedBlock:
-    """A block's problem with its costs, and what users' rules fix in it."""
-
-    problem: BlockProblem
-    costs: BlockCosts
-    fixed_params: Mapping[str, str]
-    fixed_nodes: Mapping[int, tuple[str, ...]]
-    hooks: frozenset[int]  # edges that rules name: free of the tie-break against layout hooks
-    sizes: Mapping[str, int]  # numbers in each matrix that is better sharded, whatever it costs
-    stream: Mapping[int, str]  # the layout that a node of the residual stream had better have
-
-
-@dataclass(slots=True)
-class _Unknowns:
-    pick: list[list[cp_model.IntVar]]
-    state: list[dict[str, cp_model.IntVar]]
-    place: dict[str, dict[str, cp_model.IntVar]]
-    change: list[dict[tuple[str, str], cp_model.IntVar]]
-    summed: dict[str, cp_model.IntVar]
-
-
-class NoTensorPlan(Exception):
-    """The rules given leave no legal choice."""
+Rows = dict[tuple[str, ...], int]
+Ties = Sequence[Sequence[tuple[int, str]]]
 
 
 def solve_blocks(
-    blocks: Sequence[PricedBlock],
-    ties: Sequence[Sequence[tuple[int, str]]],
-    memory_price: float | None = None,
+    blocks: Sequence[PricedBlock], ties: Ties, memory_price: float | None = None
 ) -> list[BlockAnswer]:
     """The best choice for all blocks together; `ties` are groups of (block, parameter) that are one tensor.
 
@@ -84,260 +39,140 @@ def solve_blocks(
     time. None is 0 with a wish before it: fewest numbers in matrices (`sizes`) and activations (`stream`) that are not as
     they had better be. Raises NoTensorPlan where nothing is legal.
     """
-    model = cp_model.CpModel()
-    unknowns = [_unknowns(model, block) for block in blocks]
-    pairs = list(zip(blocks, unknowns, strict=True))
-    for block, unknown in pairs:
-        _operators_meet_nodes(model, block.problem, unknown)
-        _operators_meet_parameters(model, block.problem, unknown)
-        _edges_keep_or_change(model, block.problem, unknown)
-        _partial_gradients_are_summed(model, block.problem, unknown)
-        _what_is_fixed_stays(model, block, unknown)
-    _tied_parameters_agree(model, unknowns, ties)
-    wishes = [term for block, unknown in pairs for term in _whole(block, unknown)]
-    if memory_price is None and wishes:
-        model.minimize(sum(wishes))
-        solver = _solved(model)
-        model.add(sum(wishes) <= round(solver.objective_value))
     if memory_price:
-        per_ns, per_kib = _weights(blocks, memory_price)
-        terms = [t for b, u in pairs for t in _priced(model, b, u, per_ns, per_kib)]
-    else:
-        weight = 1 + sum(_most(block.costs, "memory_kib") for block in blocks)
-        terms = [t for b, u in pairs for t in _objective(b, u, weight)]
-    model.minimize(sum(terms))
-    solver = _solved(model)
-    return [_extract(solver, block, unknown) for block, unknown in pairs]
+        return solve_by_cp_sat(blocks, ties, memory_price)
+    try:
+        return _solve_by_tables(blocks, ties, wished=memory_price is None)
+    except NoAssignment:
+        raise NoTensorPlan from None
+    except TooWide:
+        return solve_by_cp_sat(blocks, ties, memory_price)
 
 
-def _weights(blocks: Sequence[PricedBlock], memory_price: float) -> tuple[int, int]:
-    """What a nanosecond and a kibibyte count."""
-    if memory_price == inf:
-        return 1, 1 + sum(_most(block.costs, "time_ns") for block in blocks)
-    return PRICE_UNITS, max(1, round(memory_price * PRICE_UNITS))
-
-
-def _solved(model: cp_model.CpModel) -> cp_model.CpSolver:
-    """One worker, so that equal inputs give equal answers."""
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # Ctrl-C stays Python's, during the solve and after
-    solver.parameters.cp_model_probing_level = 0  # a third of the time, and finds nothing here
-    solver.parameters.symmetry_level = 0
-    solver.parameters.cp_model_use_sat_presolve = False  # likewise a tenth
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = EFFORT
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise NoTensorPlan
-    return solver
-
-
-def _whole(block: PricedBlock, unknown: _Unknowns) -> list[cp_model.LinearExpr]:
-    """Numbers that stay whole: of matrices that could be sharded, and of the residual stream."""
-    matrices = [
-        var * block.sizes[name]
-        for name, places in unknown.place.items()
-        if name in block.sizes and len(places) > 1
-        for placement, var in places.items()
-        if placement == "R"
+def _solve_by_tables(blocks: Sequence[PricedBlock], ties: Ties, *, wished: bool) -> list[BlockAnswer]:
+    names = {place: ties_[0] for ties_ in ties for place in ties_}  # tied parameters are one unknown
+    per_ns = 1 + sum(most(block.costs, "memory_kib") for block in blocks)
+    per_wish = per_ns * (1 + sum(most(block.costs, "time_ns") for block in blocks)) if wished else 0
+    made = [
+        _Tables(block=block, number=number, names=names, per_ns=per_ns, per_wish=per_wish)
+        for number, block in enumerate(blocks)
     ]
-    specs, nodes = block.problem.index.specs, block.problem.nodes
-    stream = [
-        var * specs[nodes[n].value].numel(1)
-        for n, wanted in block.stream.items()
-        for state, var in unknown.state[n].items()
-        if layout(state) != wanted
-    ]
-    return [*matrices, *stream]
+    found = least_assignment(table for one in made for table in one.every())
+    return [one.answer(found) for one in made]
 
 
-def _unknowns(model: cp_model.CpModel, block: PricedBlock) -> _Unknowns:
-    p = block.problem
-    return _Unknowns(
-        pick=[[model.new_bool_var(f"pick {o} {k}") for k in range(len(row))] for o, row in enumerate(p.variants)],
-        state=[{s: model.new_bool_var(f"state {n} {s}") for s in node.states} for n, node in enumerate(p.nodes)],
-        place={n: {a: model.new_bool_var(f"place {n} {a}") for a in known} for n, known in p.params.items()},
-        change=[{c: model.new_bool_var(f"change {e} {c}") for c in edge.changes} for e, edge in enumerate(p.edges)],
-        summed={n: model.new_bool_var(f"summed {n}") for n in p.params},
-    )  # fmt: skip
+class _Tables:
+    """A block's choices as tables of what they cost, in kibibytes: a nanosecond is `per_ns` of them, a number that is not
+    sharded as it had better be `per_wish`."""
 
+    def __init__(
+        self,
+        block: PricedBlock,
+        number: int,
+        names: Mapping[tuple[int, str], tuple[int, str]],
+        per_ns: int,
+        per_wish: int,
+    ) -> None:
+        self.block, self.number, self.names = block, number, names
+        self.per_ns, self.per_wish = per_ns, per_wish
+        # Operators with a variant that leaves a parameter's gradient a partial sum: that of one alone is part of its table.
+        self.partial = Counter(
+            name for row in block.problem.variants for name in {n for v in row for n in v.partial_params}
+        )
 
-def _operators_meet_nodes(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
-    for state in unknown.state:
-        model.add_exactly_one(state.values())
-    for row, picks in zip(problem.variants, unknown.pick, strict=True):
-        model.add_exactly_one(picks)
-        demands = _demands((variant.states for variant in row), picks)
-        for node in dict.fromkeys(n for n, _ in demands):
-            for s, var in unknown.state[node].items():
-                model.add(sum(demands.get((node, s), ())) == var)
+    def every(self) -> Iterator[Table]:
+        """All tables of the block."""
+        problem = self.block.problem
+        yield from (self._node(node) for node in range(len(problem.nodes)))
+        yield from (self._parameter(name) for name in problem.params)
+        yield from (self._edge(edge) for edge in range(len(problem.edges)))
+        yield from (self._operator(op) for op in range(len(problem.variants)))
+        for name, operators in self.partial.items():
+            if operators > 1:
+                yield Table((self._summed(name),), {("no",): 0, ("yes",): self._cost(self._sum(name))})
 
+    def answer(self, found: Mapping[Unknown, str]) -> BlockAnswer:
+        """What an assignment says of this block."""
+        problem = self.block.problem
+        picks = []
+        for op, row in enumerate(problem.variants):
+            legal = [k for k, v in enumerate(row) if self._agrees(v, found)]
+            picks.append(min(legal, key=lambda k: self._variant_cost(op, k)))
+        states = tuple(found[self._state(node)] for node in range(len(problem.nodes)))
+        params = {name: found[self._place(name)] for name in problem.params}
+        return answer_of(self.block, tuple(picks), states, params)
 
-def _operators_meet_parameters(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
-    for placements in unknown.place.values():
-        model.add_exactly_one(placements.values())
-    for row, picks in zip(problem.variants, unknown.pick, strict=True):
-        demands = _demands((variant.params for variant in row), picks)
-        for name in dict.fromkeys(n for n, _ in demands):
-            for placement, var in unknown.place[name].items():
-                model.add(sum(demands.get((name, placement), ())) == var)
+    # ---- unknowns
 
+    def _state(self, node: int) -> Unknown:
+        return "state", self.number, node
 
-def _demands(
-    rows: Iterable[Iterable[tuple[Key, str]]], picks: Sequence[cp_model.IntVar]
-) -> dict[tuple[Key, str], list[cp_model.IntVar]]:
-    """By what variants demand, the picks of those that do."""
-    found: dict[tuple[Key, str], list[cp_model.IntVar]] = {}
-    for demanded, pick in zip(rows, picks, strict=True):
-        for one in demanded:
-            found.setdefault(one, []).append(pick)
-    return found
+    def _place(self, name: str) -> Unknown:
+        return "place", *self.names.get((self.number, name), (self.number, name))
 
+    def _summed(self, name: str) -> Unknown:
+        return "summed", self.number, name
 
-def _edges_keep_or_change(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
-    for edge, change in zip(problem.edges, unknown.change, strict=True):
-        source, target = unknown.state[edge.source], unknown.state[edge.target]
-        for s in dict.fromkeys((*source, *target)):  # in an order that is the same in every process
-            leaving = [x for (before, _), x in change.items() if before == s]
-            arriving = [x for (_, after), x in change.items() if after == s]
-            # Kept = source - leaving = target - arriving, and never negative.
-            kept = source.get(s, 0) - sum(leaving)
-            model.add(kept == target.get(s, 0) - sum(arriving))
-            if leaving:
-                model.add(kept >= 0)
+    # ---- tables
 
+    def _node(self, node: int) -> Table:
+        block = self.block
+        allowed = [fixed[node] for fixed in (block.problem.fixed, block.fixed_nodes) if node in fixed]
+        states = [s for s in block.problem.nodes[node].states if all(s in some for some in allowed)]
+        rows: Rows = {(s,): self.per_wish * off_stream(block, node, s) for s in states}
+        return Table((self._state(node),), rows)
 
-def _partial_gradients_are_summed(model: cp_model.CpModel, problem: BlockProblem, unknown: _Unknowns) -> None:
-    for row, picks in zip(problem.variants, unknown.pick, strict=True):
-        for variant, pick in zip(row, picks, strict=True):
-            for name in variant.partial_params:
-                model.add_implication(pick, unknown.summed[name])
+    def _parameter(self, name: str) -> Table:
+        block, fixed = self.block, self.block.fixed_params.get(name)
+        places = [a for a in block.problem.params[name] if fixed in (None, a)]
+        costs = block.costs.params[name]
+        rows: Rows = {(a,): self._cost(costs[a]) + self.per_wish * unsharded(block, name, a) for a in places}
+        return Table((self._place(name),), rows)
 
+    def _edge(self, number: int) -> Table:
+        """A state is kept for nothing, or changed by a layout hook."""
+        block, edge = self.block, self.block.problem.edges[number]
+        source, target = block.problem.nodes[edge.source].states, block.problem.nodes[edge.target].states
+        rows: Rows = {change: self._cost(change_cost(block, number, change)) for change in edge.changes}
+        return Table(
+            (self._state(edge.source), self._state(edge.target)),
+            rows | {(s, s): 0 for s in source if s in target},
+        )
 
-def _what_is_fixed_stays(model: cp_model.CpModel, block: PricedBlock, unknown: _Unknowns) -> None:
-    for node, allowed in [*block.problem.fixed.items(), *block.fixed_nodes.items()]:
-        model.add(sum(x for s, x in unknown.state[node].items() if s in allowed) == 1)
-    for name, placement in block.fixed_params.items():
-        model.add(sum(x for a, x in unknown.place[name].items() if a == placement) == 1)
+    def _operator(self, op: int) -> Table:
+        row = self.block.problem.variants[op]
+        shared = sorted({n for v in row for n in v.partial_params if self.partial[n] > 1})
+        scope = dict.fromkeys(key for variant in row for key, _ in self._demands(variant))
+        rows: Rows = {}
+        for k, variant in enumerate(row):
+            demands, cost = list(self._demands(variant)), self._variant_cost(op, k)
+            values = dict(demands)
+            if len(values) < len(scope) or any(values[key] != value for key, value in demands):
+                continue  # a node or a parameter would have no state at all, or two
+            own = [tuple(values[key] for key in scope)]
+            for name in shared:
+                said = ("yes",) if name in variant.partial_params else ("no", "yes")
+                own = [(*one, word) for one in own for word in said]
+            for one in own:
+                rows[one] = min(cost, rows.get(one, cost))
+        return Table((*scope, *(self._summed(name) for name in shared)), rows)
 
+    def _demands(self, variant: Variant) -> Iterator[tuple[Unknown, str]]:
+        yield from ((self._state(node), s) for node, s in variant.states)
+        yield from ((self._place(name), a) for name, a in variant.params)
 
-def _tied_parameters_agree(
-    model: cp_model.CpModel, unknowns: Sequence[_Unknowns], ties: Sequence[Sequence[tuple[int, str]]]
-) -> None:
-    for (block, name), *others in ties:
-        first = unknowns[block].place[name]
-        for other, alias in others:
-            second = unknowns[other].place[alias]
-            for placement in dict.fromkeys((*first, *second)):
-                model.add(first.get(placement, 0) == second.get(placement, 0))
+    def _agrees(self, variant: Variant, found: Mapping[Unknown, str]) -> bool:
+        if any(found[key] != value for key, value in self._demands(variant)):
+            return False
+        return all(self.partial[n] == 1 or found[self._summed(n)] == "yes" for n in variant.partial_params)
 
+    def _variant_cost(self, op: int, k: int) -> int:
+        variant = self.block.problem.variants[op][k]
+        alone = (self._sum(n) for n in set(variant.partial_params) if self.partial[n] == 1)
+        return self._cost(self.block.costs.variants[op][k]) + sum(map(self._cost, alone))
 
-def _objective(block: PricedBlock, unknown: _Unknowns, weight: int) -> list[cp_model.LinearExpr]:
-    return [var * (cost.time_ns * weight + cost.memory_kib) for var, cost in _terms(block, unknown)]
+    def _sum(self, name: str) -> Cost:
+        return self.block.costs.partial_params[name]
 
-
-def _priced(
-    model: cp_model.CpModel, block: PricedBlock, unknown: _Unknowns, per_ns: int, per_kib: int
-) -> list[cp_model.LinearExpr]:
-    """Time and memory where memory has a price: what is kept is kept once by all operators that keep it."""
-    costs = block.costs
-    every = dict.fromkeys(key for row in costs.keeps for keys in row for key in keys)
-    kept = {key: model.new_bool_var(f"kept {key}") for key in every}
-    for picks, row in zip(unknown.pick, costs.keeps, strict=True):
-        for key in dict.fromkeys(key for keys in row for key in keys):
-            model.add(sum(x for x, keys in zip(picks, row, strict=True) if key in keys) <= kept[key])
-    held = [x * costs.params[name][a].memory_kib for name, xs in unknown.place.items() for a, x in xs.items()]
-    return [
-        *(var * (cost.time_ns * per_ns) for var, cost in _terms(block, unknown)),
-        *(
-            x * change_cost(block, e, c).memory_kib
-            for e, xs in enumerate(unknown.change)
-            for c, x in xs.items()
-        ),
-        *(term * per_kib for term in held),
-        *(var * (kib * per_kib) for (_, kib), var in kept.items()),
-    ]
-
-
-def _terms(block: PricedBlock, unknown: _Unknowns) -> Iterator[tuple[cp_model.IntVar, Cost]]:
-    """Every unknown that costs something."""
-    costs = block.costs
-    for picks, row in zip(unknown.pick, costs.variants, strict=True):
-        yield from zip(picks, row, strict=True)
-    for edge, changes in enumerate(unknown.change):
-        yield from ((x, change_cost(block, edge, change)) for change, x in changes.items())
-    for name, placements in unknown.place.items():
-        yield from ((x, costs.params[name][a]) for a, x in placements.items())
-    yield from ((x, costs.partial_params[name]) for name, x in unknown.summed.items())
-
-
-def change_cost(block: PricedBlock, edge: int, change: tuple[str, str]) -> Cost:
-    """Cost of a layout hook. Of equally good plans the one with fewer layout hooks, with those that rules ask for, and at
-    modules without modules inside: what those take and return is plain tensors."""
-    cost, where = block.costs.changes[edge][change], block.problem.edges[edge]
-    if edge in block.hooks:
-        return cost
-    container = where.module in block.problem.index.containers
-    ties = 1 + container + (container and where.side == "output")
-    return Cost(time_ns=cost.time_ns, memory_kib=cost.memory_kib + ties)
-
-
-def _most(costs: BlockCosts, name: str) -> int:
-    """An upper bound on a block's kibibytes or nanoseconds, so that no saving of them pays for one of the others."""
-    choices: list[Mapping[str, Cost] | Mapping[tuple[str, str], Cost]] = [
-        *costs.changes,
-        *costs.params.values(),
-    ]
-    rows = [*costs.variants, *(tuple(choice.values()) for choice in choices)]
-    rows += [(cost,) for cost in costs.partial_params.values()]
-    return sum(max((int(getattr(c, name)) for c in row), default=0) + MOST_TIES for row in rows)
-
-
-def _extract(solver: cp_model.CpSolver, block: PricedBlock, unknown: _Unknowns) -> BlockAnswer:
-    def chosen(row: Mapping[str, cp_model.IntVar]) -> str:
-        return next(key for key, var in row.items() if solver.value(var))
-
-    picks = tuple(next(k for k, x in enumerate(xs) if solver.value(x)) for xs in unknown.pick)
-    states = tuple(chosen(row) for row in unknown.state)
-    params = {name: chosen(row) for name, row in unknown.place.items()}
-    cost = answer_cost(block, picks, states, params)
-    held_kib = sum(block.costs.params[name][placement].memory_kib for name, placement in params.items())
-    return BlockAnswer(
-        picks=picks,
-        states=states,
-        params=params,
-        cost=cost,
-        held_kib=held_kib,
-        kept_kib=kept_kib(block, picks),
-    )
-
-
-def kept_kib(block: PricedBlock, picks: Sequence[int]) -> int:
-    """Kibibytes kept for the backward pass: a storage once, and once more where shares of it are kept beside the whole."""
-    kept = dict.fromkeys(key for row, k in zip(block.costs.keeps, picks, strict=True) for key in row[k])
-    return sum(kib for _, kib in kept)
-
-
-def answer_cost(
-    block: PricedBlock, picks: Sequence[int], states: Sequence[str], params: Mapping[str, str]
-) -> Cost:
-    """Cost of an answer, checked without the solver: asserts that every constraint holds."""
-    problem, costs = block.problem, block.costs
-    found: list[Cost] = []
-    summed: set[str] = set()
-    for o, k in enumerate(picks):
-        variant = problem.variants[o][k]
-        assert all(states[n] == s for n, s in variant.states), problem.index.block.operators[o].name
-        assert all(params[n] == a for n, a in variant.params), problem.index.block.operators[o].name
-        found.append(costs.variants[o][k])
-        summed.update(variant.partial_params)
-    for e, (edge, changes) in enumerate(zip(problem.edges, costs.changes, strict=True)):
-        before, after = states[edge.source], states[edge.target]
-        if before != after:
-            assert (before, after) in changes, (problem.nodes[edge.source], before, after)
-            found.append(change_cost(block, e, (before, after)))
-    for node, allowed in [*problem.fixed.items(), *block.fixed_nodes.items()]:
-        assert states[node] in allowed, problem.nodes[node]
-    found += [costs.params[name][placement] for name, placement in params.items()]
-    found += [costs.partial_params[name] for name in summed]
-    return total(found)
+    def _cost(self, cost: Cost) -> int:
+        return cost.time_ns * self.per_ns + cost.memory_kib

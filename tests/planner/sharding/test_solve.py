@@ -15,9 +15,10 @@ from autoparallel.costmodel.graph import Block, ModelGraph, Parameter
 from autoparallel.costmodel.program import Axis, BlockWork, Collective
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.sharding.blocks import PricedBlock, answer_cost, kept_kib
 from autoparallel.planner.sharding.costs import Cost, price_problem
 from autoparallel.planner.sharding.problem import OUTSIDE, Boundary, build_problem
-from autoparallel.planner.sharding.solver import PricedBlock, answer_cost, kept_kib, solve_blocks
+from autoparallel.planner.sharding.solver import solve_blocks
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy, TensorRule
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
