@@ -77,7 +77,9 @@ class _Tables:
         self.per_ns, self.per_wish = per_ns, per_wish
         # Operators with a variant that leaves a parameter's gradient a partial sum: that of one alone is part of its table.
         self.partial = Counter(
-            name for row in block.problem.variants for name in {n for v in row for n in v.partial_params}
+            name
+            for row in block.problem.variants
+            for name in dict.fromkeys(n for v in row for n in v.partial_params)
         )
 
     def every(self) -> Iterator[Table]:
@@ -168,7 +170,7 @@ class _Tables:
 
     def _variant_cost(self, op: int, k: int) -> int:
         variant = self.block.problem.variants[op][k]
-        alone = (self._sum(n) for n in set(variant.partial_params) if self.partial[n] == 1)
+        alone = (self._sum(n) for n in dict.fromkeys(variant.partial_params) if self.partial[n] == 1)
         return self._cost(self.block.costs.variants[op][k]) + sum(map(self._cost, alone))
 
     def _sum(self, name: str) -> Cost:

@@ -5,7 +5,6 @@ A price depends on where a mesh places its groups, of which there are few: each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -14,37 +13,17 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import INNER, axes_of, inner_axes, nearest_axes
-from autoparallel.planner.expand.expander import mesh_axes
-from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.exchanges import (
-    DENSE,
-    EXCHANGED,
-    EXPERT,
-    NUMBERED,
-    at_once_s,
-    dense_exchange_s,
-    expert_exchange_s,
-    reduces,
-    update_s,
-)
-from autoparallel.planner.search.bounds.placements import (
-    Groups,
-    message_sizes,
-    places,
-    sizes_shared,
-)
+from autoparallel.planner.search.bounds.exchanges import EXCHANGED, STEPPED, ExchangePrices, Known, looked_up
+from autoparallel.planner.search.bounds.placements import message_sizes, places
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.settings import SettingPrices
-from autoparallel.planner.search.bounds.tables import SINGLE
 from autoparallel.planner.search.partition.forms import Chain, tied_ends
 from autoparallel.planner.search.space.build import Space, Variants
-from autoparallel.planner.search.space.candidates import sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, alike
-from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Offload, Shard, Strategy
+from autoparallel.planner.strategy.types import Mesh
 
 Axes = tuple[Axis, ...]
-STEPPED = ("step_s", "step_expert_s")
 REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
 LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
 RATES = (*EXCHANGED, *STEPPED, "tied_s")  # columns of `Communication` that are numbers
@@ -86,24 +65,14 @@ class CommunicationPrices:
     space: Space
     prices: SettingPrices
     book: PriceBook
-    groups: Groups
-    sized: Ints  # by shape: the number of its sizes of the axes that parameters are shared over
-    held: Ints  # by shape: the number of what its layer groups hold
-    offloaded: Ints  # by shape: the number of the share of the optimizer's state on the host
-    syncs: tuple[GradSync, ...]  # by compression
+    exchanges: ExchangePrices
     pipelines: tuple[list[tuple[int, int]], Ints]  # `placements.places` of the pipeline axis
     tensors: tuple[list[tuple[int, int]], Ints]  # and of the tensor-parallel one
     messages: tuple[list[tuple[int, ...]], Ints]  # `placements.message_sizes`
     tied: tuple[int, ...]  # numbers in each tensor that both ends of the model hold
-    _exchanged: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _exchanged_experts: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _at_once: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _experts_at_once: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _stepped: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _stepped_experts: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _ties: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _sends: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
-    _joins: dict[int, tuple[float, ...]] = field(default_factory=dict, repr=False)
+    _ties: Known = field(default_factory=dict, repr=False)
+    _sends: Known = field(default_factory=dict, repr=False)
+    _joins: Known = field(default_factory=dict, repr=False)
     _inner: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)  # by mesh, of each order
     _crossings: dict[Axes, object] = field(default_factory=dict, repr=False)
     _numbers: dict[object, int] = field(default_factory=dict, repr=False)
@@ -113,18 +82,12 @@ class CommunicationPrices:
         problem: Problem, space: Space, prices: SettingPrices, book: PriceBook, chain: Chain
     ) -> CommunicationPrices:
         """The book of a space, empty."""
-        columns = np.stack([prices.rows[:, SINGLE.index(name)] for name in NUMBERED])
-        _, held = np.unique(columns, axis=1, return_inverse=True)
         return CommunicationPrices(
             problem=problem,
             space=space,
             prices=prices,
             book=book,
-            groups=Groups.of(space, problem.cluster),
-            sized=sizes_shared(space)[space.shapes.mesh],
-            held=held.reshape(-1)[prices.setting_of],
-            offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
-            syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
+            exchanges=ExchangePrices.of(problem, space, prices, book),
             pipelines=places(space, "pp"),
             tensors=places(space, "tp"),
             messages=message_sizes(problem, book, space.shapes, chain),
@@ -141,7 +104,7 @@ class CommunicationPrices:
     def rates(self, found: Variants) -> Floats:
         """Columns RATES of some variants."""
         tied = self._tied_s(found)[:, None]
-        return np.concatenate([self._exchange_prices(found), self._step_prices(found), tied], axis=1)
+        return np.concatenate([self.exchanges.rates(found), self.exchanges.steps(found), tied], axis=1)
 
     def least_s(self) -> Least:
         """What no variant of a mesh and order goes below."""
@@ -149,9 +112,11 @@ class CommunicationPrices:
         rows = np.flatnonzero(
             np.isfinite(self.prices.column("all_trainable"))
         )  # shapes that are strategies at all
-        several = (shapes.micro_batches[rows] > 1) & self.problem.execution.fsdp2  # see `_at_end`
+        several = (
+            shapes.micro_batches[rows] > 1
+        ) & self.problem.execution.fsdp2  # see `state.replicas_at_end`
         # What is updated on the host takes other time.
-        first, _ = alike(shapes.mesh[rows], self.offloaded[rows], several.astype(np.int64))
+        first, _ = alike(shapes.mesh[rows], self.exchanges.offloaded[rows], several.astype(np.int64))
         least = np.full((len(self.space.meshes.sizes), orders, len(LEAST)), np.inf)
         owner, every = np.nonzero(self.space.meshes.placed[shapes.mesh[rows[first]]])
         owners = rows[first][owner]
@@ -164,8 +129,9 @@ class CommunicationPrices:
                     compression=np.full_like(owners, compression),
                 ).take(legal)  # fmt: skip
                 at = shapes.mesh[found.shape], found.order
-                each = self._at_once_prices(found) if zero == 3 else self._exchange_prices(found)[:, REDUCED]
-                np.minimum.at(least, at, np.concatenate([each, self._step_prices(found)], axis=1))
+                exchanges = self.exchanges
+                each = exchanges.at_once(found) if zero == 3 else exchanges.rates(found)[:, REDUCED]
+                np.minimum.at(least, at, np.concatenate([each, exchanges.steps(found)], axis=1))
         least[~np.isfinite(least)] = 0.0  # where no level is legal
         return Least(**{name: least[:, :, i] for i, name in enumerate(LEAST)})
 
@@ -180,64 +146,6 @@ class CommunicationPrices:
                 self._sends[key] = self._sent_s(key)
             shortest.append(min((self._sends[key][cut] for cut in chain.sent), default=0.0))
         return np.array(shortest, dtype=np.float64)[which]
-
-    def _at_once_prices(self, found: Variants) -> Floats:
-        """`REDUCED` of ZeRO-3: nothing is faster than the gradients of the whole model at once."""
-        whole = max(self.problem.graph.parameter_count, 1)
-
-        def price(row: int) -> tuple[float, ...]:
-            strategy = self._example_of(found, row)
-            if not reduces(strategy):
-                return (0.0,)
-            return (at_once_s(self.book, strategy, mesh_axes(strategy), whole),)
-
-        def price_experts(row: int) -> tuple[float, ...]:
-            strategy = self._example_of(found, row)
-            if fetches(strategy):
-                return (0.0,)
-            return (at_once_s(self.book, strategy, mesh_axes(strategy), whole, whole),)
-
-        return np.concatenate(
-            [
-                _looked_up(self._at_once, self._keys(found, self.groups.shards), price, 1),
-                self._of_experts(self._experts_at_once, found, price_experts, 1),
-            ],
-            axis=1,
-        )
-
-    def _of_experts(
-        self,
-        known: dict[int, tuple[float, ...]],
-        found: Variants,
-        price: Callable[[int], tuple[float, ...]],
-        columns: int,
-        own: Ints | int = 0,
-    ) -> Floats:
-        """The prices of what is exchanged of experts that are apart, 0 where none are."""
-        prices = np.zeros((len(found), columns))
-        rows = np.flatnonzero(self.prices.column("all_experts", found.shape) > 0)
-        keys = self._keys(found, self.groups.expert_shards, own)[rows]
-        prices[rows] = _looked_up(known, keys, lambda row: price(int(rows[row])), columns)
-        return prices
-
-    def _at_end(self, found: Variants) -> Ints:
-        """Whether shards of gradients are summed over the replicas once a step (`state.replicas_at_end`), which is in no rate
-        of a micro-batch."""
-        shapes = self.space.shapes.take(found.shape)
-        several = (shapes.micro_batches > 1) & (shapes.dp_replicate > 1) & (found.zero >= 2)
-        return np.asarray(several & self.problem.execution.fsdp2).astype(np.int64)
-
-    def _example(
-        self, mesh: int, order: int, zero: int, compression: int = 0, offloaded: float = 0.0, several: int = 1
-    ) -> Strategy:
-        """A strategy whose gradients and parameters are exchanged, and updated, as they are in such variants."""
-        sizes = dict(zip(MESH_KEYS, self.space.meshes.sizes[mesh].tolist(), strict=True))
-        placed = Mesh(**sizes, order=self.space.meshes.orders[order])
-        return Strategy(
-            batch=Batch(global_=several * placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
-            shard=Shard(zero=zero), offload=Offload(optimizer=offloaded), execution=self.problem.execution,
-            grad_sync=self.syncs[compression],
-        )  # fmt: skip
 
     def inner_placements(self, found: Variants) -> Ints:
         """For each variant, a number that is the same where its blocks communicate over the same levels: 0 where
@@ -301,14 +209,14 @@ class CommunicationPrices:
             axis = Axis(name="tp", size=tp, stride=stride)
             return tuple(self.book.join_s((axis,), size * tp) for size in sizes)
 
-        found_s[rows] += _looked_up(self._joins, joins, joined, len(messages[0]))
+        found_s[rows] += looked_up(self._joins, joins, joined, len(messages[0]))
         return found_s
 
     def messages_s(self, shapes: Ints, orders: Ints) -> Floats:
         """The messages between neighbouring stages, each rank's share alone, of some shapes with these orders."""
         (_, pipeline), (messages, message) = self.pipelines, self.messages
         keys = pipeline[self.space.shapes.mesh[shapes], orders] * len(messages) + message[shapes]
-        return _looked_up(self._sends, keys, lambda row: self._sent_s(int(keys[row])), len(messages[0]))
+        return looked_up(self._sends, keys, lambda row: self._sent_s(int(keys[row])), len(messages[0]))
 
     def _sent_s(self, key: int) -> tuple[float, ...]:
         """Each message, by the number of its pipeline and that of its size."""
@@ -335,81 +243,7 @@ class CommunicationPrices:
             return (sum(self.book.send_s(axis, size) for size in sizes) if pp > 1 else 0.0,)
 
         keys = axes * (int(self.space.shapes.devices.max()) + 1) + parts
-        return np.asarray(_looked_up(self._ties, keys, price, 1)[:, 0])
-
-    def _exchange_prices(self, found: Variants) -> Floats:
-        """Columns EXCHANGED."""
-        own = np.where(
-            found.zero == 3, self.held[found.shape], 0
-        )  # only ZeRO-3 asks how large a layer group is
-        columns = {name: self.prices.column(name, found.shape) for name in NUMBERED}
-
-        def price(row: int) -> tuple[float, ...]:
-            numbers = {name: int(column[row]) for name, column in columns.items()}
-            return dense_exchange_s(self.problem, self.book, self._example_of(found, row), **numbers)
-
-        def price_experts(row: int) -> tuple[float, ...]:
-            strategy, experts = self._example_of(found, row), int(columns["all_experts"][row])
-            return expert_exchange_s(self.problem, self.book, strategy, experts)
-
-        dense = _looked_up(self._exchanged, self._keys(found, self.groups.shards, own), price, len(DENSE))
-        experts = self._of_experts(self._exchanged_experts, found, price_experts, len(EXPERT), own)
-        return np.concatenate([dense, experts], axis=1)
-
-    def _step_prices(self, found: Variants) -> Floats:
-        """Columns STEPPED."""
-        # Parameters are gathered where they stand under ZeRO-1 and 2 alone: an update by itself asks for sizes only.
-        gathered, sizes = (found.zero == 1) | (found.zero == 2), int(self.sized.max(initial=0)) + 1
-        several = int(self.offloaded.max(initial=0)) + 1
-        at = self.space.shapes.mesh[found.shape], found.order
-        whole = max(self.problem.graph.parameter_count, 1)
-        apart = self.prices.column("all_experts", found.shape) > 0  # then their shards are elsewhere
-
-        def keys(placed: Ints) -> Ints:
-            alone = self.sized[found.shape] * 4 + found.zero
-            where = np.where(gathered, sizes * 4 + placed[at], alone)
-            return np.asarray(where * several + self.offloaded[found.shape])
-
-        def price(row: int, experts: int) -> tuple[float, ...]:
-            strategy = self._example_of(found, row)
-            return (update_s(self.book, strategy, mesh_axes(strategy), whole, experts) / whole,)
-
-        prices = np.zeros((len(found), len(STEPPED)))
-        prices[:, 0] = _looked_up(self._stepped, keys(self.groups.shards), lambda row: price(row, 0), 1)[:, 0]
-        rows = np.flatnonzero(apart)
-        if len(rows):
-            known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
-            prices[rows, 1] = _looked_up(known, own, lambda row: price(int(rows[row]), whole), 1)[:, 0]
-        return prices
-
-    def _keys(self, found: Variants, shards: Ints, own: Ints | int = 0) -> Ints:
-        """Where parameters of a kind are sharded and their gradients reduced, at what level of ZeRO (1 and 2 exchange the same, if
-        not as often) and how; `own` number beside."""
-        at = self.space.shapes.mesh[found.shape], found.order
-        keys = shards[at] * (int(self.groups.replicas.max(initial=0)) + 1) + self.groups.replicas[at]
-        keys = keys * 4 + np.where(found.zero == 2, 1, found.zero)
-        keys = keys * len(self.space.compressions) + found.compression
-        return np.asarray((keys * (int(self.held.max(initial=0)) + 1) + own) * 2 + self._at_end(found))
-
-    def _example_of(self, found: Variants, row: int) -> Strategy:
-        shapes, shape = self.space.shapes, int(found.shape[row])
-        return self._example(
-            int(shapes.mesh[shape]), int(found.order[row]), int(found.zero[row]), int(found.compression[row]),
-            float(shapes.optimizer_offloaded[shape]), 1 + int(shapes.micro_batches[shape] > 1),
-        )  # fmt: skip
-
-
-def _looked_up(
-    known: dict[int, tuple[float, ...]], keys: Ints, price: Callable[[int], tuple[float, ...]], columns: int
-) -> Floats:
-    """The prices by key, so many columns; of a key that is not known yet, that of its first row."""
-    first, which = alike(keys)
-    distinct = keys[first].tolist()
-    for key, row in zip(distinct, first.tolist(), strict=True):
-        if key not in known:
-            known[key] = price(row)
-    prices = np.array([known[key] for key in distinct], dtype=np.float64).reshape(len(distinct), columns)
-    return np.asarray(prices[which])
+        return np.asarray(looked_up(self._ties, keys, price, 1)[:, 0])
 
 
 def _without_schedules(found: Variants) -> tuple[Variants, Ints]:

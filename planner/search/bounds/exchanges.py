@@ -1,53 +1,240 @@
-"""What gradients and parameters take to be exchanged where a mesh places its groups: rates that no strategy there goes below."""
+"""What gradients and parameters take to be exchanged where a mesh places its groups: rates that no strategy there goes below.
+
+A price is made once for all variants whose groups cross the same levels of the network, and remembered.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.placements import Groups, sizes_shared
 from autoparallel.planner.search.bounds.prices import PriceBook
+from autoparallel.planner.search.bounds.settings import SettingPrices
+from autoparallel.planner.search.bounds.tables import SINGLE
+from autoparallel.planner.search.space.build import Space, Variants
+from autoparallel.planner.search.space.candidates import sync_of
+from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, alike, numbered
 from autoparallel.planner.search.space.syncs import widest_bucket_mib
-from autoparallel.planner.strategy.types import Strategy
+from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
+Known = dict[int, tuple[float, ...]]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
-DENSE = ("reduce_s", "gather_s", "gather_each_s")
-EXPERT = ("reduce_expert_s", "gather_expert_s")
-EXCHANGED = (*DENSE, *EXPERT)
+GATHERED = ("gather_s", "gather_each_s")
+EXCHANGED = ("reduce_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
+STEPPED = ("step_s", "step_expert_s")
 
 
-def dense_exchange_s(
-    problem: Problem,
-    book: PriceBook,
-    strategy: Strategy,
-    *,
-    all_experts: int,
-    group_parameters: int,
-    most_trainable: int,
-) -> tuple[float, ...]:
-    """DENSE of one placement; NUMBERED as the price table has them."""
-    if not reduces(strategy):  # or priced with the passes of the blocks, to which nothing is done as a whole
-        return (0.0,) * len(DENSE)
-    most = max(most_trainable, 1) + all_experts  # at once, see `_dense_s`
-    return _dense_s(problem, book, strategy, mesh_axes(strategy), most, group_parameters)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangePrices:
+    """Prices of what ranks of data parallelism exchange and update in one space, by parameter; experts under ep > 1 apart."""
+
+    problem: Problem
+    space: Space
+    prices: SettingPrices
+    book: PriceBook
+    groups: Groups
+    sized: Ints  # by shape: the number of its sizes of the axes that parameters are shared over
+    offloaded: Ints  # likewise of the share of the optimizer's state on the host
+    group: Ints  # of what its smallest layer group has, which ZeRO-3 gathers at once
+    most: Ints  # into `most_at_once`, of what its largest layer group has, which ZeRO-3 reduces at once
+    most_at_once: Floats  # powers of two, no less than that: nothing is faster than more at once
+    experts: Ints  # of the parameters in experts that are apart
+    syncs: tuple[GradSync, ...]  # by compression
+    weights: Ints  # by compression: the number of how gathered parameters are encoded
+    _reduced: Known = field(default_factory=dict, repr=False)
+    _gathered: Known = field(default_factory=dict, repr=False)
+    _experts: Known = field(default_factory=dict, repr=False)
+    _at_once: Known = field(default_factory=dict, repr=False)
+    _experts_at_once: Known = field(default_factory=dict, repr=False)
+    _stepped: Known = field(default_factory=dict, repr=False)
+    _stepped_experts: Known = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(problem: Problem, space: Space, prices: SettingPrices, book: PriceBook) -> ExchangePrices:
+        """The book of a space, empty."""
+        columns = {name: prices.rows[:, SINGLE.index(name)] for name in NUMBERED}
+
+        def by_shape(column: Floats) -> Ints:
+            return np.asarray(np.unique(column, return_inverse=True)[1].reshape(-1)[prices.setting_of])
+
+        at_once = np.maximum(columns["most_trainable"], 1) + columns["all_experts"]
+        with np.errstate(invalid="ignore"):
+            doubled = np.where(np.isfinite(at_once), np.exp2(np.ceil(np.log2(at_once))), 1.0)
+        weights = [one.weights for one in space.compressions]
+        return ExchangePrices(
+            problem=problem, space=space, prices=prices, book=book, groups=Groups.of(space, problem.cluster),
+            sized=sizes_shared(space)[space.shapes.mesh],
+            offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
+            group=by_shape(columns["group_parameters"]), most=by_shape(doubled), most_at_once=np.unique(doubled),
+            experts=by_shape(columns["all_experts"]),
+            syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
+            weights=np.array([weights.index(word) for word in weights]),
+        )  # fmt: skip
+
+    @property
+    def held(self) -> Ints:
+        """By shape, a number that is the same where layer groups hold as much."""
+        return numbered(self.group, self.most, self.experts)
+
+    def rates(self, found: Variants) -> Floats:
+        """Columns EXCHANGED of some variants."""
+        most, experts = self.most[found.shape], self._column("all_experts", found)
+
+        def reduced(row: int) -> tuple[float, ...]:
+            # Shards of experts and of the rest are summed over replicas by one collective.
+            return (self._reduce_s(self._example(found, row), int(self.most_at_once[most[row]])),)
+
+        def of_experts(row: int) -> tuple[float, ...]:
+            strategy, count = self._example(found, row), int(experts[row])
+            if fetches(strategy):
+                return 0.0, 0.0
+            axes = mesh_axes(strategy)
+            gather_s = gather_at_once_s(self.book, strategy, axes, count, count) / count
+            return self._reduce_s(strategy, count, experts=True), gather_s
+
+        third = found.zero == 3  # alone asks how large a layer group is
+        keys = self._keys(found, self.groups.shards, np.where(third, most, 0))
+        own = np.where(third, self.experts[found.shape], 0)
+        return np.concatenate(
+            [
+                looked_up(self._reduced, keys, reduced, 1),
+                self._gathers(found),
+                self._of_experts(self._experts, found, of_experts, 2, own),
+            ],
+            axis=1,
+        )
+
+    def at_once(self, found: Variants) -> Floats:
+        """To reduce the gradient of a parameter, and of an expert's, under ZeRO-3: nothing is faster than those of the whole model
+        at once."""
+        whole = max(self.problem.graph.parameter_count, 1)
+
+        def price(row: int, experts: int) -> tuple[float, ...]:
+            strategy = self._example(found, row)
+            if fetches(strategy) if experts else not _reduces(strategy):
+                return (0.0,)
+            return (at_once_s(self.book, strategy, mesh_axes(strategy), whole, experts),)
+
+        dense = looked_up(self._at_once, self._keys(found, self.groups.shards), lambda row: price(row, 0), 1)
+        experts = self._of_experts(self._experts_at_once, found, lambda row: price(row, whole), 1)
+        return np.concatenate([dense, experts], axis=1)
+
+    def steps(self, found: Variants) -> Floats:
+        """Columns STEPPED of some variants."""
+        # Parameters are gathered where they stand under ZeRO-1 and 2 alone: an update by itself asks for sizes only.
+        gathered, sizes = (found.zero == 1) | (found.zero == 2), int(self.sized.max(initial=0)) + 1
+        several = int(self.offloaded.max(initial=0)) + 1
+        at = self.space.shapes.mesh[found.shape], found.order
+        whole = max(self.problem.graph.parameter_count, 1)
+
+        def keys(placed: Ints) -> Ints:
+            alone = self.sized[found.shape] * 4 + found.zero
+            where = np.where(gathered, sizes * 4 + placed[at], alone)
+            return np.asarray(where * several + self.offloaded[found.shape])
+
+        def price(row: int, experts: int) -> tuple[float, ...]:
+            strategy = self._example(found, row)
+            return (update_s(self.book, strategy, mesh_axes(strategy), whole, experts) / whole,)
+
+        prices = np.zeros((len(found), len(STEPPED)))
+        prices[:, 0] = looked_up(self._stepped, keys(self.groups.shards), lambda row: price(row, 0), 1)[:, 0]
+        rows = np.flatnonzero(self._column("all_experts", found) > 0)  # then their shards are elsewhere
+        if len(rows):
+            known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
+            prices[rows, 1] = looked_up(known, own, lambda row: price(int(rows[row]), whole), 1)[:, 0]
+        return prices
+
+    def _column(self, name: str, found: Variants) -> Floats:
+        return self.prices.column(name, found.shape)
+
+    def _gathers(self, found: Variants) -> Floats:
+        """Columns GATHERED, of ZeRO-3: what a layer group is gathered in, and a parameter where all are gathered at once."""
+        prices, rows = np.zeros((len(found), len(GATHERED))), np.flatnonzero(found.zero == 3)
+        if not len(rows):
+            return prices
+        group, few = self._column("group_parameters", found), found.take(rows)
+        whole = max(self.problem.graph.parameter_count, 1)
+
+        def price(row: int) -> tuple[float, ...]:
+            strategy = self._example(few, row)
+            if fetches(strategy):
+                return 0.0, 0.0
+            axes, own = mesh_axes(strategy), int(group[rows[row]])
+            each_s = gather_at_once_s(self.book, strategy, axes, whole, 0) / whole
+            return gather_at_once_s(self.book, strategy, axes, own, 0), each_s
+
+        where = self.groups.shards[self.space.shapes.mesh[few.shape], few.order]
+        keys = where * len(self.weights) + self.weights[few.compression]
+        keys = keys * (int(self.group.max(initial=0)) + 1) + self.group[few.shape]
+        prices[rows] = looked_up(self._gathered, keys, price, len(GATHERED))
+        return prices
+
+    def _of_experts(
+        self, known: Known, found: Variants, price: Callable[[int], tuple[float, ...]], columns: int,
+        own: Ints | int = 0,
+    ) -> Floats:  # fmt: skip
+        """The prices of what is exchanged of experts that are apart, 0 where none are."""
+        prices = np.zeros((len(found), columns))
+        rows = np.flatnonzero(self._column("all_experts", found) > 0)
+        keys = self._keys(found, self.groups.expert_shards, own)[rows]
+        prices[rows] = looked_up(known, keys, lambda row: price(int(rows[row])), columns)
+        return prices
+
+    def _reduce_s(self, strategy: Strategy, most: int, *, experts: bool = False) -> float:
+        """To reduce the gradient of one parameter: in the widest bucket, or of `most` at once, ZeRO-3."""
+        if not experts and not _reduces(strategy):
+            return 0.0
+        axes = mesh_axes(strategy)
+        if state.zero_level(strategy) == 3:
+            return at_once_s(self.book, strategy, axes, most, most if experts else 0)
+        item = state.dtype_bytes(strategy.execution.grad_dtype)
+        bucket = round(widest_bucket_mib(self.problem) * MIB)
+        return self.book.reduce_rate(strategy, axes, bucket, experts=experts) * item
+
+    def _keys(self, found: Variants, shards: Ints, own: Ints | int = 0) -> Ints:
+        """Where parameters of a kind are sharded and their gradients reduced, at what level of ZeRO (1 and 2 exchange the same, if
+        not as often) and how; `own` number beside."""
+        at = self.space.shapes.mesh[found.shape], found.order
+        keys = shards[at] * (int(self.groups.replicas.max(initial=0)) + 1) + self.groups.replicas[at]
+        keys = keys * 4 + np.where(found.zero == 2, 1, found.zero)
+        keys = keys * len(self.space.compressions) + found.compression
+        most = max(int(self.most.max(initial=0)), int(self.experts.max(initial=0)))
+        return np.asarray((keys * (most + 1) + own) * 2 + self._at_end(found))
+
+    def _at_end(self, found: Variants) -> Ints:
+        """Whether shards of gradients are summed over the replicas once a step (`state.replicas_at_end`), which is in no rate
+        of a micro-batch."""
+        shapes = self.space.shapes.take(found.shape)
+        several = (shapes.micro_batches > 1) & (shapes.dp_replicate > 1) & (found.zero >= 2)
+        return np.asarray(several & self.problem.execution.fsdp2).astype(np.int64)
+
+    def _example(self, found: Variants, row: int) -> Strategy:
+        """A strategy whose gradients and parameters are exchanged, and updated, as they are in a variant."""
+        shapes, shape = self.space.shapes, int(found.shape[row])
+        sizes = self.space.meshes.sizes[shapes.mesh[shape]].tolist()
+        order = self.space.meshes.orders[int(found.order[row])]
+        placed = Mesh(**dict(zip(MESH_KEYS, sizes, strict=True)), order=order)
+        several = 1 + int(shapes.micro_batches[shape] > 1)
+        return Strategy(
+            batch=Batch(global_=several * placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
+            shard=Shard(zero=int(found.zero[row])),
+            offload=Offload(optimizer=float(shapes.optimizer_offloaded[shape])),
+            execution=self.problem.execution, grad_sync=self.syncs[int(found.compression[row])],
+        )  # fmt: skip
 
 
-def expert_exchange_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, experts: int
-) -> tuple[float, ...]:
-    """EXPERT of one placement, of so many parameters."""
-    if fetches(strategy):
-        return (0.0,) * len(EXPERT)
-    axes = mesh_axes(strategy)
-    gather_s = _gather_s(book, strategy, axes, experts, experts) / experts
-    return _reduce_expert_s(problem, book, strategy, axes, experts), gather_s
-
-
-def reduces(strategy: Strategy) -> bool:
+def _reduces(strategy: Strategy) -> bool:
     """Whether several ranks share the gradients of a parameter, and exchange them as a whole."""
-    if fetches(strategy):
+    if fetches(strategy):  # priced with the passes of the blocks, to which nothing is done as a whole
         return False
     return strategy.mesh.data_parallel * strategy.mesh.cp > 1
 
@@ -62,46 +249,23 @@ def update_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, e
     return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
 
 
-def _dense_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, most: int, group: int
-) -> tuple[float, float, float]:
-    """reduce_s, of so many parameters at once, gather_s of a layer group, and gather_each_s."""
-    if state.zero_level(strategy) < 3:
-        return _bucket_s(problem, book, strategy, axes), 0.0, 0.0
-    # Shards of experts and of the rest are summed over replicas by one collective.
-    reduce_s = at_once_s(book, strategy, axes, most)
-    whole = max(problem.graph.parameter_count, 1)
-    return (
-        reduce_s,
-        _gather_s(book, strategy, axes, group, 0),
-        _gather_s(book, strategy, axes, whole, 0) / whole,
-    )
-
-
 def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:
     """To reduce the gradient of one of so many parameters, all of them at once."""
     return book.reduction_s(parameters, strategy, axes, experts) / parameters
 
 
-def _bucket_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, *, experts: bool = False
-) -> float:
-    """To reduce the gradient of one parameter in the widest bucket."""
-    item = state.dtype_bytes(strategy.execution.grad_dtype)
-    bucket = round(widest_bucket_mib(problem) * MIB)
-    return book.reduce_rate(strategy, axes, bucket, experts=experts) * item
-
-
-def _gather_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
+def gather_at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
     """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
     gathers = state.gathers_of(parameters, experts, strategy)
     return sum(book.pricer.collective_s(c, axes) for c in gathers if c is not None)
 
 
-def _reduce_expert_s(
-    problem: Problem, book: PriceBook, strategy: Strategy, axes: Axes, experts: int
-) -> float:
-    """To reduce the gradient of one of so many parameters."""
-    if state.zero_level(strategy) < 3:
-        return _bucket_s(problem, book, strategy, axes, experts=True)
-    return at_once_s(book, strategy, axes, experts, experts)
+def looked_up(known: Known, keys: Ints, price: Callable[[int], tuple[float, ...]], columns: int) -> Floats:
+    """The prices by key, so many columns; of a key that is not known yet, that of its first row."""
+    first, which = alike(keys)
+    distinct = keys[first].tolist()
+    for key, row in zip(distinct, first.tolist(), strict=True):
+        if key not in known:
+            known[key] = price(row)
+    prices = np.array([known[key] for key in distinct], dtype=np.float64).reshape(len(distinct), columns)
+    return np.asarray(prices[which])

@@ -34,7 +34,7 @@ class LeastCommunication:
         """The book of a space, empty."""
         shapes = prices.space.shapes
         several = (shapes.micro_batches > 1).astype(np.int64)
-        _, number = alike(shapes.mesh, prices.offloaded, several, prices.held)
+        _, number = alike(shapes.mesh, prices.exchanges.offloaded, several, prices.exchanges.held)
         return LeastCommunication(prices=prices, number=number)
 
     def price(self, shapes: Ints, zero: Ints, placed: Ints, group: Ints, groups: int) -> Communication:

@@ -143,7 +143,7 @@ def build_outer(
         counts=space.counts(),
         communication=communication,
         least=LeastCommunication.of(communication),
-        alike=Alike.of(space.shapes, prices.setting_of, communication.offloaded),
+        alike=Alike.of(space.shapes, prices.setting_of, communication.exchanges.offloaded),
         far=FarPrices(problem=problem, chain=chain, book=best),
         bounds=bounds, capacity_bytes=capacity_bytes, pace=pace,
         families_s=np.zeros(len(space.shapes)), looked_s=np.zeros(len(space.shapes)),
