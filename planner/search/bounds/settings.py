@@ -108,7 +108,7 @@ class SettingPrices:
 
     def table(self, shapes: Ints | slice) -> PriceTable:
         """The prices of some shapes as they are known."""
-        return as_columns(self.rows[self.setting_of[shapes]])
+        return as_columns(self.rows, self.setting_of[shapes])
 
     def knows(self, shapes: Ints) -> Bools:
         """Which of some shapes have prices of their own."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoparallel.costmodel.program import Axis
+from autoparallel.planner.expand.axes import EXPERTS
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook
 from autoparallel.planner.search.partition.forms import Chain
@@ -136,8 +137,15 @@ def _block_prices(
     mode = strategy.recompute.mode
     tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
 
+    plans = book.expander.works.tensor_plan(strategy).blocks
+    plain, plain_axes = _without_experts(strategy), tuple(axis for axis in axes if axis.name != EXPERTS)
+
     def block_price(block: int, how: str, *, held: bool = False) -> BlockPrice:
-        return book.block_price(strategy, block, how, held=held or not tied[block], axes=axes, added=added)
+        apart = plans[block].has_experts
+        return book.block_price(
+            strategy if apart else plain, block, how, held=held or not tied[block],
+            axes=axes if apart else plain_axes, added=added,
+        )  # fmt: skip
 
     head = [block_price(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
     tail = [block_price(b, "none") for b in chain.tail]
@@ -153,6 +161,14 @@ def _block_prices(
             for group in chain.groups
         ]
     return _Prices(head=head, tail=tail, tail_tied=tied_numbers, groups=groups, full=full)
+
+
+def _without_experts(strategy: Strategy) -> Strategy:
+    """What blocks without experts cost the same in: they ask whether gradients are summed, not over how many ranks."""
+    mesh, batch = strategy.mesh, strategy.batch
+    shards = min(mesh.dp_shard, 2)
+    few = replace(mesh, ep=1, dp_shard=shards)
+    return replace(strategy, mesh=few, batch=replace(batch, global_=batch.global_ // mesh.dp_shard * shards))
 
 
 def _row(chain: Chain, strategy: Strategy, prices: _Prices) -> tuple[float, ...]:
@@ -255,11 +271,14 @@ def _sum(prices: Iterable[BlockPrice], name: str) -> float:
     return float(sum(getattr(price, name) for price in prices))
 
 
-def as_columns(rows: Floats) -> PriceTable:
-    """Rows as columns."""
-    single = np.ascontiguousarray(rows[:, : len(SINGLE)].T)
+def as_columns(rows: Floats, which: Ints) -> PriceTable:
+    """Some of the rows, each as often as asked for, as columns."""
+    if len(which) < len(rows):
+        single = np.ascontiguousarray(rows[which, : len(SINGLE)].T)
+    else:  # a column of few rows is picked from much faster than many rows are turned into columns
+        single = np.ascontiguousarray(rows[:, : len(SINGLE)].T)[:, which]
     kinds = (rows.shape[1] - len(SINGLE)) // len(BY_KIND)
-    by_kind = rows[:, len(SINGLE) :].reshape(len(rows), kinds, len(BY_KIND))
+    by_kind = rows[which, len(SINGLE) :].reshape(len(which), kinds, len(BY_KIND))
     return PriceTable(**dict(zip(SINGLE, single, strict=True)), by_kind=by_kind)
 
 
