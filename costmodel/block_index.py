@@ -10,9 +10,9 @@ from autoparallel.costmodel.graph import Block, Operator, OpKind, Size, TensorSp
 FLOATING = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockIndex:
-    """A block with its values looked up.
+    """A block with its values looked up; equal to itself alone.
 
     `aliases` are the operators without a kernel (views, and dropout where it is off): their outputs share the
     storage of their first input. `needs_grad` are the values that a gradient flows to, `containers` the modules with

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
+from autoparallel.costmodel.block_index import BlockIndex
 from autoparallel.costmodel.collectives import collective_s
-from autoparallel.costmodel.fusion import fuse
+from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import OpKind, Parameter, Saved
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
@@ -21,7 +22,7 @@ from autoparallel.planner.expand.local import LocalBlock, Setting, inner_collect
 from autoparallel.planner.expand.local_memory import saved_bytes
 from autoparallel.planner.expand.state import UPDATE_FLOPS, dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.sharding.plan import BlockPlan, conjugates, replicated_plan
-from autoparallel.planner.sharding.problem import PARTIAL_GRADIENT, BlockProblem, Variant, layout
+from autoparallel.planner.sharding.problem import PARTIAL_GRADIENT, BlockProblem, layout
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.hardware import Cluster
 
@@ -66,7 +67,9 @@ def price_problem(
     )
     shares = _fused_shares(whole)
     gathered = _regathered(problem, setting)
-    local = [[_with_sharding(whole, op, v) for v in row] for op, row in enumerate(problem.variants)]
+    most = max(map(len, problem.variants), default=0)
+    each = [_with_variants(whole, problem, k) for k in range(most)]
+    local = [each[: len(row)] for row in problem.variants]
     return BlockCosts(
         keeps=tuple(tuple(_keeps(one, op, gathered=gathered) for one in row) for op, row in enumerate(local)),
         variants=tuple(
@@ -94,10 +97,11 @@ def _seconds(
     return known[step]
 
 
-def _with_sharding(whole: LocalBlock, op: int, variant: Variant) -> LocalBlock:
-    shardings = list(whole.plan.shardings)
-    shardings[op] = variant.sharding
-    plan = BlockPlan(shardings=tuple(shardings), params=whole.plan.params)
+def _with_variants(whole: LocalBlock, problem: BlockProblem, number: int) -> LocalBlock:
+    """The block with every operator as its variant of this number, or as its last one: what an operator costs asks for its own
+    alone."""
+    shardings = tuple(row[min(number, len(row) - 1)].sharding for row in problem.variants)
+    plan = BlockPlan(shardings=shardings, params=whole.plan.params)
     return replace(whole, layout=Layout(index=whole.index, plan=plan))
 
 
@@ -110,10 +114,16 @@ class _Share:
     operators: int
 
 
+@lru_cache(maxsize=256)
+def _units(index: BlockIndex, kernels: str) -> tuple[Unit, ...]:
+    """As `fuse`; an index is itself alone, and asked for again for every degree."""
+    return fuse(index, kernels)
+
+
 def _fused_shares(whole: LocalBlock) -> dict[int, _Share]:
     """For operators that would run fused if no layout changed between them."""
     found: dict[int, _Share] = {}
-    for unit in fuse(whole.index, whole.setting.execution.kernels):
+    for unit in _units(whole.index, whole.setting.execution.kernels):
         launched = [op for op in unit.ops if op not in whole.index.aliases]
         if len(launched) < 2:
             continue

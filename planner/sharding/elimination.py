@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 Unknown = Hashable
 Values = tuple[str, ...]
@@ -46,9 +47,14 @@ def least_assignment(tables: Iterable[Table]) -> dict[Unknown, str]:
         if not table.rows:
             raise NoAssignment
     kept: list[tuple[Unknown, tuple[Unknown, ...], dict[Values, str]]] = []
+    numbers = {unknown: n for n, unknown in enumerate(holding)}
     widths = {unknown: _width(here) for unknown, here in holding.items()}
+    upcoming = [(width, numbers[unknown], unknown) for unknown, width in widths.items()]
+    heapify(upcoming)
     while holding:
-        unknown = min(widths, key=widths.__getitem__)
+        width, _, unknown = heappop(upcoming)
+        if widths.get(unknown) != width:  # it has another width now, or is gone
+            continue
         del widths[unknown]
         here = holding.pop(unknown)
         joined = _joined(sorted(here.values(), key=lambda table: len(table.rows)))
@@ -59,7 +65,9 @@ def least_assignment(tables: Iterable[Table]) -> dict[Unknown, str]:
             for gone in here:
                 holding[other].pop(gone, None)
             holding[other][number] = rest
-            widths[other] = _width(holding[other])
+            if (width := _width(holding[other])) != widths[other]:
+                widths[other] = width
+                heappush(upcoming, (width, numbers[other], other))
     found: dict[Unknown, str] = {}
     for unknown, scope, best in reversed(kept):
         found[unknown] = best[tuple(found[other] for other in scope)]
