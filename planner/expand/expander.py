@@ -22,7 +22,15 @@ from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
-from autoparallel.planner.expand.units import as_cast_unit, as_unit, whole_gradients, with_coming_and_going
+from autoparallel.planner.expand.units import (
+    as_cast_unit,
+    as_glue,
+    as_unit,
+    beside_of,
+    rooted,
+    used_later,
+    with_coming_and_going,
+)
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Strategy
@@ -216,15 +224,16 @@ class Expander:
         work = replace(work, gather=gather, expert_gather=expert_gather)
         work = self.as_unit(strategy, work, link[0], reduce, dropped)
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
+        if again and strategy.execution.fsdp2:
+            position = next(i for i, one in enumerate(self.graph.chain) if one.block == link[0])
+            again -= used_later(self.graph, strategy, position)
         waiting = sum(n for n, trainable in self._held_of(strategy, link[0], again) if trainable)
         if strategy.execution.fsdp2 and strategy.micro_batches == 1:
             repeated = any(one.block == link[0] and one.repeated for one in self.graph.chain)
             block = self.graph.blocks[link[0]]
             work = with_coming_and_going(work, block, dropped, strategy, repeated=repeated)
-        return replace(
-            work, reduce=reduce, backward_weight=weight,
-            waiting_bytes=waiting * state.waiting_gradient_bytes(strategy),
-        )  # fmt: skip
+        waiting_bytes = work.waiting_bytes or waiting * state.waiting_gradient_bytes(strategy)
+        return replace(work, reduce=reduce, backward_weight=weight, waiting_bytes=waiting_bytes)
 
     def _held_of(self, strategy: Strategy, block: int, names: frozenset[str]) -> list[tuple[int, bool]]:
         """Numbers of these parameters on one device, and whether they are trained."""
@@ -248,22 +257,22 @@ class Expander:
         """As `units.as_unit`."""
         if not strategy.execution.fsdp2 or not state.zero_level(strategy):
             return as_cast_unit(work, strategy)
+        own = self.graph.blocks[block]
         position = next(i for i, link in enumerate(self.graph.chain) if link.block == block)
-        after, beside = self.graph.chain[position + 1 : position + 2], 0
-        if after:
-            behind = self.work(strategy, after[0].block, "none")
-            beside = whole_gradients(state.reduction_of(behind.trainable, strategy, behind.expert_trainable))
-        own, repeated = self.graph.blocks[block], self.graph.chain[position].repeated
-        twice = frozenset(
-            p.name for p in own.parameters
-            if p.tied and p.name not in dropped and self._uses(p.tied) > (1 if strategy.mesh.pp == 1 else 2)
-        )  # fmt: skip
-        return as_unit(work, own, reduce, dropped, strategy, repeated=repeated, beside=beside, twice=twice)
-
-    def _uses(self, tied: str) -> int:
-        """Links of the chain that hold a tied tensor. Of a pipeline one of two is on another stage."""
-        held = (self.graph.blocks[link.block].parameters for link in self.graph.chain)
-        return sum(any(p.tied == tied for p in parameters) for parameters in held)
+        beside = beside_of(self.graph, lambda other: self.work(strategy, other, "none"), strategy, position)
+        if self.graph.chain[position].repeated:
+            placed = (
+                self.tensor_plan(strategy).blocks[block].params if state.expert_shards(strategy).zero else ()
+            )
+            experts = [name for name, placement in placed if placement.startswith("E")]
+            backward = self.works.backward(strategy, block) if experts else None
+            return as_unit(work, own, reduce, strategy, beside=beside, backward=backward, experts=experts)
+        twice, backward = used_later(self.graph, strategy, position), self.works.backward(strategy, block)
+        found = as_glue(work, own, reduce, dropped, strategy, beside=beside, backward=backward, twice=twice)
+        if state.gradient_level(strategy) < 2:
+            return found
+        waiting = sum(n for n, trainable in self._held_of(strategy, block, rooted(own) - twice) if trainable)
+        return replace(found, waiting_bytes=waiting * state.computed_bytes(strategy))
 
     def fetched(self, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]) -> BlockWork:
         """A block whose parameters are fetched one by one: nothing is gathered or reduced for it as a whole."""

@@ -119,6 +119,14 @@ def passing_per_parameter(strategy: Strategy, shards: Shards) -> int:
     return computed_bytes(strategy) if gathered else 0
 
 
+def adds_at_once(strategy: Strategy) -> bool:
+    """Whether autograd adds a micro-batch's gradients to whole ones that FSDP2 will reduce when the step ends (ZeRO-1): where the dtypes
+    of compute and of gradients are one."""
+    execution = strategy.execution
+    summed = execution.fsdp2 and zero_level(strategy) and gradient_level(strategy) < 2
+    return bool(summed) and computed_bytes(strategy) == dtype_bytes(execution.grad_dtype)
+
+
 def tied_gradient_bytes(execution: Execution) -> int:
     """Of a number of a tied tensor's gradient between the pipeline ranks that hold it: `auto_parallelize` adds up when the step
     ends, what then has the parameter's dtype."""
@@ -131,7 +139,7 @@ def waiting_gradient_bytes(strategy: Strategy) -> int:
     micro-batch of a step without replicas has no sum beside it yet, which is counted unless gradients are when they are made."""
     execution = strategy.execution
     if execution.kernels == "fused" or (execution.fsdp2 and zero_level(strategy)):
-        return 0
+        return computed_bytes(strategy) if execution.kernels != "fused" and adds_at_once(strategy) else 0
     if strategy.micro_batches == 1 and not dense_shards(strategy).summed and not makes_gradients(strategy):
         return 0
     return computed_bytes(strategy)

@@ -6,12 +6,15 @@ itself) is its root unit: it stays gathered for a whole pass, and its gradients 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.graph import ITEM_BYTES, Block, ModelGraph, Parameter
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp
 from autoparallel.planner.expand import state
+from autoparallel.planner.expand.backward_memory import BackwardBytes
+from autoparallel.planner.expand.chain import stage_ranges
+from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, glue_peak
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.strategy.types import Strategy
 
@@ -40,45 +43,218 @@ def whole_gradients(reduce: Sequence[Collective]) -> int:
     return sum(c.size_bytes for c in reduce if c.op is CollectiveOp.REDUCE_SCATTER)
 
 
-def as_unit(
-    work: BlockWork, block: Block, reduce: Sequence[Collective], dropped: Collection[str], strategy: Strategy,
-    *, repeated: bool, beside: int, twice: Collection[str] = (),
-) -> BlockWork:  # fmt: skip
-    """The memory of a block that is a unit, or of glue: all its gradients stand in the dtype of compute until they are
-    copied into what is reduced, which is whole, and goes when the next unit is reduced.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Bytes that `costmodel.memory` adds to a block's backward for its neighbours in the stage: the last reduction, which goes when
+    gradients of this block are reduced, and what is gathered for the block that runs next."""
 
-    `costmodel.memory` adds what is reduced to the block's own backward, and to that of the next one: `beside` bytes here,
-    which have gone when gradients are copied, as have parameters that were gathered. `twice`: tensors that another block of the
-    stage uses, too, and whose gradients that has made before.
+    reduced: int = 0
+    gathered: int = 0
+    follows: bool = False  # whether a block like it is before it
+    between: bool = False  # and another one after it
+
+
+def beside_of(
+    graph: ModelGraph, work: Callable[[int], BlockWork], strategy: Strategy, position: int
+) -> Beside:
+    """What stands beside a link, if any link like it has a neighbour in its stage; `work`: of a block, nothing recomputed."""
+    chain, blocks = graph.chain, strategy.pipeline.stage_blocks
+    ends = {stage[-1] for stage in stage_ranges(graph, blocks) if stage} if blocks else {len(chain) - 1}
+    alike = [i for i, link in enumerate(chain) if link.block == chain[position].block]
+    reduced = gathered = 0
+    if any(i not in ends for i in alike):
+        behind = work(chain[min(position + 1, len(chain) - 1)].block)
+        reduced = whole_gradients(state.reduction_of(behind.trainable, strategy, behind.expert_trainable))
+    if position and not chain[position].repeated:
+        ahead = work(chain[position - 1].block)
+        gathers = state.gathers_of(ahead.parameters, ahead.expert_parameters, strategy)
+        gathered = sum(gather.size_bytes for gather in gathers if gather is not None)
+    follows = [i for i in alike if i - 1 in alike and i - 1 not in ends]
+    between = any(i + 1 in alike and i not in ends for i in follows)
+    return Beside(reduced=reduced, gathered=gathered, follows=bool(follows), between=between)
+
+
+def used_later(graph: ModelGraph, strategy: Strategy, position: int) -> frozenset[str]:
+    """Parameters of a link that a later link of its stage has, too, so that their gradients have been made before."""
+    chain, blocks = graph.chain, strategy.pipeline.stage_blocks
+    stages = stage_ranges(graph, blocks) if blocks else (range(len(chain) if strategy.mesh.pp == 1 else 0),)
+    after = (i for stage in stages if position in stage for i in stage if i > position)
+    ties = {p.tied for i in after for p in graph.blocks[chain[i].block].parameters if p.tied}
+    return frozenset(p.name for p in graph.blocks[chain[position].block].parameters if p.tied in ties)
+
+
+def as_unit(
+    work: BlockWork, block: Block, reduce: Sequence[Collective], strategy: Strategy,
+    *, beside: Beside, backward: BackwardBytes | None, experts: Collection[str] = (),
+) -> BlockWork:  # fmt: skip
+    """The memory of a repeated block, a unit: all its gradients stand in the dtype of compute until they are copied into what is
+    reduced, which is whole, and goes when the next unit is reduced.
+
+    `costmodel.memory` adds what is gathered and reduced to the block's own backward, and what stands `beside` it. Parameters that are
+    `experts` are a unit inside it, which the `backward` without recomputation says when to reduce.
     """
-    zero = state.zero_level(strategy)
-    if not strategy.execution.fsdp2 or not zero:
-        return work
-    whole = whole_gradients(reduce)
+    whole, item = whole_gradients(reduce), state.computed_bytes(strategy)
+    if state.gradient_level(strategy) < 2:
+        return _summed_up(work, block, whole, (), strategy, beside, (), glue=False)
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
-    counted = 0 if repeated else _counted_bytes(work, block, dropped, twice, strategy)
-    standing, left = max(standing - counted, 0), work.left_bytes - counted
     gathered = 0 if work.gather is None else work.gather.size_bytes
-    if state.gradient_level(strategy) >= 2:
-        standing = max(standing, left + whole - beside - gathered) - whole
-    elif not beside:  # the first to be reduced, once a step, when all that was summed up still stands
-        item = state.computed_bytes(strategy)
-        own = work.parameters - (0 if repeated else _root_numbers(work, block, dropped))
+    if backward is not None and experts:
+        more = max(standing - backward.standing, 0)  # that activations on the host take
+        two = _two_units(work, block, strategy, experts)
+        peak = glue_peak(two, backward.moments, before=beside.reduced)
+        apart = 0 if work.expert_gather is None else work.expert_gather.size_bytes
+        temp = peak + more - whole - apart
+        if beside.between:
+            # Experts of neighbours are reduced, and gathered, while the neighbours run. Of the blocks, which need the same, the first
+            # or the last has most beside it: each leaves shares, and takes with it what it saved and what passes.
+            passes = two.units[0].whole + two.root.whole if two.coming is Coming.PASSING else 0
+            step = abs(work.saved_bytes + passes - sum(u.share for u in (*two.units, two.root)) * two.makes)
+            temp -= max(apart + two.units[0].reduced - step, 0)
+        came = [unit.whole for unit in (*two.units, two.root)]
+        forward = _forward_temp(work, came, strategy, together=sum(came))
+        return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
+    passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
+    # Each rank's share is made when the gradients have gone.
+    share = whole // state.shard_ranks(strategy) - work.trainable * item
+    reduced = work.left_bytes + whole + max(share, 0) - beside.reduced - max(gathered, passing)
+    temp = _forward_temp(work, [passing], strategy, together=passing * (1 + beside.follows))
+    return replace(work, backward_temp_bytes=max(standing, reduced) - whole, forward_temp_bytes=temp)
+
+
+def as_glue(
+    work: BlockWork, block: Block, reduce: Sequence[Collective], dropped: Collection[str], strategy: Strategy,
+    *, beside: Beside, backward: BackwardBytes, twice: Collection[str] = (),
+) -> BlockWork:  # fmt: skip
+    """The memory of glue, as `as_unit`: modules with parameters of their own are units, and what is left is part of the root unit,
+    whose parameters are gathered, and counted, all through a pass (ZeRO-3). `twice`: tensors that a later block of the stage uses,
+    too, and whose gradients that has made before."""
+    whole = whole_gradients(reduce)
+    if state.gradient_level(strategy) < 2:
+        return _summed_up(work, block, whole, dropped, strategy, beside, twice, glue=True)
+    gathered = 0 if work.gather is None else work.gather.size_bytes
+    root = _root_numbers(work, block, dropped) * state.computed_bytes(strategy)
+    root = root if state.zero_level(strategy) == 3 else 0
+    glue = _glue(work, block, dropped, strategy, twice)
+    peak = glue_peak(glue, backward.moments, before=beside.reduced)
+    forward = _forward_temp(work, [unit.whole for unit in (*glue.units, glue.root)], strategy)
+    return replace(
+        work, backward_temp_bytes=peak - whole - (gathered - root) - beside.gathered, rooted_bytes=root,
+        buffer_bytes=work.buffer_bytes + root, forward_temp_bytes=forward,
+    )  # fmt: skip
+
+
+def _forward_temp(work: BlockWork, came: Sequence[int], strategy: Strategy, *, together: int = 0) -> int:
+    """Where parameters come in a step's only forward: what they came in (bytes by unit) stands until those of the next unit have
+    come; `together` of it there may be before there is anything that is saved."""
+    if _coming(strategy) is not Coming.PASSING:
+        return work.forward_temp_bytes
+    return max(work.forward_temp_bytes + max(came), together - work.saved_bytes)
+
+
+def _summed_up(
+    work: BlockWork, block: Block, whole: int, dropped: Collection[str], strategy: Strategy, beside: Beside,
+    twice: Collection[str], *, glue: bool,
+) -> BlockWork:  # fmt: skip
+    """Where gradients are reduced once a step. In the dtype in which they are summed up autograd adds each at once; in another one those
+    of a micro-batch stand beside what has been summed up until the unit is through, and the root unit's, which wait for one
+    another, all along."""
+    standing, item = work.backward_temp_bytes, state.computed_bytes(strategy)
+    root = _root_numbers(work, block, dropped) if glue else 0
+    own, counted = work.parameters - root, 0
+    if state.adds_at_once(strategy):
+        root = 0
+    else:
+        counted = _counted_bytes(work, block, dropped, twice, strategy) if glue else 0
+        standing = max((work.standing_temp_bytes or standing) - counted, 0)
+    if not beside.reduced:  # the first to be reduced, when all that was summed up still stands
         # What this micro-batch made has been added by then, and the unit's parameters have gone; each rank's share comes.
         share = 0 if state.keeps_share_of_gradients(strategy) else whole // state.shard_ranks(strategy)
-        standing = max(standing, left + whole + share - (work.trainable + max(own, 0)) * item)
-    root = 0 if repeated else _root_bytes(work, block, dropped, strategy)
-    return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root)
+        gone = (work.trainable + max(own, 0)) * item
+        standing = max(standing, work.left_bytes - counted + whole + share - gone)
+    return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root * item)
+
+
+def _glue(
+    work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy, twice: Collection[str]
+) -> Glue:
+    """The units of glue; tensor parallelism is taken to divide all alike. Of a unit of several parameters the last is taken to be
+    its smallest (a bias)."""
+    held = [p for p in block.parameters if p.name not in dropped]
+    part = work.parameters / max(sum(p.numel for p in held), 1)
+    ranks = state.shard_ranks(strategy)
+
+    def unit(module: str, parameters: Sequence[Parameter]) -> GlueUnit:
+        trained = [p.numel for p in parameters if p.trainable]
+        numbers = (sum(p.numel for p in parameters), sum(trained), min(trained, default=0))
+        names = frozenset(p.name for p in parameters)
+        return _unit(strategy, module, names, [int(part * n) for n in numbers], ranks)
+
+    own = {m: [p for p in held if p.name.rpartition(".")[0] == m] for m in _own(block)}
+    return Glue(
+        units=tuple(unit(m, parameters) for m, parameters in own.items() if parameters),
+        root=unit("", [p for p in _rooted(block) if p.name not in dropped]),
+        makes=state.makes_gradients(strategy), twice=frozenset(twice), coming=_coming(strategy),
+    )  # fmt: skip
+
+
+def _two_units(work: BlockWork, block: Block, strategy: Strategy, experts: Collection[str]) -> Glue:
+    """A block's experts, and what is left of it. Where a rank has fewer experts than ranks share them, they are cut along another dim,
+    and put in order when they have been gathered.
+
+    Source: `runtime/gradients/fsdp.py`; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out.
+    """
+    ranks = state.expert_shards(strategy).ranks
+    cut = any(p.shape[0] // strategy.mesh.ep % ranks for p in block.parameters if p.name in experts)
+    inside = _unit(
+        strategy, next(iter(experts)).rpartition(".")[0], frozenset(experts),
+        [work.expert_parameters, work.expert_trainable, work.expert_trainable // len(experts)],
+        ranks, copies=2 if cut else 1,
+    )  # fmt: skip
+    # Where the forward runs again, it is in that that they come, before there is what it keeps.
+    inside = replace(inside, gathering=inside.gathering - work.recomputed_bytes)
+    rest = [work.parameters - work.expert_parameters, work.trainable - work.expert_trainable, 0]
+    return Glue(
+        units=(inside,), root=_unit(strategy, "", frozenset(), rest, state.shard_ranks(strategy)),
+        makes=state.makes_gradients(strategy), coming=_coming(strategy),
+    )  # fmt: skip
+
+
+def _unit(
+    strategy: Strategy,
+    module: str,
+    names: frozenset[str],
+    numbers: Sequence[int],
+    ranks: int,
+    copies: int = 1,
+) -> GlueUnit:
+    """`numbers`: of parameters, of those that are trained, and of the last of these. `copies` of parameters are made as they come."""
+    item, summed = state.computed_bytes(strategy), state.dtype_bytes(strategy.execution.grad_dtype)
+    whole, trained, last = numbers
+    return GlueUnit(
+        module=module, names=names, whole=whole * item, reduced=trained * summed, share=trained * summed // ranks,
+        last=last * item, gathering=whole * item * copies,
+    )  # fmt: skip
+
+
+def _coming(strategy: Strategy) -> Coming:
+    if state.zero_level(strategy) == 3:
+        return Coming.GATHERED
+    return Coming.STAYING if strategy.micro_batches > 1 else Coming.PASSING
 
 
 def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
     """The memory of a block whose parameters FSDP2 casts and does not shard: its gradients, whole in the dtype of compute, are
-    copied into the dtype in which they are summed up before they are added to what is there."""
+    copied into the dtype in which they are summed up, and go; the copy is "reduced" into another, which is added to what is there."""
     if not strategy.execution.fsdp2 or not state.casts_parameters(strategy):
         return work
-    copied = work.trainable * state.dtype_bytes(strategy.execution.grad_dtype)
+    copied, item = (
+        work.trainable * state.dtype_bytes(strategy.execution.grad_dtype),
+        state.computed_bytes(strategy),
+    )
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
-    return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied))
+    going = work.parameters * item if strategy.micro_batches == 1 else 0  # the copies that were computed with
+    made = work.left_bytes - work.trainable * item + 2 * copied - going
+    return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied, made))
 
 
 def with_coming_and_going(
@@ -101,12 +277,6 @@ def with_coming_and_going(
     return replace(work, made_bytes=made, passing_bytes=max(passing, 0), backward_temp_bytes=temp)
 
 
-def _root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
-    """Of parameters in the root unit: gathered (ZeRO-3), and their gradients, which wait for one another."""
-    item = ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
-    return _root_numbers(work, block, dropped) * item * (2 if state.zero_level(strategy) == 3 else 1)
-
-
 def _counted_bytes(
     work: BlockWork, block: Block, dropped: Collection[str], twice: Collection[str], strategy: Strategy
 ) -> int:
@@ -121,6 +291,11 @@ def _rooted(block: Block) -> list[Parameter]:
     """The parameters of a block of glue that are in no unit of their own."""
     own = set(_own(block))
     return [p for p in block.parameters if p.name.rpartition(".")[0] not in own]
+
+
+def rooted(block: Block) -> frozenset[str]:
+    """Names of the parameters of a block of glue that are in no unit of their own."""
+    return frozenset(p.name for p in _rooted(block))
 
 
 def _root_numbers(work: BlockWork, block: Block, dropped: Collection[str]) -> int:

@@ -186,7 +186,7 @@ class PriceBook:
             weight_s=weight_s,
             gather_s=sum(self.pricer.collective_s(gather, axes) for gather in gathers),
             reduce_s=0.0 if one_by_one else self._reduce_s(trainable, work.expert_trainable, strategy, axes),
-            gather_bytes=sum(gather.size_bytes for gather in gathers),
+            gather_bytes=sum(gather.size_bytes for gather in gathers) - work.rooted_bytes,
             reduce_bytes=sum(whole) if state.gradient_level(strategy) >= 2 else 0,
             parameters=parameters,
             trainable=trainable,
