@@ -290,7 +290,9 @@ class Expander:
         count = sum(p.numel for p in self.graph.blocks[block].parameters if p.name in names)
         if not count:
             return ()
-        size = count * state.dtype_bytes(strategy.execution.grad_dtype)
+        at_once = strategy.execution.fsdp2 and state.gradient_level(strategy) >= 2
+        item = state.computed_bytes(strategy) if at_once else state.dtype_bytes(strategy.execution.grad_dtype)
+        size = count * item
         return (Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp"),)
 
     def _send(self, strategy: Strategy, position: int) -> tuple[Collective, Collective | None]:

@@ -96,6 +96,16 @@ def keeps_share_of_gradients(strategy: Strategy) -> bool:
     return strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
 
 
+def made_share(reduced_bytes: int, strategy: Strategy) -> int:
+    """Of so many bytes of gradients what FSDP2 makes of them on all ranks while it reduces: shares, and the same in the parameters'
+    dtype where that is another one. Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce."""
+    parameter, summed = (
+        dtype_bytes(strategy.execution.param_dtype),
+        dtype_bytes(strategy.execution.grad_dtype),
+    )
+    return reduced_bytes + (reduced_bytes * parameter // summed if parameter != summed else 0)
+
+
 def makes_gradients(strategy: Strategy) -> bool:
     """Whether gradients are there only when they have been made: in a step's only micro-batch, and not where they are added
     to buffers, over replicas or in another dtype than the parameters'."""

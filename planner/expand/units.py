@@ -50,6 +50,7 @@ class Beside:
 
     reduced: int = 0
     gathered: int = 0
+    coming: int = 0
     follows: bool = False  # whether a block like it is before it
     between: bool = False  # and another one after it
 
@@ -61,17 +62,32 @@ def beside_of(
     chain, blocks = graph.chain, strategy.pipeline.stage_blocks
     ends = {stage[-1] for stage in stage_ranges(graph, blocks) if stage} if blocks else {len(chain) - 1}
     alike = [i for i, link in enumerate(chain) if link.block == chain[position].block]
-    reduced = gathered = 0
-    if any(i not in ends for i in alike):
-        behind = work(chain[min(position + 1, len(chain) - 1)].block)
-        reduced = whole_gradients(state.reduction_of(behind.trainable, strategy, behind.expert_trainable))
+    gathered = 0
+    pairs = [i for i in alike if i + 1 in alike and i not in ends]
+    # Of blocks that follow one another all but the first to run back have the reduction of one like it beside them.
+    behind = [i + 1 for i in (pairs or alike) if i not in ends] if pairs or not ends & {*alike} else []
+    reductions = [
+        state.reduction_of(one.trainable, strategy, one.expert_trainable)
+        for one in (work(chain[i].block) for i in behind)
+    ]
     if position and not chain[position].repeated:
         ahead = work(chain[position - 1].block)
         gathers = state.gathers_of(ahead.parameters, ahead.expert_parameters, strategy)
         gathered = sum(gather.size_bytes for gather in gathers if gather is not None)
-    follows = [i for i in alike if i - 1 in alike and i - 1 not in ends]
-    between = any(i + 1 in alike and i not in ends for i in follows)
-    return Beside(reduced=reduced, gathered=gathered, follows=bool(follows), between=between)
+    last = [i for i in alike if i + 1 not in alike or i in ends]
+    coming = min(0 if i in ends else _passing(graph, work, strategy, i + 1) for i in last)
+    between = any(i + 1 in pairs for i in pairs)
+    reduced = min(map(whole_gradients, reductions), default=0)
+    return Beside(reduced=reduced, gathered=gathered, coming=coming, follows=bool(pairs), between=between)
+
+
+def _passing(graph: ModelGraph, work: Callable[[int], BlockWork], strategy: Strategy, position: int) -> int:
+    """Parameters that come with a link's forward in a step of one micro-batch, but for the root unit's."""
+    block, link = graph.blocks[graph.chain[position].block], graph.chain[position]
+    whole = sum(p.numel for p in block.parameters)
+    root = 0 if link.repeated else sum(p.numel for p in _rooted(block))
+    numbers = work(link.block).parameters * (whole - root) // max(whole, 1)
+    return numbers * state.passing_per_parameter(strategy, state.dense_shards(strategy))
 
 
 def used_later(graph: ModelGraph, strategy: Strategy, position: int) -> frozenset[str]:
@@ -111,13 +127,15 @@ def as_unit(
             step = abs(work.saved_bytes + passes - sum(u.share for u in (*two.units, two.root)) * two.makes)
             temp -= max(apart + two.units[0].reduced - step, 0)
         came = [unit.whole for unit in (*two.units, two.root)]
-        forward = _forward_temp(work, came, strategy, together=sum(came))
+        forward = _forward_temp(work, came, strategy, beside, together=sum(came))
         return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
     passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
     # Each rank's share is made when the gradients have gone.
-    share = whole // state.shard_ranks(strategy) - work.trainable * item
+    share = state.made_share(whole, strategy) // state.shard_ranks(strategy) - work.trainable * item
     reduced = work.left_bytes + whole + max(share, 0) - beside.reduced - max(gathered, passing)
-    temp = _forward_temp(work, [passing], strategy, together=passing * (1 + beside.follows))
+    if _of_two(strategy):
+        reduced -= min(whole // state.shard_ranks(strategy), work.parameters * item)
+    temp = _forward_temp(work, [passing], strategy, beside, together=passing * (1 + beside.follows))
     return replace(work, backward_temp_bytes=max(standing, reduced) - whole, forward_temp_bytes=temp)
 
 
@@ -136,19 +154,26 @@ def as_glue(
     root = root if state.zero_level(strategy) == 3 else 0
     glue = _glue(work, block, dropped, strategy, twice)
     peak = glue_peak(glue, backward.moments, before=beside.reduced)
-    forward = _forward_temp(work, [unit.whole for unit in (*glue.units, glue.root)], strategy)
+    if _of_two(strategy):
+        shares = sum(unit.share for unit in (*glue.units, glue.root))
+        last = glue_peak(replace(glue, coming=Coming.PASSING), backward.moments, before=beside.reduced)
+        peak = max(peak - shares, last)
+    forward = _forward_temp(work, [unit.whole for unit in (*glue.units, glue.root)], strategy, beside)
     return replace(
         work, backward_temp_bytes=peak - whole - (gathered - root) - beside.gathered, rooted_bytes=root,
         buffer_bytes=work.buffer_bytes + root, forward_temp_bytes=forward,
     )  # fmt: skip
 
 
-def _forward_temp(work: BlockWork, came: Sequence[int], strategy: Strategy, *, together: int = 0) -> int:
+def _forward_temp(
+    work: BlockWork, came: Sequence[int], strategy: Strategy, beside: Beside, *, together: int = 0
+) -> int:
     """Where parameters come in a step's only forward: what they came in (bytes by unit) stands until those of the next unit have
     come; `together` of it there may be before there is anything that is saved."""
     if _coming(strategy) is not Coming.PASSING:
         return work.forward_temp_bytes
-    return max(work.forward_temp_bytes + max(came), together - work.saved_bytes)
+    temp = max(work.forward_temp_bytes + max(came), together - work.saved_bytes)
+    return max(temp - beside.coming, work.forward_temp_bytes)
 
 
 def _summed_up(
@@ -231,9 +256,15 @@ def _unit(
     item, summed = state.computed_bytes(strategy), state.dtype_bytes(strategy.execution.grad_dtype)
     whole, trained, last = numbers
     return GlueUnit(
-        module=module, names=names, whole=whole * item, reduced=trained * summed, share=trained * summed // ranks,
+        module=module, names=names, whole=whole * item, reduced=trained * summed, share=state.made_share(trained * summed, strategy) // ranks,
         last=last * item, gathering=whole * item * copies,
     )  # fmt: skip
+
+
+def _of_two(strategy: Strategy) -> bool:
+    """Whether a step has two micro-batches, and parameters stay in between (ZeRO-2): shares of the first are not there before it,
+    and parameters go in the second."""
+    return strategy.micro_batches == 2 and state.zero_level(strategy) == 2
 
 
 def _coming(strategy: Strategy) -> Coming:
