@@ -6,14 +6,14 @@ itself) is its root unit: it stays gathered for a whole pass, and its gradients 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from autoparallel.costmodel.graph import ITEM_BYTES, Block, ModelGraph, Parameter
-from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp
+from autoparallel.costmodel.program import BlockWork, Collective
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.backward_memory import BackwardBytes
-from autoparallel.planner.expand.chain import stage_ranges
+from autoparallel.planner.expand.beside import Beside, whole_gradients
 from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, glue_peak
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.strategy.types import Strategy
@@ -38,67 +38,6 @@ def _own(block: Block) -> list[str]:
     return [m for m in modules if m and readers.get(m) == {m} and m not in tied]
 
 
-def whole_gradients(reduce: Sequence[Collective]) -> int:
-    """Bytes of what reduce-scatters take in."""
-    return sum(c.size_bytes for c in reduce if c.op is CollectiveOp.REDUCE_SCATTER)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """Bytes that `costmodel.memory` adds to a block's backward for its neighbours in the stage: the last reduction, which goes when
-    gradients of this block are reduced, and what is gathered for the block that runs next."""
-
-    reduced: int = 0
-    gathered: int = 0
-    coming: int = 0
-    follows: bool = False  # whether a block like it is before it
-    between: bool = False  # and another one after it
-
-
-def beside_of(
-    graph: ModelGraph, work: Callable[[int], BlockWork], strategy: Strategy, position: int
-) -> Beside:
-    """What stands beside a link, if any link like it has a neighbour in its stage; `work`: of a block, nothing recomputed."""
-    chain, blocks = graph.chain, strategy.pipeline.stage_blocks
-    ends = {stage[-1] for stage in stage_ranges(graph, blocks) if stage} if blocks else {len(chain) - 1}
-    alike = [i for i, link in enumerate(chain) if link.block == chain[position].block]
-    gathered = 0
-    pairs = [i for i in alike if i + 1 in alike and i not in ends]
-    # Of blocks that follow one another all but the first to run back have the reduction of one like it beside them.
-    behind = [i + 1 for i in (pairs or alike) if i not in ends] if pairs or not ends & {*alike} else []
-    reductions = [
-        state.reduction_of(one.trainable, strategy, one.expert_trainable)
-        for one in (work(chain[i].block) for i in behind)
-    ]
-    if position and not chain[position].repeated:
-        ahead = work(chain[position - 1].block)
-        gathers = state.gathers_of(ahead.parameters, ahead.expert_parameters, strategy)
-        gathered = sum(gather.size_bytes for gather in gathers if gather is not None)
-    last = [i for i in alike if i + 1 not in alike or i in ends]
-    coming = min(0 if i in ends else _passing(graph, work, strategy, i + 1) for i in last)
-    between = any(i + 1 in pairs for i in pairs)
-    reduced = min(map(whole_gradients, reductions), default=0)
-    return Beside(reduced=reduced, gathered=gathered, coming=coming, follows=bool(pairs), between=between)
-
-
-def _passing(graph: ModelGraph, work: Callable[[int], BlockWork], strategy: Strategy, position: int) -> int:
-    """Parameters that come with a link's forward in a step of one micro-batch, but for the root unit's."""
-    block, link = graph.blocks[graph.chain[position].block], graph.chain[position]
-    whole = sum(p.numel for p in block.parameters)
-    root = 0 if link.repeated else sum(p.numel for p in _rooted(block))
-    numbers = work(link.block).parameters * (whole - root) // max(whole, 1)
-    return numbers * state.passing_per_parameter(strategy, state.dense_shards(strategy))
-
-
-def used_later(graph: ModelGraph, strategy: Strategy, position: int) -> frozenset[str]:
-    """Parameters of a link that a later link of its stage has, too, so that their gradients have been made before."""
-    chain, blocks = graph.chain, strategy.pipeline.stage_blocks
-    stages = stage_ranges(graph, blocks) if blocks else (range(len(chain) if strategy.mesh.pp == 1 else 0),)
-    after = (i for stage in stages if position in stage for i in stage if i > position)
-    ties = {p.tied for i in after for p in graph.blocks[chain[i].block].parameters if p.tied}
-    return frozenset(p.name for p in graph.blocks[chain[position].block].parameters if p.tied in ties)
-
-
 def as_unit(
     work: BlockWork, block: Block, reduce: Sequence[Collective], strategy: Strategy,
     *, beside: Beside, backward: BackwardBytes | None, experts: Collection[str] = (),
@@ -119,15 +58,9 @@ def as_unit(
         two = _two_units(work, block, strategy, experts)
         peak = glue_peak(two, backward.moments, before=beside.reduced)
         apart = 0 if work.expert_gather is None else work.expert_gather.size_bytes
-        temp = peak + more - whole - apart
-        if beside.between:
-            # Experts of neighbours are reduced, and gathered, while the neighbours run. Of the blocks, which need the same, the first
-            # or the last has most beside it: each leaves shares, and takes with it what it saved and what passes.
-            passes = two.units[0].whole + two.root.whole if two.coming is Coming.PASSING else 0
-            step = abs(work.saved_bytes + passes - sum(u.share for u in (*two.units, two.root)) * two.makes)
-            temp -= max(apart + two.units[0].reduced - step, 0)
         came = [unit.whole for unit in (*two.units, two.root)]
         forward = _forward_temp(work, came, strategy, beside, together=sum(came))
+        temp = peak + more - whole - apart - beside.inside
         return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
     passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
     # Each rank's share is made when the gradients have gone.
@@ -135,8 +68,9 @@ def as_unit(
     reduced = work.left_bytes + whole + max(share, 0) - beside.reduced - max(gathered, passing)
     if _of_two(strategy):
         reduced -= min(whole // state.shard_ranks(strategy), work.parameters * item)
-    temp = _forward_temp(work, [passing], strategy, beside, together=passing * (1 + beside.follows))
-    return replace(work, backward_temp_bytes=max(standing, reduced) - whole, forward_temp_bytes=temp)
+    forward = _forward_temp(work, [passing], strategy, beside, together=passing + beside.came)
+    temp = max(standing, reduced) - whole - beside.inside
+    return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
 
 
 def as_glue(
@@ -150,8 +84,7 @@ def as_glue(
     if state.gradient_level(strategy) < 2:
         return _summed_up(work, block, whole, dropped, strategy, beside, twice, glue=True)
     gathered = 0 if work.gather is None else work.gather.size_bytes
-    root = _root_numbers(work, block, dropped) * state.computed_bytes(strategy)
-    root = root if state.zero_level(strategy) == 3 else 0
+    root = root_bytes(work, block, dropped, strategy) if state.zero_level(strategy) == 3 else 0
     glue = _glue(work, block, dropped, strategy, twice)
     peak = glue_peak(glue, backward.moments, before=beside.reduced)
     if _of_two(strategy):
@@ -160,7 +93,7 @@ def as_glue(
         peak = max(peak - shares, last)
     forward = _forward_temp(work, [unit.whole for unit in (*glue.units, glue.root)], strategy, beside)
     return replace(
-        work, backward_temp_bytes=peak - whole - (gathered - root) - beside.gathered, rooted_bytes=root,
+        work, backward_temp_bytes=peak - whole - (gathered - root) - beside.gathered - beside.inside, rooted_bytes=root,
         buffer_bytes=work.buffer_bytes + root, forward_temp_bytes=forward,
     )  # fmt: skip
 
@@ -298,14 +231,25 @@ def with_coming_and_going(
         (work.trainable - work.expert_trainable) * state.made_per_gradient(strategy, dense)
         + work.expert_trainable * state.made_per_gradient(strategy, experts)
     )
-    passing = (work.parameters - work.expert_parameters) * state.passing_per_parameter(strategy, dense)
-    passing += work.expert_parameters * state.passing_per_parameter(strategy, experts)
-    if passing and not repeated:
-        passing -= _root_numbers(work, block, dropped) * state.passing_per_parameter(strategy, dense)
+    passing = passing_bytes(work, block, dropped, strategy, repeated=repeated)
     temp = work.backward_temp_bytes
     if made and not state.zero_level(strategy) and work.standing_temp_bytes is not None:
         temp = max(temp, work.standing_temp_bytes)  # all that it makes, which stays
-    return replace(work, made_bytes=made, passing_bytes=max(passing, 0), backward_temp_bytes=temp)
+    return replace(work, made_bytes=made, passing_bytes=passing, backward_temp_bytes=temp)
+
+
+def passing_bytes(
+    work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy, *, repeated: bool
+) -> int:
+    """Parameters that come with a block's forward and go with its backward."""
+    dense, experts = (
+        state.passing_per_parameter(strategy, shards)
+        for shards in (state.dense_shards(strategy), state.expert_shards(strategy))
+    )
+    passing = (work.parameters - work.expert_parameters) * dense + work.expert_parameters * experts
+    if passing and not repeated:
+        passing -= _root_numbers(work, block, dropped) * dense
+    return max(passing, 0)
 
 
 def _counted_bytes(
@@ -327,6 +271,11 @@ def _rooted(block: Block) -> list[Parameter]:
 def rooted(block: Block) -> frozenset[str]:
     """Names of the parameters of a block of glue that are in no unit of their own."""
     return frozenset(p.name for p in _rooted(block))
+
+
+def root_bytes(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
+    """Bytes of the parameters of a block of glue in the root unit, whole."""
+    return _root_numbers(work, block, dropped) * state.computed_bytes(strategy)
 
 
 def _root_numbers(work: BlockWork, block: Block, dropped: Collection[str]) -> int:
