@@ -96,23 +96,18 @@ def keeps_share_of_gradients(strategy: Strategy) -> bool:
     return strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
 
 
-def made_share(reduced_bytes: int, strategy: Strategy) -> int:
-    """Of so many bytes of gradients what FSDP2 makes of them on all ranks while it reduces: shares, and the same in the parameters'
-    dtype where that is another one. Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce."""
-    parameter, summed = (
-        dtype_bytes(strategy.execution.param_dtype),
-        dtype_bytes(strategy.execution.grad_dtype),
-    )
-    return reduced_bytes + (reduced_bytes * parameter // summed if parameter != summed else 0)
+def starts_without_gradients(strategy: Strategy) -> bool:
+    """Whether what the first micro-batch makes is the sum of gradients: not where they are added to buffers, over replicas or in
+    another dtype than the parameters'."""
+    execution = strategy.execution
+    if not execution.fsdp2 or execution.param_dtype != execution.grad_dtype:
+        return False
+    return strategy.mesh.dp_replicate == 1 and (zero_level(strategy) > 0 or not shard_axes(strategy))
 
 
 def makes_gradients(strategy: Strategy) -> bool:
-    """Whether gradients are there only when they have been made: in a step's only micro-batch, and not where they are added
-    to buffers, over replicas or in another dtype than the parameters'."""
-    execution = strategy.execution
-    if not execution.fsdp2 or strategy.micro_batches > 1 or execution.param_dtype != execution.grad_dtype:
-        return False
-    return strategy.mesh.dp_replicate == 1 and (zero_level(strategy) > 0 or not shard_axes(strategy))
+    """Whether gradients are there only when they have been made: in a step's only micro-batch that starts without."""
+    return strategy.micro_batches == 1 and starts_without_gradients(strategy)
 
 
 def made_per_gradient(strategy: Strategy, shards: Shards) -> float:

@@ -64,7 +64,7 @@ def as_unit(
         return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
     passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
     # Each rank's share is made when the gradients have gone.
-    share = state.made_share(whole, strategy) // state.shard_ranks(strategy) - work.trainable * item
+    share = _made_share(whole, strategy) // state.shard_ranks(strategy) - work.trainable * item
     reduced = work.left_bytes + whole + max(share, 0) - beside.reduced - max(gathered, passing)
     if _of_two(strategy):
         reduced -= min(whole // state.shard_ranks(strategy), work.parameters * item)
@@ -189,9 +189,17 @@ def _unit(
     item, summed = state.computed_bytes(strategy), state.dtype_bytes(strategy.execution.grad_dtype)
     whole, trained, last = numbers
     return GlueUnit(
-        module=module, names=names, whole=whole * item, reduced=trained * summed, share=state.made_share(trained * summed, strategy) // ranks,
+        module=module, names=names, whole=whole * item, reduced=trained * summed, share=_made_share(trained * summed, strategy) // ranks,
         last=last * item, gathering=whole * item * copies,
     )  # fmt: skip
+
+
+def _made_share(reduced_bytes: int, strategy: Strategy) -> int:
+    """Of so many bytes of gradients what FSDP2 makes of them on all ranks while it reduces: shares, and the same in the parameters'
+    dtype where that is another one. Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce."""
+    execution = strategy.execution
+    parameter, summed = state.dtype_bytes(execution.param_dtype), state.dtype_bytes(execution.grad_dtype)
+    return reduced_bytes + (reduced_bytes * parameter // summed if parameter != summed else 0)
 
 
 def _of_two(strategy: Strategy) -> bool:
@@ -208,7 +216,8 @@ def _coming(strategy: Strategy) -> Coming:
 
 def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
     """The memory of a block whose parameters FSDP2 casts and does not shard: its gradients, whole in the dtype of compute, are
-    copied into the dtype in which they are summed up, and go; the copy is "reduced" into another, which is added to what is there."""
+    copied into the dtype in which they are summed up, and go; the copy is "reduced" into another, which is added to what is there. That
+    is the sum itself in a step's first micro-batch (`state.starts_without_gradients`), and parameters in the dtype of compute go in its last."""
     if not strategy.execution.fsdp2 or not state.casts_parameters(strategy):
         return work
     copied, item = (
@@ -216,8 +225,10 @@ def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
         state.computed_bytes(strategy),
     )
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
-    going = work.parameters * item if strategy.micro_batches == 1 else 0  # the copies that were computed with
-    made = work.left_bytes - work.trainable * item + 2 * copied - going
+    between = work.left_bytes - work.trainable * item + 2 * copied
+    first = between - copied if state.starts_without_gradients(strategy) else between
+    last = between - work.parameters * item
+    made = (last, max(first, last), between)[min(strategy.micro_batches, 3) - 1]
     return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied, made))
 
 
