@@ -35,11 +35,13 @@ class GlueUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glue:
-    """The units of glue, and the root unit, what is left of it, whose parameters are counted elsewhere. Gradients of the tensors
-    `twice` are added to those that another block has made. `makes`: shares of gradients are not counted before they are made."""
+    """The units of glue, and the root unit, what is left of it, whose parameters are counted elsewhere; `ending`, what is reduced when all
+    is over. Gradients of the tensors `twice` are added to those that another block has made. `makes`: shares of gradients are not
+    counted before they are made."""
 
     units: tuple[GlueUnit, ...]
     root: GlueUnit
+    ending: GlueUnit | None
     coming: Coming
     makes: bool
     twice: frozenset[str] = frozenset()
@@ -74,7 +76,7 @@ def glue_peak(glue: Glue, moments: Sequence[Moment], *, before: int) -> int:
 
     When a module is through, its parameters go, and what was reduced last; its gradients are copied into what is reduced; that
     makes a share, beside which the last gradient still stands. FSDP2 hears of that by the gradients of what the module was given;
-    where these have none (look-ups of tokens) all is over first. Last comes the root unit.
+    where these have none (look-ups of tokens) all is over first. Last comes what is reduced at the end.
     """
     passing = glue.coming is Coming.PASSING
     standing = _Standing(parameters={u.module: u.whole for u in glue.units} if passing else {})
@@ -99,14 +101,13 @@ def glue_peak(glue: Glue, moments: Sequence[Moment], *, before: int) -> int:
         peak = max(peak, after - counted + standing.reduce(unit, before, makes=glue.makes))
     standing.reduction = -before
     left = after + standing.total() - counted
-    return max(peak, left + _root_reduction(glue) if glue.root.reduced else left)
+    return max(peak, left + (ending_reduction(glue.ending, glue.coming) if glue.ending else 0))
 
 
-def _root_reduction(glue: Glue) -> int:
+def ending_reduction(unit: GlueUnit, coming: Coming) -> int:
     """As for other units, less its gradients, which stand, and its parameters, which are counted all along."""
-    root = glue.root
-    gone = 0 if glue.coming is Coming.STAYING else root.whole
-    return max(root.reduced, root.reduced + root.share - root.whole + root.last) - gone
+    gone = 0 if coming is Coming.STAYING else unit.whole
+    return max(unit.reduced, unit.reduced + unit.share - unit.whole + unit.last) - gone
 
 
 def _runs_in(moment: Moment, unit: GlueUnit) -> bool:

@@ -10,12 +10,16 @@ from autoparallel.costmodel.program import BlockWork, Collective
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.beside import Beside, LinkSizes, beside_of, link_sizes, most_beside
 from autoparallel.planner.expand.chain import Ties
+from autoparallel.planner.expand.glue import GlueUnit
 from autoparallel.planner.expand.units import (
     as_cast_unit,
     as_glue,
     as_unit,
+    joined,
+    last_reduction,
     passing_bytes,
     root_bytes,
+    root_unit,
     rooted,
     with_coming_and_going,
 )
@@ -29,25 +33,31 @@ Neighbour = tuple[int, frozenset[str]]  # a block, and the names of its paramete
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A link in its stage: names of its parameters that its rank holds already (`dropped`), and of tensors that an earlier (`again`) or
-    a `later` link of the stage has, too; the links `ahead` of it and `behind` it, where it matters what stands beside it."""
+    a `later` link of the stage has, too; the links `ahead` of it and `behind` it, where it matters what stands beside it. The first one of
+    a stage has all links of glue in `ending`, as the root unit is reduced when it has run back."""
 
     dropped: frozenset[str] = NO_NAMES
     again: frozenset[str] = NO_NAMES
     later: frozenset[str] = NO_NAMES
     ahead: Neighbour | None = None
     behind: Neighbour | None = None
+    ending: tuple[Neighbour, ...] = ()
 
 
 def stage_places(graph: ModelGraph, positions: range, ties: Ties, strategy: Strategy) -> tuple[Place, ...]:
     """The places of a stage's links."""
     dropped = [ties.dropped.get(p, NO_NAMES) for p in positions]
-    beside: list[Neighbour | None] = [None] * len(dropped)
-    if _in_units(strategy):
-        beside = [(graph.chain[p].block, names) for p, names in zip(positions, dropped, strict=True)]
-    return tuple(
-        Place(dropped=names, again=ties.again.get(p, NO_NAMES), later=ties.later.get(p, NO_NAMES), ahead=ahead, behind=behind)
-        for p, names, ahead, behind in zip(positions, dropped, [None, *beside[:-1]], [*beside[1:], None], strict=True)
-    )  # fmt: skip
+    places = [
+        Place(dropped=names, again=ties.again.get(p, NO_NAMES), later=ties.later.get(p, NO_NAMES))
+        for p, names in zip(positions, dropped, strict=True)
+    ]
+    if not places or not _in_units(strategy):
+        return tuple(places)
+    links = [(graph.chain[p].block, names) for p, names in zip(positions, dropped, strict=True)]
+    glue = [link for p, link in zip(positions, links, strict=True) if not graph.chain[p].repeated]
+    between = zip(places, [None, *links[:-1]], [*links[1:], None], strict=True)
+    first, *others = [replace(place, ahead=ahead, behind=behind) for place, ahead, behind in between]
+    return (replace(first, ending=tuple(glue)), *others)
 
 
 def held_of(
@@ -88,7 +98,7 @@ def placed_unit(
     repeated = _repeated(works.graph, block)
     if _in_units(strategy):
         ahead, behind = (one and _sizes(works, strategy, *one) for one in (place.ahead, place.behind))
-        beside = beside_of(ahead, behind)
+        beside = beside_of(ahead, behind, _ending(works, strategy, place.ending))
         found = _unit(works, strategy, work, block, reduce, place.dropped, place.later, beside)
     else:
         found = as_cast_unit(work, strategy)
@@ -141,6 +151,16 @@ def _unit(
     return as_unit(work, own, reduce, strategy, beside=beside, backward=inside, experts=experts)
 
 
+def _ending(works: LocalWorks, strategy: Strategy, glue: Sequence[Neighbour]) -> GlueUnit | None:
+    """The root unit of a stage with these links of glue."""
+    units = [
+        root_unit(without(works, strategy, works.work(strategy, block, "none"), block, names), works.graph.blocks[block], names, strategy)
+        for block, names in glue
+    ]  # fmt: skip
+    trained = [unit for unit in units if unit.reduced]
+    return joined(trained) if trained else None
+
+
 def _in_units(strategy: Strategy) -> bool:
     """Whether FSDP2 shards parameters, unit by unit."""
     return strategy.execution.fsdp2 and state.zero_level(strategy) > 0
@@ -151,7 +171,8 @@ def _sizes(works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset
     own, repeated = works.graph.blocks[block], _repeated(works.graph, block)
     root = 0 if repeated or state.zero_level(strategy) < 3 else root_bytes(work, own, dropped, strategy)
     passing = passing_bytes(work, own, dropped, strategy, repeated=repeated)
-    return link_sizes(work, strategy, root=root, passing=passing, repeated=repeated)
+    stands = None if repeated else last_reduction(work, own, dropped, strategy)
+    return link_sizes(work, strategy, stands=stands, root=root, passing=passing, repeated=repeated)
 
 
 def _repeated(graph: ModelGraph, block: int) -> bool:

@@ -14,7 +14,7 @@ from autoparallel.costmodel.program import BlockWork, Collective
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.beside import Beside, whole_gradients
-from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, glue_peak
+from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, ending_reduction, glue_peak
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.strategy.types import Strategy
 
@@ -60,7 +60,7 @@ def as_unit(
         apart = 0 if work.expert_gather is None else work.expert_gather.size_bytes
         came = [unit.whole for unit in (*two.units, two.root)]
         forward = _forward_temp(work, came, strategy, beside, together=sum(came))
-        temp = peak + more - whole - apart - beside.inside
+        temp = max(peak + more - apart, _after(work, block, strategy, beside)) - whole - beside.inside
         return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
     passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
     # Each rank's share is made when the gradients have gone.
@@ -69,7 +69,7 @@ def as_unit(
     if _of_two(strategy):
         reduced -= min(whole // state.shard_ranks(strategy), work.parameters * item)
     forward = _forward_temp(work, [passing], strategy, beside, together=passing + beside.came)
-    temp = max(standing, reduced) - whole - beside.inside
+    temp = max(standing, reduced, _after(work, block, strategy, beside)) - whole - beside.inside
     return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
 
 
@@ -85,7 +85,7 @@ def as_glue(
         return _summed_up(work, block, whole, dropped, strategy, beside, twice, glue=True)
     gathered = 0 if work.gather is None else work.gather.size_bytes
     root = root_bytes(work, block, dropped, strategy) if state.zero_level(strategy) == 3 else 0
-    glue = _glue(work, block, dropped, strategy, twice)
+    glue = replace(_glue(work, block, dropped, strategy, twice), ending=beside.ending)
     peak = glue_peak(glue, backward.moments, before=beside.reduced)
     if _of_two(strategy):
         shares = sum(unit.share for unit in (*glue.units, glue.root))
@@ -96,6 +96,17 @@ def as_glue(
         work, backward_temp_bytes=peak - whole - (gathered - root) - beside.gathered - beside.inside, rooted_bytes=root,
         buffer_bytes=work.buffer_bytes + root, forward_temp_bytes=forward,
     )  # fmt: skip
+
+
+def _after(work: BlockWork, block: Block, strategy: Strategy, beside: Beside) -> int:
+    """Beside the first link of a stage, when it is through: the reduction of the root unit. The link's own parameters, its gradients, and
+    what was reduced before its own have gone."""
+    if beside.ending is None:
+        return 0
+    gathers = (gather.size_bytes for gather in (work.gather, work.expert_gather) if gather is not None)
+    passing = passing_bytes(work, block, (), strategy, repeated=True)
+    gone = work.trainable * state.computed_bytes(strategy) + sum(gathers) + passing + beside.reduced
+    return work.left_bytes - gone + ending_reduction(beside.ending, _coming(strategy))
 
 
 def _forward_temp(
@@ -118,16 +129,20 @@ def _summed_up(
     another, all along."""
     standing, item = work.backward_temp_bytes, state.computed_bytes(strategy)
     root = _root_numbers(work, block, dropped) if glue else 0
-    own, counted = work.parameters - root, 0
+    rooted_numbers, own, counted = root, work.parameters - root, 0
     if state.adds_at_once(strategy):
         root = 0
     else:
         counted = _counted_bytes(work, block, dropped, twice, strategy) if glue else 0
         standing = max((work.standing_temp_bytes or standing) - counted, 0)
-    if not beside.reduced:  # the first to be reduced, when all that was summed up still stands
+    if (
+        not beside.reduced
+    ):  # the first to be reduced, when all that was summed up still stands; the root unit is the last
+        trained = work.trainable - (0 if beside.alone else rooted_numbers)
+        whole -= (work.trainable - trained) * state.dtype_bytes(strategy.execution.grad_dtype)
         # What this micro-batch made has been added by then, and the unit's parameters have gone; each rank's share comes.
         share = 0 if state.keeps_share_of_gradients(strategy) else whole // state.shard_ranks(strategy)
-        gone = (work.trainable + max(own, 0)) * item
+        gone = (trained + max(own, 0)) * item
         standing = max(standing, work.left_bytes - counted + whole + share - gone)
     return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root * item)
 
@@ -150,9 +165,29 @@ def _glue(
     own = {m: [p for p in held if p.name.rpartition(".")[0] == m] for m in _own(block)}
     return Glue(
         units=tuple(unit(m, parameters) for m, parameters in own.items() if parameters),
-        root=unit("", [p for p in _rooted(block) if p.name not in dropped]),
+        root=unit("", [p for p in _rooted(block) if p.name not in dropped]), ending=None,
         makes=state.makes_gradients(strategy), twice=frozenset(twice), coming=_coming(strategy),
     )  # fmt: skip
+
+
+def root_unit(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> GlueUnit:
+    """What a block of glue has of its stage's root unit."""
+    return _glue(work, block, dropped, strategy, ()).root
+
+
+def joined(units: Sequence[GlueUnit]) -> GlueUnit:
+    """Parts of a root unit as one, of which the smallest gradient is taken to be the last."""
+    return GlueUnit(
+        module="", names=frozenset(name for unit in units for name in unit.names), gathering=0,
+        whole=sum(unit.whole for unit in units), reduced=sum(unit.reduced for unit in units),
+        share=sum(unit.share for unit in units), last=min(unit.last for unit in units),
+    )  # fmt: skip
+
+
+def last_reduction(work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy) -> int:
+    """Bytes of what the last of the reductions of glue takes in, that of the first module to run."""
+    units = _glue(work, block, dropped, strategy, ()).units
+    return next((unit.reduced for unit in units if unit.reduced), 0)
 
 
 def _two_units(work: BlockWork, block: Block, strategy: Strategy, experts: Collection[str]) -> Glue:
@@ -170,9 +205,10 @@ def _two_units(work: BlockWork, block: Block, strategy: Strategy, experts: Colle
     )  # fmt: skip
     # Where the forward runs again, it is in that that they come, before there is what it keeps.
     inside = replace(inside, gathering=inside.gathering - work.recomputed_bytes)
-    rest = [work.parameters - work.expert_parameters, work.trainable - work.expert_trainable, 0]
+    numbers = [work.parameters - work.expert_parameters, work.trainable - work.expert_trainable, 0]
+    rest = _unit(strategy, "", frozenset(), numbers, state.shard_ranks(strategy))
     return Glue(
-        units=(inside,), root=_unit(strategy, "", frozenset(), rest, state.shard_ranks(strategy)),
+        units=(inside,), root=rest, ending=rest if rest.reduced else None,
         makes=state.makes_gradients(strategy), coming=_coming(strategy),
     )  # fmt: skip
 
