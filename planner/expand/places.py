@@ -107,7 +107,7 @@ def placed_unit(
         found = with_coming_and_going(found, own, place.dropped, strategy, repeated=repeated)
     waiting = held_of(works, strategy, block, place.again - place.later)
     waiting_bytes = _trained(waiting) * state.waiting_gradient_bytes(strategy)
-    if not repeated and state.gradient_level(strategy) >= 2:
+    if not repeated and _in_units(strategy) and not state.adds_at_once(strategy):
         root = held_of(works, strategy, block, rooted(works.graph.blocks[block]) - place.later)
         waiting_bytes = _trained(root) * state.computed_bytes(strategy) or waiting_bytes
     return replace(found, waiting_bytes=waiting_bytes)
@@ -129,10 +129,8 @@ def least_unit(
     pairs = dict.fromkeys((chain[p - 1].block if p else None, chain[p + 1].block if p + 1 < len(chain) else None) for p in at)  # fmt: skip
     sizes = {b: None if b is None else _sizes(works, strategy, b, NO_NAMES) for pair in pairs for b in pair}
     beside = most_beside([Beside(), *(beside_of(sizes[ahead], sizes[behind]) for ahead, behind in pairs)])
-    later = NO_NAMES
-    if state.gradient_level(strategy) >= 2:  # else those are summed up beside others
-        ties = {p.tied for link in chain[at[0] + 1 :] for p in works.graph.blocks[link.block].parameters}
-        later = frozenset(p.name for p in works.graph.blocks[block].parameters if p.tied and p.tied in ties)
+    ties = {p.tied for link in chain[at[0] + 1 :] for p in works.graph.blocks[link.block].parameters}
+    later = frozenset(p.name for p in works.graph.blocks[block].parameters if p.tied and p.tied in ties)
     return _unit(works, strategy, work, block, reduce, dropped, later, beside)
 
 

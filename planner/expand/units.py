@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from autoparallel.costmodel.graph import ITEM_BYTES, Block, ModelGraph, Parameter
+from autoparallel.costmodel.graph import Block, ModelGraph, Parameter
 from autoparallel.costmodel.program import BlockWork, Collective
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.beside import Beside, whole_gradients
 from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, ending_reduction, glue_peak
-from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.strategy.types import Strategy
 
 
@@ -50,7 +49,7 @@ def as_unit(
     """
     whole, item = whole_gradients(reduce), state.computed_bytes(strategy)
     if state.gradient_level(strategy) < 2:
-        return _summed_up(work, block, whole, (), strategy, beside, (), glue=False)
+        return _summed_up(work, whole, strategy, beside, root=0)
     standing = work.backward_temp_bytes if work.standing_temp_bytes is None else work.standing_temp_bytes
     gathered = 0 if work.gather is None else work.gather.size_bytes
     if backward is not None and experts:
@@ -82,7 +81,7 @@ def as_glue(
     too, and whose gradients that has made before."""
     whole = whole_gradients(reduce)
     if state.gradient_level(strategy) < 2:
-        return _summed_up(work, block, whole, dropped, strategy, beside, twice, glue=True)
+        return _summed_up(work, whole, strategy, beside, root=_root_numbers(work, block, dropped))
     gathered = 0 if work.gather is None else work.gather.size_bytes
     root = root_bytes(work, block, dropped, strategy) if state.zero_level(strategy) == 3 else 0
     glue = replace(_glue(work, block, dropped, strategy, twice), ending=beside.ending)
@@ -120,31 +119,23 @@ def _forward_temp(
     return max(temp - beside.coming, work.forward_temp_bytes)
 
 
-def _summed_up(
-    work: BlockWork, block: Block, whole: int, dropped: Collection[str], strategy: Strategy, beside: Beside,
-    twice: Collection[str], *, glue: bool,
-) -> BlockWork:  # fmt: skip
+def _summed_up(work: BlockWork, whole: int, strategy: Strategy, beside: Beside, *, root: int) -> BlockWork:
     """Where gradients are reduced once a step. In the dtype in which they are summed up autograd adds each at once; in another one those
-    of a micro-batch stand beside what has been summed up until the unit is through, and the root unit's, which wait for one
-    another, all along."""
+    of a micro-batch stand beside what has been summed up until the unit is through, and those of the root unit (`root` numbers) until
+    the pass is over."""
     standing, item = work.backward_temp_bytes, state.computed_bytes(strategy)
-    root = _root_numbers(work, block, dropped) if glue else 0
-    rooted_numbers, own, counted = root, work.parameters - root, 0
-    if state.adds_at_once(strategy):
-        root = 0
-    else:
-        counted = _counted_bytes(work, block, dropped, twice, strategy) if glue else 0
-        standing = max((work.standing_temp_bytes or standing) - counted, 0)
+    if not state.adds_at_once(strategy):
+        standing = work.standing_temp_bytes or standing
     if (
         not beside.reduced
     ):  # the first to be reduced, when all that was summed up still stands; the root unit is the last
-        trained = work.trainable - (0 if beside.alone else rooted_numbers)
+        trained = work.trainable - (0 if beside.alone else root)
         whole -= (work.trainable - trained) * state.dtype_bytes(strategy.execution.grad_dtype)
         # What this micro-batch made has been added by then, and the unit's parameters have gone; each rank's share comes.
         share = 0 if state.keeps_share_of_gradients(strategy) else whole // state.shard_ranks(strategy)
-        gone = (trained + max(own, 0)) * item
-        standing = max(standing, work.left_bytes - counted + whole + share - gone)
-    return replace(work, backward_temp_bytes=standing, buffer_bytes=work.buffer_bytes + root * item)
+        gone = (trained + max(work.parameters - root, 0)) * item
+        standing = max(standing, work.left_bytes + whole + share - gone)
+    return replace(work, backward_temp_bytes=standing)
 
 
 def _glue(
@@ -297,16 +288,6 @@ def passing_bytes(
     if passing and not repeated:
         passing -= _root_numbers(work, block, dropped) * dense
     return max(passing, 0)
-
-
-def _counted_bytes(
-    work: BlockWork, block: Block, dropped: Collection[str], twice: Collection[str], strategy: Strategy
-) -> int:
-    """Of the gradients that a block of glue makes what the root unit's are counted for all along: all but second ones."""
-    numel = sum(p.numel for p in _rooted(block) if p.trainable and p.name not in twice)
-    whole = sum(p.numel for p in block.parameters if p.name not in dropped)
-    share = work.parameters / whole if whole else 1.0 / strategy.mesh.tp
-    return int(numel * share) * ITEM_BYTES[TENSOR_DTYPE[strategy.execution.dtype]]
 
 
 def _rooted(block: Block) -> list[Parameter]:
