@@ -76,7 +76,7 @@ def glue_peak(glue: Glue, moments: Sequence[Moment], *, before: int) -> int:
 
     When a module is through, its parameters go, and what was reduced last; its gradients are copied into what is reduced; that
     makes a share, beside which the last gradient still stands. FSDP2 hears of that by the gradients of what the module was given;
-    where these have none (look-ups of tokens) all is over first. Last comes what is reduced at the end.
+    where these have none (look-ups of tokens) all is over first, and the root unit is reduced before them.
     """
     passing = glue.coming is Coming.PASSING
     standing = _Standing(parameters={u.module: u.whole for u in glue.units} if passing else {})
@@ -97,11 +97,16 @@ def glue_peak(glue: Glue, moments: Sequence[Moment], *, before: int) -> int:
                 waiting[unit.module] = unit
     for name in glue.twice:  # added to the first ones
         standing.gradients.pop(name, None)
+    if glue.ending is not None:
+        standing.reduction = -before
+        peak = max(peak, after - counted + standing.total() + ending_reduction(glue.ending, glue.coming))
+        for name in glue.ending.names:
+            standing.gradients.pop(name, None)
+        standing.shares += glue.ending.share if glue.makes else 0
     for unit in waiting.values():
         peak = max(peak, after - counted + standing.reduce(unit, before, makes=glue.makes))
     standing.reduction = -before
-    left = after + standing.total() - counted
-    return max(peak, left + (ending_reduction(glue.ending, glue.coming) if glue.ending else 0))
+    return max(peak, after + standing.total() - counted)
 
 
 def ending_reduction(unit: GlueUnit, coming: Coming) -> int:

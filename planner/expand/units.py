@@ -135,6 +135,12 @@ def _summed_up(work: BlockWork, whole: int, strategy: Strategy, beside: Beside, 
         share = 0 if state.keeps_share_of_gradients(strategy) else whole // state.shard_ranks(strategy)
         gone = (trained + max(work.parameters - root, 0)) * item
         standing = max(standing, work.left_bytes + whole + share - gone)
+    if (
+        beside.ending and not beside.alone
+    ):  # of what was summed up for it the last still stands beside its share
+        unit, summed = beside.ending, state.dtype_bytes(strategy.execution.grad_dtype)
+        share = max(unit.share - unit.reduced + unit.last * summed // item, 0)
+        standing = max(standing, work.left_bytes + unit.reduced + share - 2 * unit.whole)
     return replace(work, backward_temp_bytes=standing)
 
 

@@ -81,11 +81,14 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+HALVES = Pipeline(schedule="1f1b", stage_blocks=(1, 1))
 UNITS = {
     "modules beside the blocks, each when it is through": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2, pp=2), 3, 1)),
     "shares beside what is summed over replicas": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2, dp_replicate=2), 3, 1)),
     "tied tensors, in the end": ("gpt2", _sharded(Mesh(dp_shard=2), 3, 1)),
     "tied tensors whose gradients are summed up in another dtype": ("gpt2", _sharded(Mesh(dp_shard=4), 1, 1, SUMMED)),
+    "tied tensors of the last stage, when it is over": ("gpt2", replace(_sharded(Mesh(dp_shard=2, pp=2), 3, 1), pipeline=HALVES)),
+
     "parameters beside what they came in": ("bert-base", _sharded(Mesh(dp_shard=2, dp_replicate=2), 1, 1)),
     "gradients that are added at once": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 1, 3)),
     "two micro-batches, of which the first has no gradients and the last lets parameters go": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 2, 2)),
