@@ -126,18 +126,16 @@ def _summed_up(work: BlockWork, whole: int, strategy: Strategy, beside: Beside, 
     standing, item = work.backward_temp_bytes, state.computed_bytes(strategy)
     if not state.adds_at_once(strategy):
         standing = work.standing_temp_bytes or standing
-    if (
-        not beside.reduced
-    ):  # the first to be reduced, when all that was summed up still stands; the root unit is the last
+    if not beside.reduced:  # the first to be reduced, when all that was summed up still stands
+        # The root unit is the last one.
         trained = work.trainable - (0 if beside.alone else root)
         whole -= (work.trainable - trained) * state.dtype_bytes(strategy.execution.grad_dtype)
         # What this micro-batch made has been added by then, and the unit's parameters have gone; each rank's share comes.
         share = 0 if state.keeps_share_of_gradients(strategy) else whole // state.shard_ranks(strategy)
         gone = (trained + max(work.parameters - root, 0)) * item
         standing = max(standing, work.left_bytes + whole + share - gone)
-    if (
-        beside.ending and not beside.alone
-    ):  # of what was summed up for it the last still stands beside its share
+    if beside.ending and not beside.alone:
+        # Of what was summed up for the root unit the last tensor still stands beside its share.
         unit, summed = beside.ending, state.dtype_bytes(strategy.execution.grad_dtype)
         share = max(unit.share - unit.reduced + unit.last * summed // item, 0)
         standing = max(standing, work.left_bytes + unit.reduced + share - 2 * unit.whole)
