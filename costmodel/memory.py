@@ -139,7 +139,7 @@ def _weight_saved(block: BlockWork) -> int:
 
 def _gather_bytes(block: BlockWork) -> int:
     gathers = (block.gather, block.expert_gather)
-    return sum(gather.size_bytes for gather in gathers if gather is not None)
+    return sum(gather.size_bytes for gather in gathers if gather is not None) - block.rooted_bytes
 
 
 def _message_bytes(block: BlockWork) -> int:

@@ -121,7 +121,7 @@ class BlockWork:
     `made_bytes` are gradients that are there once its backward is over, and not before; `passing_bytes` parameters that come
     with its forward and go with its backward: both of a step's only micro-batch, and parts of the stage's state.
     `waiting_bytes` are gradients that its backward leaves to be added to those of an earlier link of the stage, which has the
-    same tensors. `gather` brings in ZeRO-3 parameters before forward and again before
+    same tensors. Of what it gathers, `rooted_bytes` stand all through a pass, and are counted in `buffer_bytes`. `gather` brings in ZeRO-3 parameters before forward and again before
     backward, `expert_gather` those of experts; `reduce` is the block's share of gradient synchronisation, in the
     order in which it runs. Parameter counts are this device's after tensor, expert and pipeline sharding and
     before ZeRO; `expert_*` are the part of them that is synchronised over other ranks (`mesh.ep` > 1).
@@ -141,6 +141,7 @@ class BlockWork:
     waiting_bytes: int = 0
     made_bytes: int = 0
     passing_bytes: int = 0
+    rooted_bytes: int = 0
     parameters: int = 0  # numbers, not bytes
     trainable: int = 0
     trainable_tensors: int = 0

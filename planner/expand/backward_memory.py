@@ -17,12 +17,25 @@ OWN_SCORE_GRADIENTS = 2  # in torch's own kernel, which scales its inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One kernel of a backward pass: bytes above what was kept, gradients of weights left out, while it runs and when it is over;
+    gradients that it makes, by parameter. `flows`: it makes gradients of activations."""
+
+    module: str
+    flows: bool
+    running: int
+    after: int
+    made: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardBytes:
     """Of a backward pass, above what was kept."""
 
     passing: int  # its peak where a weight's gradient is gone when the next one is made
     standing: int  # where they all stand until the pass is over
     left: int  # then: they, and the gradients of the block's inputs
+    moments: tuple[Moment, ...]  # in their order
 
 
 def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> BackwardBytes:
@@ -38,6 +51,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
         remaining |= {f"returned:{s}": b for s, b in returned.items() if s not in kept}
         first |= {f"returned:{s}": -1 for s in returned}
     standing = peak = sum(live.values()) + sum(remaining.values())
+    before, moments = sum(kept.values()), list[Moment]()
     made, handed_out = dict[str, int](), _handed_out(local, units)  # gradients of weights; see there
     for n in range(len(units) - 1, -1, -1):
         unit, weights = units[n], _weight_gradients(local, units[n])
@@ -59,10 +73,15 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             live.pop(index.block.operators[op].name, None)
             live = {s: b for s, b in live.items() if index.producer.get(s) != op}
         remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
-    before, left = sum(kept.values()), sum(live.values()) + sum(remaining.values()) + sum(made.values())
+        after = sum(live.values()) + sum(remaining.values()) - before
+        module = index.block.operators[unit.ops[0]].module
+        flows = any(v in index.needs_grad and index.is_activation(v) for v in unit.inputs)
+        moments.append(Moment(module=module, flows=flows, running=beside - before, after=after, made=weights))
+    left = sum(live.values()) + sum(remaining.values()) + sum(made.values())
     return BackwardBytes(
-        passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before
-    )
+        passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before,
+        moments=tuple(moments),
+    )  # fmt: skip
 
 
 def _weight_gradients(local: LocalBlock, unit: Unit) -> dict[str, int]:

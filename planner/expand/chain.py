@@ -79,12 +79,13 @@ class Ties:
 
     `dropped[position]`: names at that link that stand on the same rank already. `crossing`: (stage, tie) of
     tensors that live on several ranks, whose gradients must be summed. `again[position]`: names at that link of tensors that an
-    earlier link of the same stage has.
+    earlier link of the same stage has; `later[position]`: that a later one has.
     """
 
     dropped: dict[int, frozenset[str]]
     crossing: tuple[tuple[int, str], ...]
     again: dict[int, frozenset[str]]
+    later: dict[int, frozenset[str]]
 
 
 def find_ties(
@@ -111,4 +112,15 @@ def find_ties(
     return Ties(
         dropped={p: frozenset(n) for p, n in dropped.items()}, crossing=tuple(sorted(crossing)),
         again={p: frozenset(n) for p, n in again.items()},
+        later={p: names for positions in stages for p, names in _used_later(graph, positions).items()},
     )  # fmt: skip
+
+
+def _used_later(graph: ModelGraph, positions: Sequence[int]) -> dict[int, frozenset[str]]:
+    """Names at each link of tensors that a later one of these links has."""
+    found, seen = dict[int, frozenset[str]](), set[str]()
+    for position in reversed(positions):
+        tied = [p for p in graph.blocks[graph.chain[position].block].parameters if p.tied]
+        found[position] = frozenset(p.name for p in tied if p.tied in seen)
+        seen |= {p.tied for p in tied if p.tied}
+    return found

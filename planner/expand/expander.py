@@ -20,16 +20,15 @@ from autoparallel.planner.expand.chain import (
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
+from autoparallel.planner.expand.places import Place, placed_unit, stage_places, without
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
-from autoparallel.planner.expand.units import as_cast_unit, as_unit, whole_gradients, with_coming_and_going
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
 MIB = state.MIB
-NO_NAMES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -155,14 +154,13 @@ class Expander:
         found = []
         for stage, positions in enumerate(ranges):
             links = self._links(strategy, positions, full[stage])
-            dropped = tuple(ties.dropped.get(p, NO_NAMES) for p in positions)
+            placed = stage_places(self.graph, positions, ties, strategy)
             crossing = tuple(tie for s, tie in ties.crossing if s == stage)
             last = stage == chunks - 1
             back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
-            again = tuple(ties.again.get(p, NO_NAMES) for p in positions)
-            key = (links, dropped, again, crossing, last, back)
+            key = (links, placed, crossing, last, back)
             if key not in made:
-                each = tuple(zip(links, dropped, again, strict=True))
+                each = tuple(zip(links, placed, strict=True))
                 for one in each:
                     if one not in alike:
                         alike[one] = self._synchronised(strategy, *one)
@@ -192,20 +190,12 @@ class Expander:
             found.append((link.block, mode))
         return tuple(found)
 
-    def _synchronised(
-        self, strategy: Strategy, link: tuple[int, str], dropped: frozenset[str], again: frozenset[str]
-    ) -> BlockWork:
+    def _synchronised(self, strategy: Strategy, link: tuple[int, str], place: Place) -> BlockWork:
         work = self.work(strategy, *link)
         if fetches(strategy):
-            return self.fetched(strategy, work, link[0], dropped)
+            return self.fetched(strategy, work, link[0], place.dropped)
         parameters = work.parameters
-        if dropped:
-            gone = self._held_of(strategy, link[0], dropped)
-            work = replace(
-                work, parameters=work.parameters - sum(n for n, _ in gone),
-                trainable=work.trainable - sum(n for n, trainable in gone if trainable),
-                trainable_tensors=work.trainable_tensors - sum(part[1] for part in gone),
-            )  # fmt: skip
+        work = without(self.works, strategy, work, link[0], place.dropped)
         if strategy.execution.fsdp2:  # which gathers a tied tensor once
             parameters = work.parameters
         gather, expert_gather = state.gathers_of(parameters, work.expert_parameters, strategy)
@@ -214,56 +204,9 @@ class Expander:
             *state.reduction_of(work.trainable, strategy, work.expert_trainable),
         )
         work = replace(work, gather=gather, expert_gather=expert_gather)
-        work = self.as_unit(strategy, work, link[0], reduce, dropped)
         weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
-        waiting = sum(n for n, trainable in self._held_of(strategy, link[0], again) if trainable)
-        if strategy.execution.fsdp2 and strategy.micro_batches == 1:
-            repeated = any(one.block == link[0] and one.repeated for one in self.graph.chain)
-            block = self.graph.blocks[link[0]]
-            work = with_coming_and_going(work, block, dropped, strategy, repeated=repeated)
-        return replace(
-            work, reduce=reduce, backward_weight=weight,
-            waiting_bytes=waiting * state.waiting_gradient_bytes(strategy),
-        )  # fmt: skip
-
-    def _held_of(self, strategy: Strategy, block: int, names: frozenset[str]) -> list[tuple[int, bool]]:
-        """Numbers of these parameters on one device, and whether they are trained."""
-        if not names:
-            return []
-        plan = dict(self.tensor_plan(strategy).blocks[block].params)
-        return [
-            (p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1), p.trainable)
-            for p in self.graph.blocks[block].parameters
-            if p.name in names
-        ]
-
-    def as_unit(
-        self,
-        strategy: Strategy,
-        work: BlockWork,
-        block: int,
-        reduce: Sequence[Collective],
-        dropped: frozenset[str],
-    ) -> BlockWork:
-        """As `units.as_unit`."""
-        if not strategy.execution.fsdp2 or not state.zero_level(strategy):
-            return as_cast_unit(work, strategy)
-        position = next(i for i, link in enumerate(self.graph.chain) if link.block == block)
-        after, beside = self.graph.chain[position + 1 : position + 2], 0
-        if after:
-            behind = self.work(strategy, after[0].block, "none")
-            beside = whole_gradients(state.reduction_of(behind.trainable, strategy, behind.expert_trainable))
-        own, repeated = self.graph.blocks[block], self.graph.chain[position].repeated
-        twice = frozenset(
-            p.name for p in own.parameters
-            if p.tied and p.name not in dropped and self._uses(p.tied) > (1 if strategy.mesh.pp == 1 else 2)
-        )  # fmt: skip
-        return as_unit(work, own, reduce, dropped, strategy, repeated=repeated, beside=beside, twice=twice)
-
-    def _uses(self, tied: str) -> int:
-        """Links of the chain that hold a tied tensor. Of a pipeline one of two is on another stage."""
-        held = (self.graph.blocks[link.block].parameters for link in self.graph.chain)
-        return sum(any(p.tied == tied for p in parameters) for parameters in held)
+        work = placed_unit(self.works, strategy, work, link[0], reduce, place)
+        return replace(work, reduce=reduce, backward_weight=weight)
 
     def fetched(self, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]) -> BlockWork:
         """A block whose parameters are fetched one by one: nothing is gathered or reduced for it as a whole."""
@@ -281,7 +224,9 @@ class Expander:
         count = sum(p.numel for p in self.graph.blocks[block].parameters if p.name in names)
         if not count:
             return ()
-        size = count * state.dtype_bytes(strategy.execution.grad_dtype)
+        at_once = strategy.execution.fsdp2 and state.gradient_level(strategy) >= 2
+        item = state.computed_bytes(strategy) if at_once else state.dtype_bytes(strategy.execution.grad_dtype)
+        size = count * item
         return (Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp"),)
 
     def _send(self, strategy: Strategy, position: int) -> tuple[Collective, Collective | None]:

@@ -96,13 +96,18 @@ def keeps_share_of_gradients(strategy: Strategy) -> bool:
     return strategy.mesh.dp_replicate > 1 or execution.param_dtype != execution.grad_dtype
 
 
-def makes_gradients(strategy: Strategy) -> bool:
-    """Whether gradients are there only when they have been made: in a step's only micro-batch, and not where they are added
-    to buffers, over replicas or in another dtype than the parameters'."""
+def starts_without_gradients(strategy: Strategy) -> bool:
+    """Whether what the first micro-batch makes is the sum of gradients: not where they are added to buffers, over replicas or in
+    another dtype than the parameters'."""
     execution = strategy.execution
-    if not execution.fsdp2 or strategy.micro_batches > 1 or execution.param_dtype != execution.grad_dtype:
+    if not execution.fsdp2 or execution.param_dtype != execution.grad_dtype:
         return False
     return strategy.mesh.dp_replicate == 1 and (zero_level(strategy) > 0 or not shard_axes(strategy))
+
+
+def makes_gradients(strategy: Strategy) -> bool:
+    """Whether gradients are there only when they have been made: in a step's only micro-batch that starts without."""
+    return strategy.micro_batches == 1 and starts_without_gradients(strategy)
 
 
 def made_per_gradient(strategy: Strategy, shards: Shards) -> float:
@@ -119,6 +124,14 @@ def passing_per_parameter(strategy: Strategy, shards: Shards) -> int:
     return computed_bytes(strategy) if gathered else 0
 
 
+def adds_at_once(strategy: Strategy) -> bool:
+    """Whether autograd adds a micro-batch's gradients to whole ones that FSDP2 will reduce when the step ends (ZeRO-1): where the dtypes
+    of compute and of gradients are one."""
+    execution = strategy.execution
+    summed = execution.fsdp2 and zero_level(strategy) and gradient_level(strategy) < 2
+    return bool(summed) and computed_bytes(strategy) == dtype_bytes(execution.grad_dtype)
+
+
 def tied_gradient_bytes(execution: Execution) -> int:
     """Of a number of a tied tensor's gradient between the pipeline ranks that hold it: `auto_parallelize` adds up when the step
     ends, what then has the parameter's dtype."""
@@ -131,7 +144,7 @@ def waiting_gradient_bytes(strategy: Strategy) -> int:
     micro-batch of a step without replicas has no sum beside it yet, which is counted unless gradients are when they are made."""
     execution = strategy.execution
     if execution.kernels == "fused" or (execution.fsdp2 and zero_level(strategy)):
-        return 0
+        return computed_bytes(strategy) if execution.kernels != "fused" and adds_at_once(strategy) else 0
     if strategy.micro_batches == 1 and not dense_shards(strategy).summed and not makes_gradients(strategy):
         return 0
     return computed_bytes(strategy)

@@ -10,6 +10,7 @@ from autoparallel.costmodel.fusion import Unit
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.program import BlockWork
 from autoparallel.planner.expand.axes import tensor_stride
+from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.chain import carried_inputs, first_positions
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting
@@ -130,6 +131,15 @@ class LocalWorks:
                 passes = self._passes_of(strategy, block, replace(key, recompute=""))
                 self._works[key] = localize(passes, recompute)
         return self._works[key]
+
+    def backward(self, strategy: Strategy, block: int) -> BackwardBytes:
+        """The memory of a block's backward pass where nothing is recomputed."""
+        mesh, plan = strategy.mesh, self.tensor_plan(strategy).blocks[block]
+        ep = mesh.ep if plan.has_experts else 1
+        key = _WorkKey(
+            block, id(plan), strategy.batch.micro, mesh.tp, mesh.cp, ep, "", 0.0, strategy.execution
+        )
+        return self._passes_of(strategy, block, key).backward_bytes
 
     def _passes_of(self, strategy: Strategy, block: int, key: _WorkKey) -> Passes:
         if key not in self._passes:

@@ -341,7 +341,7 @@ class _Step:
         known, alone = self._lived[stage].get(action), self._strategy.mesh.pp == 1
         self._times[stage, action] += 1
         if known is not None and self._times[stage, action] == 2 and not alone:
-            known = replace(known, peak=known.peak - self._gradients[stage])
+            known = replace(known, peak=known.peak - self._gradients[stage] + self._buffers[stage])
         if known is not None and (alone or action != "F"):
             fuller = max(known, found, key=lambda live: live.peak + alone * live.begin)
             found = replace(fuller, kept=found.kept)

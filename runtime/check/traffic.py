@@ -85,8 +85,8 @@ def group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
             found[mesh.group(*axes).group_name] = " x ".join(axes)
     for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
         found[mesh.expert_axis(axis).get_group().group_name] = axis
-    alike = mesh.expert_replicas() if mesh.expert_mesh is not None else None
-    if alike is not None:  # ranks that hold the same experts
+    apart = mesh.expert_mesh is not None and not sharding_axes(mesh.sizes, zero)
+    if apart and (alike := mesh.expert_replicas()) is not None:  # ranks that hold the same experts
         sizes = {"dp_replicate": mesh.sizes.dp_replicate, EXPERT_SHARD: mesh.expert_axis(EXPERT_SHARD).size()}
         found[alike.group_name] = " x ".join(axis for axis, size in sizes.items() if size > 1)
     for group in mesh.levels or ():

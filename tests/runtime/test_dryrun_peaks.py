@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,14 +15,7 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
-from autoparallel.planner.strategy.types import (
-    Batch,
-    Execution,
-    Mesh,
-    Pipeline,
-    Shard,
-    Strategy,
-)
+from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
 from autoparallel.profiles import load_cluster
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -67,6 +61,19 @@ def test_gradients_of_experts_pass_one_by_one_and_of_shared_ones_together(ep: in
     assert_as_predicted(dry_run("mixtral-8x7b", {**MIXTRAL, "num_hidden_layers": 2}, strategy))
 
 
+def _sharded(mesh: Mesh, zero: int, micro_batches: int, execution: Execution = BF16, **more: Any) -> Strategy:
+    share = mesh.dp_replicate * mesh.dp_shard
+    pipeline = Pipeline(
+        schedule="1f1b" if mesh.pp > 1 else "none", stage_blocks=(2,) if mesh.pp == 1 else (0, 2)
+    )
+    return Strategy(
+        batch=Batch(global_=2 * share * micro_batches, micro=2), mesh=mesh, shard=Shard(zero=zero), execution=execution,
+        pipeline=pipeline, **more,
+    )  # fmt: skip
+
+
+SUMMED = replace(BF16, grad_dtype="fp32")
+CAST = replace(SUMMED, param_dtype="fp32")
 LLAMA = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -74,6 +81,36 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+HALVES = Pipeline(schedule="1f1b", stage_blocks=(1, 1))
+UNITS = {
+    "modules beside the blocks, each when it is through": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2, pp=2), 3, 1)),
+    "shares beside what is summed over replicas": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2, dp_replicate=2), 3, 1)),
+    "tied tensors, in the end": ("gpt2", _sharded(Mesh(dp_shard=2), 3, 1)),
+    "tied tensors whose gradients are summed up in another dtype": ("gpt2", _sharded(Mesh(dp_shard=4), 1, 1, SUMMED)),
+    "tied tensors of the last stage, when it is over": ("gpt2", replace(_sharded(Mesh(dp_shard=2, pp=2), 3, 1), pipeline=HALVES)),
+
+    "parameters beside what they came in": ("bert-base", _sharded(Mesh(dp_shard=2, dp_replicate=2), 1, 1)),
+    "gradients that are added at once": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 1, 3)),
+    "two micro-batches, of which the first has no gradients and the last lets parameters go": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 2, 2)),
+    "copies in the dtype of compute": ("llama-3.1-8b", _sharded(Mesh(dp_replicate=2), 0, 3, CAST)),
+    "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
+    "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
+    "experts inside a block": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="full"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "strategy"), UNITS.values(), ids=UNITS.keys())
+def test_units_of_fsdp2_hold_what_is_predicted(name: str, strategy: Strategy) -> None:
+    sizes = {
+        "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 8192},
+        "bert-base": {"num_hidden_layers": 2, "vocab_size": 512},
+        "mixtral-8x7b": {**MIXTRAL, "num_hidden_layers": 3},
+        "llama-3.1-8b": {**LLAMA, "vocab_size": 8192},
+    }[name]
+    if name == "mixtral-8x7b":
+        strategy = replace(strategy, pipeline=Pipeline(stage_blocks=(3,)))
+    found = dry_run(name, sizes, strategy)
+    assert_as_predicted(found, rel=0.025)
 
 
 def test_parts_of_norms_gradients_are_summed_over_tp_whenever_gradients_are_reduced() -> None:

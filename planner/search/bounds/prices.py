@@ -20,6 +20,7 @@ from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.one_by_one import fetches
+from autoparallel.planner.expand.places import least_unit
 from autoparallel.planner.search.partition.problem import Row
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
@@ -176,8 +177,13 @@ class PriceBook:
         # out: prices of settings are made without ZeRO, and serve all of its levels.
         if not one_by_one and state.zero_level(strategy):
             names = frozenset(p.name for p in tied)
-            unit = self.expander.as_unit(strategy, replace(work, gather=both[0]), block, reduction, names)
-            work = replace(unit, gather=None)
+            bare = replace(
+                work, gather=both[0], expert_gather=both[1], parameters=parameters, trainable=trainable
+            )
+            unit = least_unit(self.expander.works, strategy, bare, block, reduction, names)
+            work = replace(
+                unit, gather=None, expert_gather=None, parameters=work.parameters, trainable=work.trainable
+            )
         contended = self._contended_s(strategy, block, work, axes, (*gathers, *reduction))
         whole = [c.size_bytes for c in reduction if c.op is CollectiveOp.REDUCE_SCATTER]
         return BlockPrice(
@@ -186,7 +192,7 @@ class PriceBook:
             weight_s=weight_s,
             gather_s=sum(self.pricer.collective_s(gather, axes) for gather in gathers),
             reduce_s=0.0 if one_by_one else self._reduce_s(trainable, work.expert_trainable, strategy, axes),
-            gather_bytes=sum(gather.size_bytes for gather in gathers),
+            gather_bytes=sum(gather.size_bytes for gather in gathers) - work.rooted_bytes,
             reduce_bytes=sum(whole) if state.gradient_level(strategy) >= 2 else 0,
             parameters=parameters,
             trainable=trainable,

@@ -1,0 +1,181 @@
+"""Units of FSDP2 where they stand: of a known partition beside their neighbours in the stage, else the least of all places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.program import BlockWork, Collective
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.beside import Beside, LinkSizes, beside_of, link_sizes, most_beside
+from autoparallel.planner.expand.chain import Ties
+from autoparallel.planner.expand.glue import GlueUnit
+from autoparallel.planner.expand.units import (
+    as_cast_unit,
+    as_glue,
+    as_unit,
+    joined,
+    last_reduction,
+    passing_bytes,
+    root_bytes,
+    root_unit,
+    rooted,
+    with_coming_and_going,
+)
+from autoparallel.planner.expand.works import LocalWorks
+from autoparallel.planner.strategy.types import Strategy
+
+NO_NAMES: frozenset[str] = frozenset()
+Neighbour = tuple[int, frozenset[str]]  # a block, and the names of its parameters that are not there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A link in its stage: names of its parameters that its rank holds already (`dropped`), and of tensors that an earlier (`again`) or
+    a `later` link of the stage has, too; the links `ahead` of it and `behind` it, where it matters what stands beside it. The first one of
+    a stage has all links of glue in `ending`, as the root unit is reduced when it has run back."""
+
+    dropped: frozenset[str] = NO_NAMES
+    again: frozenset[str] = NO_NAMES
+    later: frozenset[str] = NO_NAMES
+    ahead: Neighbour | None = None
+    behind: Neighbour | None = None
+    ending: tuple[Neighbour, ...] = ()
+
+
+def stage_places(graph: ModelGraph, positions: range, ties: Ties, strategy: Strategy) -> tuple[Place, ...]:
+    """The places of a stage's links."""
+    dropped = [ties.dropped.get(p, NO_NAMES) for p in positions]
+    places = [
+        Place(dropped=names, again=ties.again.get(p, NO_NAMES), later=ties.later.get(p, NO_NAMES))
+        for p, names in zip(positions, dropped, strict=True)
+    ]
+    if not places or not _in_units(strategy):
+        return tuple(places)
+    links = [(graph.chain[p].block, names) for p, names in zip(positions, dropped, strict=True)]
+    glue = [link for p, link in zip(positions, links, strict=True) if not graph.chain[p].repeated]
+    between = zip(places, [None, *links[:-1]], [*links[1:], None], strict=True)
+    first, *others = [replace(place, ahead=ahead, behind=behind) for place, ahead, behind in between]
+    return (replace(first, ending=tuple(glue)), *others)
+
+
+def held_of(
+    works: LocalWorks, strategy: Strategy, block: int, names: frozenset[str]
+) -> list[tuple[int, bool]]:
+    """Numbers of these parameters on one device, and whether they are trained."""
+    if not names:
+        return []
+    plan = dict(works.tensor_plan(strategy).blocks[block].params)
+    return [
+        (p.numel // (strategy.mesh.tp if plan[p.name].startswith("S") else 1), p.trainable)
+        for p in works.graph.blocks[block].parameters
+        if p.name in names
+    ]
+
+
+def without(
+    works: LocalWorks, strategy: Strategy, work: BlockWork, block: int, dropped: frozenset[str]
+) -> BlockWork:
+    """A block's work without the parameters that its rank holds already."""
+    if not dropped:
+        return work
+    gone = held_of(works, strategy, block, dropped)
+    return replace(
+        work, parameters=work.parameters - sum(n for n, _ in gone),
+        trainable=work.trainable - sum(n for n, trainable in gone if trainable),
+        trainable_tensors=work.trainable_tensors - sum(trainable for _, trainable in gone),
+    )  # fmt: skip
+
+
+def placed_unit(
+    works: LocalWorks, strategy: Strategy, work: BlockWork, block: int, reduce: Sequence[Collective], place: Place
+) -> BlockWork:  # fmt: skip
+    """The memory of a link's work (without what is dropped) as a unit in its place."""
+    if not strategy.execution.fsdp2:
+        waiting = held_of(works, strategy, block, place.again)
+        return replace(work, waiting_bytes=_trained(waiting) * state.waiting_gradient_bytes(strategy))
+    repeated = _repeated(works.graph, block)
+    if _in_units(strategy):
+        ahead, behind = (one and _sizes(works, strategy, *one) for one in (place.ahead, place.behind))
+        beside = beside_of(ahead, behind, _ending(works, strategy, place.ending))
+        found = _unit(works, strategy, work, block, reduce, place.dropped, place.later, beside)
+    else:
+        found = as_cast_unit(work, strategy)
+    if strategy.micro_batches == 1:
+        own = works.graph.blocks[block]
+        found = with_coming_and_going(found, own, place.dropped, strategy, repeated=repeated)
+    waiting = held_of(works, strategy, block, place.again - place.later)
+    waiting_bytes = _trained(waiting) * state.waiting_gradient_bytes(strategy)
+    if not repeated and _in_units(strategy) and not state.adds_at_once(strategy):
+        root = held_of(works, strategy, block, rooted(works.graph.blocks[block]) - place.later)
+        waiting_bytes = _trained(root) * state.computed_bytes(strategy) or waiting_bytes
+    return replace(found, waiting_bytes=waiting_bytes)
+
+
+def least_unit(
+    works: LocalWorks,
+    strategy: Strategy,
+    work: BlockWork,
+    block: int,
+    reduce: Sequence[Collective],
+    dropped: frozenset[str],
+) -> BlockWork:
+    """The memory of a block's work as a unit, no more of it than in any place that the block may have."""
+    if not _in_units(strategy):
+        return work
+    chain = works.graph.chain
+    at = [position for position, link in enumerate(chain) if link.block == block]
+    pairs = dict.fromkeys((chain[p - 1].block if p else None, chain[p + 1].block if p + 1 < len(chain) else None) for p in at)  # fmt: skip
+    sizes = {b: None if b is None else _sizes(works, strategy, b, NO_NAMES) for pair in pairs for b in pair}
+    beside = most_beside([Beside(), *(beside_of(sizes[ahead], sizes[behind]) for ahead, behind in pairs)])
+    ties = {p.tied for link in chain[at[0] + 1 :] for p in works.graph.blocks[link.block].parameters}
+    later = frozenset(p.name for p in works.graph.blocks[block].parameters if p.tied and p.tied in ties)
+    return _unit(works, strategy, work, block, reduce, dropped, later, beside)
+
+
+def _unit(
+    works: LocalWorks, strategy: Strategy, work: BlockWork, block: int, reduce: Sequence[Collective],
+    dropped: frozenset[str], later: frozenset[str], beside: Beside,
+) -> BlockWork:  # fmt: skip
+    """As `units.as_unit` and `units.as_glue`."""
+    own = works.graph.blocks[block]
+    if not _repeated(works.graph, block):
+        backward = works.backward(strategy, block)
+        return as_glue(work, own, reduce, dropped, strategy, beside=beside, backward=backward, twice=later)
+    params = works.tensor_plan(strategy).blocks[block].params if state.expert_shards(strategy).zero else ()
+    experts = [name for name, placement in params if placement.startswith("E")]
+    inside = works.backward(strategy, block) if experts else None
+    return as_unit(work, own, reduce, strategy, beside=beside, backward=inside, experts=experts)
+
+
+def _ending(works: LocalWorks, strategy: Strategy, glue: Sequence[Neighbour]) -> GlueUnit | None:
+    """The root unit of a stage with these links of glue."""
+    units = [
+        root_unit(without(works, strategy, works.work(strategy, block, "none"), block, names), works.graph.blocks[block], names, strategy)
+        for block, names in glue
+    ]  # fmt: skip
+    trained = [unit for unit in units if unit.reduced]
+    return joined(trained) if trained else None
+
+
+def _in_units(strategy: Strategy) -> bool:
+    """Whether FSDP2 shards parameters, unit by unit."""
+    return strategy.execution.fsdp2 and state.zero_level(strategy) > 0
+
+
+def _sizes(works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset[str]) -> LinkSizes:
+    work = without(works, strategy, works.work(strategy, block, "none"), block, dropped)
+    own, repeated = works.graph.blocks[block], _repeated(works.graph, block)
+    root = 0 if repeated or state.zero_level(strategy) < 3 else root_bytes(work, own, dropped, strategy)
+    passing = passing_bytes(work, own, dropped, strategy, repeated=repeated)
+    stands = None if repeated else last_reduction(work, own, dropped, strategy)
+    return link_sizes(work, strategy, stands=stands, root=root, passing=passing, repeated=repeated)
+
+
+def _repeated(graph: ModelGraph, block: int) -> bool:
+    return any(graph.chain[position].block == block for position in graph.repeated_positions)
+
+
+def _trained(held: Sequence[tuple[int, bool]]) -> int:
+    return sum(numbers for numbers, trainable in held if trainable)
