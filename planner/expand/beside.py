@@ -34,7 +34,8 @@ class Beside:
     """Bytes: of the last reduction (of the link behind), which goes when gradients of this link are reduced; of what is gathered for the
     link ahead, which runs back next; of parameters that come with the link behind; and of what those of the link ahead came
     in. `inside`: what the walk adds for both neighbours of units that are reduced and gathered while those run. `ending`: the root unit
-    of the stage, beside its first link, the last to run back. `alone`: no other link is in the stage."""
+    of the stage, beside its first link, the last to run back; `gone`, what repeated blocks have freed by then where gradients are summed
+    up: those, and parameters. `alone`: no other link is in the stage."""
 
     reduced: int = 0
     gathered: int = 0
@@ -42,6 +43,7 @@ class Beside:
     came: int = 0
     inside: int = 0
     ending: GlueUnit | None = None
+    gone: int = 0
     alone: bool = False
 
 

@@ -34,7 +34,7 @@ Neighbour = tuple[int, frozenset[str]]  # a block, and the names of its paramete
 class Place:
     """A link in its stage: names of its parameters that its rank holds already (`dropped`), and of tensors that an earlier (`again`) or
     a `later` link of the stage has, too; the links `ahead` of it and `behind` it, where it matters what stands beside it. The first one of
-    a stage has all links of glue in `ending`, as the root unit is reduced when it has run back."""
+    a stage has all links in `ending`, as the root unit is reduced when they have run back."""
 
     dropped: frozenset[str] = NO_NAMES
     again: frozenset[str] = NO_NAMES
@@ -54,10 +54,9 @@ def stage_places(graph: ModelGraph, positions: range, ties: Ties, strategy: Stra
     if not places or not _in_units(strategy):
         return tuple(places)
     links = [(graph.chain[p].block, names) for p, names in zip(positions, dropped, strict=True)]
-    glue = [link for p, link in zip(positions, links, strict=True) if not graph.chain[p].repeated]
     between = zip(places, [None, *links[:-1]], [*links[1:], None], strict=True)
     first, *others = [replace(place, ahead=ahead, behind=behind) for place, ahead, behind in between]
-    return (replace(first, ending=tuple(glue)), *others)
+    return (replace(first, ending=tuple(links)), *others)
 
 
 def held_of(
@@ -99,6 +98,8 @@ def placed_unit(
     if _in_units(strategy):
         ahead, behind = (one and _sizes(works, strategy, *one) for one in (place.ahead, place.behind))
         beside = beside_of(ahead, behind, _ending(works, strategy, place.ending))
+        if beside.ending is not None and state.gradient_level(strategy) < 2:
+            beside = replace(beside, gone=_gone(works, strategy, place.ending[1:]))
         found = _unit(works, strategy, work, block, reduce, place.dropped, place.later, beside)
     else:
         found = as_cast_unit(work, strategy)
@@ -149,11 +150,24 @@ def _unit(
     return as_unit(work, own, reduce, strategy, beside=beside, backward=inside, experts=experts)
 
 
-def _ending(works: LocalWorks, strategy: Strategy, glue: Sequence[Neighbour]) -> GlueUnit | None:
-    """The root unit of a stage with these links of glue."""
+def _gone(works: LocalWorks, strategy: Strategy, links: Sequence[Neighbour]) -> int:
+    """Of repeated blocks that have been reduced what stood all along: summed gradients, of which shares may be left, and parameters."""
+    summed, ranks = state.dtype_bytes(strategy.execution.grad_dtype), state.shard_ranks(strategy)
+    left = 0 if state.keeps_share_of_gradients(strategy) else 1
+    found = 0
+    for block in (block for block, _ in links if _repeated(works.graph, block)):
+        work = works.work(strategy, block, "none")
+        found += work.trainable * summed * (ranks - left) // ranks
+        found += work.parameters * state.computed_bytes(strategy)
+    return found
+
+
+def _ending(works: LocalWorks, strategy: Strategy, links: Sequence[Neighbour]) -> GlueUnit | None:
+    """The root unit of a stage with these links."""
     units = [
         root_unit(without(works, strategy, works.work(strategy, block, "none"), block, names), works.graph.blocks[block], names, strategy)
-        for block, names in glue
+        for block, names in links
+        if not _repeated(works.graph, block)
     ]  # fmt: skip
     trained = [unit for unit in units if unit.reduced]
     return joined(trained) if trained else None

@@ -138,7 +138,7 @@ def _summed_up(work: BlockWork, whole: int, strategy: Strategy, beside: Beside, 
         # Of what was summed up for the root unit the last tensor still stands beside its share.
         unit, summed = beside.ending, state.dtype_bytes(strategy.execution.grad_dtype)
         share = max(unit.share - unit.reduced + unit.last * summed // item, 0)
-        standing = max(standing, work.left_bytes + unit.reduced + share - 2 * unit.whole)
+        standing = max(standing, work.left_bytes + unit.reduced + share - 2 * unit.whole - beside.gone)
     return replace(work, backward_temp_bytes=standing)
 
 
