@@ -15,6 +15,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.beside import Beside, whole_gradients
 from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, ending_reduction, glue_peak
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import Strategy
 
 
@@ -260,6 +261,8 @@ def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
     first = between - copied if state.starts_without_gradients(strategy) else between
     last = between - work.parameters * item
     made = (last, max(first, last), between)[min(strategy.micro_batches, 3) - 1]
+    if strategy.pipeline.schedule in SPLIT_BACKWARD:  # its gradients are made in passes of their own
+        made = 0
     return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied, made))
 
 
