@@ -46,7 +46,7 @@ class ExchangePrices:
     offloaded: Ints  # likewise of the share of the optimizer's state on the host
     group: Ints  # of what its smallest layer group has, which ZeRO-3 gathers at once
     most: Ints  # into `most_at_once`, of what its largest layer group has, which ZeRO-3 reduces at once
-    most_at_once: Floats  # powers of two, no less than that: nothing is faster than more at once
+    most_at_once: Floats  # the distinct ones
     experts: Ints  # of the parameters in experts that are apart
     syncs: tuple[GradSync, ...]  # by compression
     weights: Ints  # by compression: the number of how gathered parameters are encoded
@@ -67,14 +67,13 @@ class ExchangePrices:
             return np.asarray(np.unique(column, return_inverse=True)[1].reshape(-1)[prices.setting_of])
 
         at_once = np.maximum(columns["most_trainable"], 1) + columns["all_experts"]
-        with np.errstate(invalid="ignore"):
-            doubled = np.where(np.isfinite(at_once), np.exp2(np.ceil(np.log2(at_once))), 1.0)
+        at_once = np.where(np.isfinite(at_once), at_once, 1.0)
         weights = [one.weights for one in space.compressions]
         return ExchangePrices(
             problem=problem, space=space, prices=prices, book=book, groups=Groups.of(space, problem.cluster),
             sized=sizes_shared(space)[space.shapes.mesh],
             offloaded=np.unique(space.shapes.optimizer_offloaded, return_inverse=True)[1].reshape(-1),
-            group=by_shape(columns["group_parameters"]), most=by_shape(doubled), most_at_once=np.unique(doubled),
+            group=by_shape(columns["group_parameters"]), most=by_shape(at_once), most_at_once=np.unique(at_once),
             experts=by_shape(columns["all_experts"]),
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
             weights=np.array([weights.index(word) for word in weights]),
