@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from autoparallel.planner.sharding.costs import BlockCosts, Cost, total
 from autoparallel.planner.sharding.problem import BlockProblem, layout
 
+Ties = Sequence[Sequence[tuple[int, str]]]  # groups of (block, parameter) that are one tensor
+
 MOST_TIES = 3  # of `change_cost`
 
 

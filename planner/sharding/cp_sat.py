@@ -25,6 +25,7 @@ from autoparallel.planner.sharding.blocks import (
     BlockAnswer,
     NoTensorPlan,
     PricedBlock,
+    Ties,
     answer_of,
     change_cost,
     most,
@@ -54,7 +55,7 @@ class _Unknowns:
 
 def solve_by_cp_sat(
     blocks: Sequence[PricedBlock],
-    ties: Sequence[Sequence[tuple[int, str]]],
+    ties: Ties,
     memory_price: float | None = None,
 ) -> list[BlockAnswer]:
     """As `solver.solve_blocks`."""
@@ -186,9 +187,7 @@ def _what_is_fixed_stays(model: cp_model.CpModel, block: PricedBlock, unknown: _
         model.add(sum(x for a, x in unknown.place[name].items() if a == placement) == 1)
 
 
-def _tied_parameters_agree(
-    model: cp_model.CpModel, unknowns: Sequence[_Unknowns], ties: Sequence[Sequence[tuple[int, str]]]
-) -> None:
+def _tied_parameters_agree(model: cp_model.CpModel, unknowns: Sequence[_Unknowns], ties: Ties) -> None:
     for (block, name), *others in ties:
         first = unknowns[block].place[name]
         for other, alias in others:

@@ -15,6 +15,7 @@ from autoparallel.planner.sharding.blocks import (
     BlockAnswer,
     NoTensorPlan,
     PricedBlock,
+    Ties,
     answer_of,
     change_cost,
     most,
@@ -27,7 +28,6 @@ from autoparallel.planner.sharding.elimination import NoAssignment, Table, TooWi
 from autoparallel.planner.sharding.problem import Variant
 
 Rows = dict[tuple[str, ...], int]
-Ties = Sequence[Sequence[tuple[int, str]]]
 
 
 def solve_blocks(

@@ -27,7 +27,7 @@ from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
-from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, numbered
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.rules import NotShardable
 from autoparallel.planner.sharding.solve import TensorRequest
@@ -236,7 +236,7 @@ def settings_of(problem: Problem, shapes: Shapes) -> tuple[Floats, Ints]:
     columns = (*setting_columns(shapes), added_up(problem, shapes), shapes.micro)
     _, offloaded = np.unique(columns[OFFLOADED], return_inverse=True)
     others = (column.astype(np.int64, copy=False) for column in columns[1:])
-    first, rows = alike(numbered(offloaded.reshape(-1), *others))
+    first, rows = alike(offloaded.reshape(-1), *(alike(column)[1] for column in others))
     return np.stack([column[first].astype(np.float64) for column in columns], axis=1), rows
 
 

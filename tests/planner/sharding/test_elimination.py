@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.sharding import solve
-from autoparallel.planner.sharding.blocks import BlockAnswer, PricedBlock, off_stream, unsharded
+from autoparallel.planner.sharding.blocks import BlockAnswer, PricedBlock, Ties, off_stream, unsharded
 from autoparallel.planner.sharding.cp_sat import solve_by_cp_sat
 from autoparallel.planner.sharding.elimination import NoAssignment, Table, TooWide, Unknown, least_assignment
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
-from autoparallel.planner.sharding.solver import Ties, solve_blocks
+from autoparallel.planner.sharding.solver import solve_blocks
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_mlp, toy_transformer
