@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from autoparallel.runtime.monitor.record import Record
+    from autoparallel.runtime.monitor.slow_links import LinkHistory, SlowLink
 
 _MOST_RANKS = 16
 
@@ -51,6 +53,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     from autoparallel.runtime.monitor.stragglers import stragglers
 
     record = records[-1]
+    history, slow = links_of(record)
     measured, predicted = step_time_s(record), (record.start.get("predicted") or {}).get("step_time_s")
     return {
         "starts": len(records),
@@ -67,14 +70,43 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
             {"rank": s.rank, "share": s.share, "costs_s": s.costs_s, "words": str(s)}
             for s in stragglers([step["computing_s"] for step in record.steps], record.start["stages"])
         ],
+        "links": {
+            "bytes_per_s": history.rates(),
+            "slow": [
+                {
+                    "where": s.where,
+                    "ranks": s.ranks,
+                    "bytes_per_s": s.bytes_per_s,
+                    "costs_s": s.costs_s,
+                    "words": str(s),
+                }
+                for s in slow
+            ],
+        },
         "said": [entry["text"] for one in records for entry in one.said][-5:],
     }
+
+
+def links_of(record: Record) -> tuple[LinkHistory, list[SlowLink]]:
+    """What the links of a start passed, and those that are slow now."""
+    from autoparallel.runtime.monitor.slow_links import RECENT, LinkHistory, Passed
+    from autoparallel.runtime.monitor.stragglers import communicating_s
+
+    history = LinkHistory(int(record.start.get("shape", "1x1").partition("x")[2]))
+    slow: list[SlowLink] = []
+    usual_s = median([communicating_s(step) for step in record.steps[-RECENT:]]) if record.steps else 0.0
+    for entry in record.links:
+        history.add(Passed(pair=(a, b), size=size, seconds=s) for a, b, size, s in entry["passed"])
+        slow = history.slow(usual_s)
+    return history, slow
 
 
 def _shown(records: Sequence[Record]) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
+
+    from autoparallel.runtime.monitor.slow_links import rate_text
 
     found = summary(records)
     last = found["last"]
@@ -89,5 +121,8 @@ def _shown(records: Sequence[Record]) -> Group:
     for rank in ranks:
         times = [f"{last[key][rank]:.4g} s" for key in ("computing_s", "communicating_s", "waiting_s")]
         table.add_row(str(rank), *times, f"{last['memory_bytes'][rank] / 2**30:.2f} GiB")
-    lines = [one["words"] for one in (*found["stragglers"], *found["differences"])]
+    lines = [one["words"] for one in (*found["stragglers"], *found["links"]["slow"], *found["differences"])]
+    if rates := found["links"]["bytes_per_s"]:
+        passed = ", ".join(f"{rate_text(rate)} {kind}" for kind, rate in rates.items())
+        lines.append(f"a message passes at {passed}, each way")
     return Group(Text(head), table, *(Text(line) for line in (*lines, *found["said"])))

@@ -219,14 +219,11 @@ class Trainer:
                 predicted = simulate(self.model.program, cluster)
                 known = Expander(graph_from_json(graph.read_text(encoding="utf-8")), cluster)
                 timeline = program_timeline(*at_home(known, self.model.strategy))
-        about = {
-            "strategy": file.name,
-            "graph": graph.name,
-            "shape": f"{max(world // per_node, 1)}x{per_node}",
-        }
+        nodes = max(world // per_node, 1)
+        about = {"strategy": file.name, "graph": graph.name, "shape": f"{nodes}x{per_node}"}
         return Monitor(
             folder, self._all, self._clock, self._stage, about=about, predicted=predicted, step=self.step, options=options,
-            say=self._say, timeline=timeline,
+            say=self._say, timeline=timeline, per_node=per_node,
         )  # fmt: skip
 
     def _resume(self, *, from_memory: bool = True) -> bool:
@@ -317,10 +314,10 @@ class Trainer:
     def _after_step(self, loss: float, ids: list[int], begun: float, *, skipped: bool) -> None:
         self.step += 1
         self._samples.consume(skipped=skipped)
-        seconds = time.perf_counter() - begun
-        self._guards.end(seconds)
+        self._guards.end(seconds := time.perf_counter() - begun)
         if not skipped:
-            self._monitor.end(self.step, loss, seconds)
+            with self._guards.in_time():
+                self._monitor.end(self.step, loss, seconds)
         if self._on_step is not None:
             done = Step(number=self.step, loss=loss, ids=tuple(ids), seconds=seconds, skipped=skipped)
             self._on_step(done)
@@ -330,11 +327,13 @@ class Trainer:
         self._status.at("SIGNALS", self._stage)
         with self._guards.in_time():
             wish = Wish(int(self._all.most(self._signals.take())[0]))
-        if last or wish is not Wish.NOTHING or self.checkpoints.due(self.step):
+            saves = last or wish is not Wish.NOTHING or self.checkpoints.due(self.step)
+            equal = not saves or self._guards.equal(self.step)
+        if not equal:
+            self._roll_back(leave_out=False)
+            return False
+        if saves:
             self._status.at("SAVE", self._stage)
-            if not self._guards.equal(self.step):
-                self._roll_back(leave_out=False)
-                return False
             self.checkpoints.save(self.step, self._state(), extra={"ledger": self.ledger.state()})
         if self._peers_every and self.step % self._peers_every == 0:
             self.checkpoints.copy(self.step, self._state(), extra={"ledger": self.ledger.state()})

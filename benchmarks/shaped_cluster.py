@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -198,15 +198,26 @@ class Links:
             "burst", str(burst), "latency", "400ms",
         )  # fmt: skip
 
-    def reshape(self, rate: float) -> None:
-        """Every node's link at another rate."""
-        for number in range(self.shape.nodes):
+    def reshape(self, rate: float, nodes: Sequence[int] | None = None) -> None:
+        """The links of some nodes, or of all, at another rate."""
+        for number in range(self.shape.nodes) if nodes is None else nodes:
             switch = f"{self._prefix}s{number * (2 if self.shape.spine else 1) // self.shape.nodes}"
             self._shape(self.node(number), INTERFACE, rate, "replace")
             self._shape(switch, f"port{number}", rate, "replace")
 
+    def part(self, node: int) -> None:
+        """A node's link goes down."""
+        _ip("-n", self.node(node), "link", "set", INTERFACE, "down")
+
     def launch(self, *command: str) -> None:
         """Run `command` on every rank, with what torchrun would tell it; its output where it fails."""
+        outputs = self.start(*command)()
+        failed = [text for code, text in outputs if code]
+        if failed:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{failed[0][-3000:]}")
+
+    def start(self, *command: str) -> Callable[[], list[tuple[int, str]]]:
+        """Start `command` on every rank; what waits for them, and gives the status and the output of each."""
         shape, threads = self.shape, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "dumb"}
         for rank in range(shape.ranks):
             node, local = divmod(rank, shape.per_node)
@@ -221,11 +232,13 @@ class Links:
                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
                 )
             )  # fmt: skip
+        return self._ended
+
+    def _ended(self) -> list[tuple[int, str]]:
         outputs = [process.communicate(timeout=LAUNCH_S)[0] for process in self._processes]
-        failed = [text for process, text in zip(self._processes, outputs, strict=True) if process.returncode]
+        codes = [process.returncode for process in self._processes]
         self._processes.clear()
-        if failed:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{failed[0][-3000:]}")
+        return list(zip(codes, outputs, strict=True))
 
 
 def _ip(*words: str) -> None:

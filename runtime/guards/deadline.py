@@ -1,8 +1,8 @@
 """Ranks that die, hang or disagree: one error on every rank, within the time-out, naming rank, stage and action.
 
 A rank that waits for another knows nothing but that it waits. What the others are doing stands in their status files
-(`status.py`). Who is to blame is, in this order: who failed for a reason of its own, who is dead or silent, who is furthest
-behind. A thread watches the time, as the main thread may be inside of a collective that never ends; it then ends the process.
+(`status.py`). Who is to blame is, in this order: who failed for a reason of its own, who is dead or silent, who cannot be
+reached (`reach.py`), who is furthest behind. A thread watches the time, as the main thread may be inside of a collective that never ends; it then ends the process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.guards.reach import not_reached
 from autoparallel.runtime.guards.status import SILENT_S, Status, StatusFile, read_statuses
 from autoparallel.runtime.ranks.accelerator import CPU, current_device, own_backend
 from autoparallel.runtime.ranks.agreement import Agreement
@@ -46,8 +47,8 @@ def from_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in text for word in (*_OF_PEERS, *backends))
 
 
-def verdict(statuses: Sequence[Status]) -> str | None:
-    """Who is to blame, in words; None where nobody stands out."""
+def verdict(statuses: Sequence[Status], rank: int | None = None) -> str | None:
+    """Who is to blame, in words, with whom `rank` cannot reach; None where nobody stands out."""
     failed = [s for s in statuses if s.problem]
     dead = [s for s in statuses if not s.alive]
     if failed:
@@ -57,6 +58,8 @@ def verdict(statuses: Sequence[Status]) -> str | None:
             f"rank {s.rank} (process {s.pid} on {s.host}) has ended or is frozen, last seen in {s.where}"
             for s in dead
         )
+    if rank is not None and (lost := not_reached(statuses, rank)):
+        return _parted(statuses, rank, lost)
     if not statuses:
         return None
     first = min((s.step, s.order) for s in statuses)
@@ -64,6 +67,18 @@ def verdict(statuses: Sequence[Status]) -> str | None:
     if len(behind) == len(statuses):
         return None
     return "; ".join(f"rank {s.rank} has not come further than {s.where}" for s in behind)
+
+
+def _parted(statuses: Sequence[Status], rank: int, lost: Sequence[int]) -> str:
+    """In words: all are alive, and some cannot be reached."""
+    known = {s.rank: s for s in statuses}
+    hosts = dict.fromkeys(known[other].host for other in lost)
+    own = f" in {known[rank].where}" if rank in known else ""
+    shown = f"{', '.join(map(str, lost[:8]))}{' …' if len(lost) > 8 else ''}"
+    return (
+        f"rank {rank}{own} cannot reach rank{'s' if len(lost) > 1 else ''} {shown} ({', '.join([*hosts][:3])}), alive: the network "
+        "between them is down"
+    )
 
 
 class Deadline:
@@ -103,7 +118,7 @@ class Deadline:
             if any(s.problem or not s.alive for s in others) or time.monotonic() > end:
                 break
             time.sleep(0.05)
-        said = verdict(others) or f"no rank says why ({str(error).splitlines()[0]})"
+        said = verdict(others, self._rank) or f"no rank says why ({str(error).splitlines()[0]})"
         return RunBroken(f"{said}; the run goes on from its last checkpoint when it is started again")
 
     def _goes_on(self, limit: float) -> bool:
@@ -128,7 +143,7 @@ class Deadline:
                 continue
             if limit is not None and self._limit == limit and time.monotonic() > limit:
                 said = (
-                    verdict(read_statuses(self._folder))
+                    verdict(read_statuses(self._folder), self._rank)
                     or "no rank is behind the others: a collective hangs in all"
                 )
                 text = (

@@ -1,6 +1,6 @@
 """What every rank is doing, in one small file each: written without a system call, and still there when the rank is not.
 
-seconds since 1970 of the last sign of life, step, actions begun in it, stage, process, host, action, problem
+seconds since 1970 of the last sign of life, step, actions begun in it, stage, process, host, address, action, problem
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_LAYOUT = struct.Struct("<dqqqq64s64s512s")
+from autoparallel.runtime.guards.reach import Beacon
+
+_LAYOUT = struct.Struct("<dqqqq64s64s64s512s")
 # Signs of life a second, and after how long without one a rank is taken for dead, seconds. Kind: choice.
 BEAT_S, SILENT_S = 0.5, 5.0
 
@@ -30,6 +32,7 @@ class Status:
     stage: int
     pid: int
     host: str
+    address: str  # where it can be connected to (`reach.py`), or empty
     action: str
     problem: str
 
@@ -56,7 +59,8 @@ class StatusFile:
         with path.open("w+b") as file:
             file.truncate(_LAYOUT.size)
             self._map = mmap.mmap(file.fileno(), _LAYOUT.size)
-        self._host = socket.gethostname().encode()[:64]
+        self._beacon = Beacon()
+        self._host, self._address = socket.gethostname().encode()[:64], self._beacon.address.encode()[:64]
         self._step = self._order = self._stage = 0
         self._action, self._problem = b"start", b""
         self._ended = threading.Event()
@@ -83,10 +87,11 @@ class StatusFile:
         """No more signs of life."""
         self._ended.set()
         self._thread.join()
+        self._beacon.close()
 
     def _write(self) -> None:
         now = time.time(), self._step, self._order, self._stage, os.getpid()
-        _LAYOUT.pack_into(self._map, 0, *now, self._host, self._action, self._problem)
+        _LAYOUT.pack_into(self._map, 0, *now, self._host, self._address, self._action, self._problem)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -100,11 +105,11 @@ def read_statuses(folder: Path) -> list[Status]:
         content = path.read_bytes()
         if len(content) == _LAYOUT.size:
             beat, step, order, stage, pid, *texts = _LAYOUT.unpack(content)
-            host, action, problem = (t.rstrip(b"\0").decode(errors="replace") for t in texts)
+            host, address, action, problem = (t.rstrip(b"\0").decode(errors="replace") for t in texts)
             found.append(
                 Status(
                     rank=int(path.name.removeprefix("rank-")), beat=beat, step=step, order=order, stage=stage, pid=pid,
-                    host=host, action=action, problem=problem,
+                    host=host, address=address, action=action, problem=problem,
                 )
             )  # fmt: skip
     return found

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,25 +18,31 @@ from autoparallel.costmodel.prediction import Prediction
 from autoparallel.runtime.monitor.alerts import Alert, Alerts, check_local, sender
 from autoparallel.runtime.monitor.clock import COMPUTED, SENT, StepClock
 from autoparallel.runtime.monitor.differences import WARM_UP
+from autoparallel.runtime.monitor.links import LinkProbe
 from autoparallel.runtime.monitor.outputs import TensorBoard, write_prometheus
 from autoparallel.runtime.monitor.record import Recorder
-from autoparallel.runtime.monitor.stragglers import WINDOW, stragglers
+from autoparallel.runtime.monitor.slow_links import RECENT, LinkHistory
+from autoparallel.runtime.monitor.stragglers import WINDOW, communicating_s, stragglers
 from autoparallel.runtime.ranks.agreement import Agreement
 
 _KINDS = ("forward", "backward", "dp_comm", "pp_comm", "optimizer", "data", "other")
 # Seconds between two writings of the metrics file. Kind: choice; collectors come every 15.
 _METRICS_S = 5.0
+# Share of the steps' time that messages over the links may take. Kind: choice.
+_LINKS_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorOptions:
     """Every `every` steps are recorded; `tensorboard` writes scalars into the folder's `tensorboard/`, too. The fifth step
-    of a start, and then one in `timeline_every` (0: none), is recorded action by action. `alerts` (thresholds) and stragglers
-    are told to `alert_command` (JSON on its standard input) and to `alert_webhook` (JSON by POST, a local address)."""
+    of a start, and then one in `timeline_every` (0: none), is recorded action by action; after one in `links_every` recorded
+    steps (0: none) ranks send their neighbours a message, for what the links pass. `alerts` (thresholds), stragglers and slow
+    links are told to `alert_command` (JSON on its standard input) and to `alert_webhook` (JSON by POST, a local address)."""
 
     every: int = 1
     tensorboard: bool = False
     timeline_every: int = 100
+    links_every: int = 10
     alerts: tuple[Alert, ...] = ()
     alert_command: tuple[str, ...] = ()
     alert_webhook: str = ""
@@ -51,10 +58,16 @@ class MonitorOptions:
             done == WARM_UP + 2 or (done > 0 and done % self.timeline_every == 0)
         )
 
+    def sends(self, step: int, first: int) -> bool:
+        """Whether neighbours send each other a message after a recorded step."""
+        return (
+            bool(self.links_every) and step - first > WARM_UP and step // self.every % self.links_every == 0
+        )
+
 
 class Monitor:
     """Around the steps of a run in `folder`; rank 0 records. `stage` is this rank's, `predicted` of the plan, if known,
-    `about` what else the record's start says.
+    `about` what else the record's start says; `per_node`: ranks of a node, numbered node by node.
 
     At each recorded step all ranks tell each other what they measured, in one message of eight numbers a rank.
     """
@@ -62,7 +75,7 @@ class Monitor:
     def __init__(
         self, folder: Path, everyone: Agreement, clock: StepClock, stage: int, *, about: Mapping[str, Any],
         predicted: Prediction | None, step: int, options: MonitorOptions, say: Callable[[str], None],
-        timeline: Mapping[str, Any] | None = None,
+        per_node: int, timeline: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._all, self._clock, self._say, self._every = (
             folder,
@@ -78,7 +91,10 @@ class Monitor:
         self._alerts = Alerts(options.alerts, sender(options.alert_command, options.alert_webhook, say))
         self._board = TensorBoard(folder / "tensorboard") if options.tensorboard and first else None
         self._computing: deque[list[float]] = deque(maxlen=WINDOW)
+        self._communicating: deque[float] = deque(maxlen=RECENT)
         self._slow: frozenset[int] = frozenset()
+        self._probe, self._links = LinkProbe(everyone, per_node), LinkHistory(per_node)
+        self._slow_links: frozenset[str] = frozenset()
         self._written_at, self._told = -_METRICS_S, False
         if self._recorder is not None:
             said = predicted and {
@@ -104,15 +120,19 @@ class Monitor:
         rows = self._rows([*(parts.get(kind, 0.0) for kind in _KINDS), _memory()])
         if self._options.traces(step, self._first):
             self._trace(step, rows)
+        if self._options.sends(step, self._first):
+            self._send(step, max(sum(row[:-1]) for row in rows))
         if self._recorder is None:
             return
         entry = self._entry(step, loss, seconds, rows)
         self._recorder.add("step", **entry)
         self._computing.append(entry["computing_s"])
+        self._communicating.append(communicating_s(entry))
         for text in self._alerts.step(entry):
             self._say(f"step {step}: {text}")
             self.said(step, text)
         self._tell_stragglers(step)
+        self._tell_slow_links(step)
         if self._board is not None:
             self._board.add(entry)
         self._write_metrics(entry)
@@ -132,6 +152,15 @@ class Monitor:
         every = self._all.gathered(self._clock.spans() if self._all.rank in slowest.values() else [])
         if self._recorder is not None:
             self._recorder.add("timeline", step=step, ranks=[every[rank] for rank in slowest.values()])
+
+    def _send(self, step: int, step_s: float) -> None:
+        """Measure a round of links, in a share of the steps' time; collective."""
+        passed = self._probe.measure(_LINKS_SHARE * step_s * self._every * self._options.links_every)
+        self._links.add(passed)
+        if self._recorder is not None and passed:
+            self._recorder.add(
+                "links", step=step, passed=[[*one.pair, one.size, one.seconds] for one in passed]
+            )
 
     def _write_metrics(self, entry: Mapping[str, Any]) -> None:
         assert self._recorder is not None
@@ -185,6 +214,15 @@ class Monitor:
                 self.said(step, str(one))
                 self._alerts.tell(step, str(one), rank=one.rank)
         self._slow = frozenset(one.rank for one in found)
+
+    def _tell_slow_links(self, step: int) -> None:
+        found = self._links.slow(median(self._communicating))
+        for one in found:
+            if one.where not in self._slow_links:
+                self._say(f"step {step}: {one}")
+                self.said(step, str(one))
+                self._alerts.tell(step, str(one), rank=one.ranks[0])
+        self._slow_links = frozenset(one.where for one in found)
 
 
 def _memory() -> float:

@@ -5,6 +5,7 @@
 {"event": "step", "step", "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
  "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency"}
 {"event": "timeline", "step", "ranks": [[[action, stage, begin, end] …] by pipeline rank: of its slowest rank]}, seconds
+{"event": "links", "step", "passed": [[rank, rank, bytes, seconds] …]}, messages that neighbours sent each other
 {"event": "said", "step", "text"}
 """
 
@@ -29,6 +30,7 @@ class Record:
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     said: list[Mapping[str, Any]] = field(default_factory=list)
     timelines: list[Mapping[str, Any]] = field(default_factory=list)
+    links: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 class Recorder:
@@ -66,7 +68,7 @@ def read_record(folder: Path) -> list[Record]:
         if entry["event"] == "start":
             found.append(Record(start=entry))
         elif found:
-            lists = {"step": found[-1].steps, "timeline": found[-1].timelines}
+            lists = {"step": found[-1].steps, "timeline": found[-1].timelines, "links": found[-1].links}
             lists.get(entry["event"], found[-1].said).append(entry)
     if not found:
         raise UserError(f"{path}: no run has started here yet")

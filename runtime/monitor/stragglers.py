@@ -8,9 +8,10 @@ tail). It stays one until it is clearly back (hysteresis), so that nobody is tol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 # Steps looked at; above and below which share over its peers' median a rank becomes and is no longer a straggler; in which
 # share of the steps it must be slower than they are. Kind: choice.
@@ -28,6 +29,11 @@ class Straggler:
 
     def __str__(self) -> str:
         return f"rank {self.rank} computes {100 * self.share:.0f} % longer than its peers, which costs up to {self.costs_s:.3g} s a step"
+
+
+def communicating_s(step: Mapping[str, Any]) -> float:
+    """What a recorded step communicates, outside of its passes: of the rank that waits least."""
+    return float(max(step["communicating_s"]))
 
 
 def stragglers(

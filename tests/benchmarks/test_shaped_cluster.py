@@ -1,13 +1,17 @@
-"""Clusters of network namespaces: shaped as asked, and gone afterwards, also when their process is killed."""
+"""Clusters of network namespaces: shaped as asked, and gone afterwards, also when their process is killed; what a run over them
+says of links that are slow, and down."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
+from pathlib import Path
+from statistics import median
 
 import pytest
 
+from autoparallel.runtime.monitor.record import read_record
 from benchmarks.shaped_cluster import SUBNET, Links, Shape, missing_means, spearman
 
 WHY = missing_means()
@@ -68,6 +72,41 @@ def test_nothing_is_left_of_a_cluster_whose_process_is_killed() -> None:
     while any(name in _there() for name in names):
         assert time.monotonic() < deadline, "namespaces outlive their process"
         time.sleep(0.1)
+
+
+def _until(file: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not file.exists() or int(file.read_text() or "0") < step:
+        assert time.monotonic() < deadline, f"step {step} was not done"
+        time.sleep(0.05)
+
+
+@needs_root
+@pytest.mark.distributed
+def test_a_slow_link_is_named_with_what_it_costs_and_a_parted_network_on_every_rank(tmp_path: Path) -> None:
+    step, timeout_s = tmp_path / "step", 4
+    with Links(Shape(nodes=3, per_node=1, rates=(200.0,))) as links:
+        ended = links.start("-m", "tests.runtime.train_links", str(tmp_path), "100000", str(timeout_s))
+        _until(step, 45)
+        links.reshape(20.0, [2])
+        slowed = int(step.read_text())
+        _until(step, slowed + 40)
+        links.part(1)
+        outputs = ended()
+    (record,) = read_record(tmp_path / "run")
+    (told,) = [entry for entry in record.said if ", at rank 2 (node 2), " in entry["text"]]
+    assert slowed < told["step"] <= slowed + 40
+    costs_s = float(told["text"].split("costs up to ")[1].split(" s")[0])
+    before, after = (
+        median(s["seconds"] for s in steps)
+        for steps in (record.steps[5:slowed], record.steps[told["step"] :])
+    )
+    assert 0.4 < costs_s / (after - before) < 1.6
+    reached = [("0", "rank 1"), ("1", "ranks 0, 2"), ("2", "rank 1")]
+    for (code, output), (rank, lost) in zip(outputs, reached, strict=True):
+        assert code == 1
+        assert f"error: no step in {timeout_s} s: rank {rank} in step " in output
+        assert f" cannot reach {lost} (" in output
 
 
 def test_rank_correlation() -> None:
