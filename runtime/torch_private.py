@@ -91,12 +91,20 @@ def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor |
 
 
 def gradients_under_modes(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """Likewise `torch.autograd.grad`; None for what the outputs do not come from."""
+    outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Likewise `torch.autograd.grad` of tensors, or of edges whose gradients are given; None for what the outputs do not come from."""
     given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
     engine = torch.autograd.Variable._execution_engine
-    return engine.run_backward(tuple(outputs), tuple(given), False, False, tuple(inputs), True, False)
+    return engine.run_backward(tuple(outputs), tuple(given), retain_graph, False, tuple(inputs), True, False)
+
+
+def accumulated_under_modes(
+    edges: Sequence[Any], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor] | None = None
+) -> None:
+    """Likewise `torch.autograd.backward` of edges, down to `inputs`."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(edges), tuple(gradients), False, False, tuple(inputs or ()), True, True)
 
 
 def knows_parts() -> bool:

@@ -237,9 +237,16 @@ def weight_saved_bytes(
     (`runtime/gradients/put_off.py`), nothing that was kept is freed before the second part.
     """
     own = local.setting.execution.fsdp2
-    puts_off = own and _puts_off(local, units)
-    if again and not puts_off:
+    put = own and puts_off(local, units)
+    if again and not put:
         return None
+    needed, gradients = weight_factors(local, units)
+    whole = own and not put
+    return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
+
+
+def weight_factors(local: LocalBlock, units: Sequence[Unit]) -> tuple[set[str], dict[str, int]]:
+    """Storages that weights' gradients are computed from, and bytes of the gradients of products' outputs, by operator."""
     needed, gradients = set(), dict[str, int]()
     for operator in _with_weights(local, units):
         needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
@@ -247,8 +254,7 @@ def weight_saved_bytes(
         if made and operator.kind in PRODUCTS:
             placement = local.output_placement(operator.name)
             gradients[operator.name] = local.value_bytes(operator.name, placement)
-    whole = own and not puts_off
-    return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
+    return needed, gradients
 
 
 def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator]:
@@ -260,6 +266,7 @@ def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator
                 yield operator
 
 
-def _puts_off(local: LocalBlock, units: Sequence[Unit]) -> bool:
-    """Whether the block's products with weights are linear layers on whole tensors."""
-    return local.setting.tp == 1 and all(o.kind is OpKind.GEMM for o in _with_weights(local, units))
+def puts_off(local: LocalBlock, units: Sequence[Unit]) -> bool:
+    """Whether the block's products with weights are linear layers on whole tensors, which is not compiled."""
+    eager = local.setting.tp == 1 and local.setting.execution.kernels != "compiled"
+    return eager and all(o.kind is OpKind.GEMM for o in _with_weights(local, units))

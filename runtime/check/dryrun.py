@@ -26,6 +26,7 @@ from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
+from autoparallel.runtime.check.halves import first_half, has_whole_passes, splits
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
@@ -36,15 +37,13 @@ from autoparallel.runtime.dtensor_private import unseen_propagation
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
-from autoparallel.runtime.gradients.put_off import backward_putting_off
 from autoparallel.runtime.gradients.replicas import with_levels
-from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.loading.materialise import all_names
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.lowering.micro_batches import as_call
 from autoparallel.runtime.lowering.parallel_module import numerics
 from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
-from autoparallel.runtime.pipeline.module import rules_within
+from autoparallel.runtime.pipeline.module import recomputed_stages, rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
@@ -56,7 +55,6 @@ from autoparallel.runtime.torch_private import (
     as_one_of,
     backward_under_modes,
     fake_tensors,
-    gradients_under_modes,
     traced_as,
 )
 
@@ -193,6 +191,8 @@ class _Step:
     ) -> None:  # fmt: skip
         self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
+        self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy)
+        self._leaves_whole = self._splits and has_whole_passes(strategy)
         self._axes = group_names(mesh, strategy.shard.zero)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._activation_mesh = mesh.activation_mesh()
@@ -294,18 +294,21 @@ class _Step:
         wanted: list[Tensor],
         often: int,
     ) -> list[Tensor]:
-        """A backward pass, in two halves where the schedule splits it and layers put off the gradients of their weights, but for
-        the first one, which is seen as a whole; the gradients of what the stage received."""
+        """A backward pass, in two halves where the schedule splits it. Where it leaves some whole, so is the first one."""
         lowered = self._lowered[index]
-        whole = self._strategy.micro_batches > 1 and "B" not in self._lived[index]
-        if whole or not lowered.puts_off:
+        first = self._strategy.micro_batches > 1 and "B" not in self._lived[index]
+        if not self._splits or (first and self._leaves_whole):
+            if self._splits:
+                lowered.announce(last=False, whole=True)
             with self._counting(index, "B", often):
                 backward_under_modes(outputs, gradients)
-                lowered.run_weights(WeightHalf())  # of whose work nothing is left
             return [gradient_part(t.grad, t) for t in wanted]
         weights = [p for p in self._stages[index].parameters() if p.requires_grad]
+        again = index in self._recomputed
         with self._counting(index, "B", often, half="I"):
-            found, half = backward_putting_off(outputs, gradients, wanted, weights, gradients_under_modes)
+            found, half = first_half(
+                outputs, gradients, wanted, weights, puts_off=lowered.puts_off, recomputed=again
+            )
         handed = sum(local(g).nbytes for g in found if g is not None)
         kept = self._lived[index]["I"].kept - handed  # that goes to another stage
         self._lived[index]["I"] = replace(self._lived[index]["I"], kept=kept)
