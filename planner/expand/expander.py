@@ -20,6 +20,7 @@ from autoparallel.planner.expand.chain import (
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.halves import with_whole_second_halves
+from autoparallel.planner.expand.hosted import with_whole_tensors
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.places import Place, placed_unit, stage_places, without
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
@@ -177,6 +178,8 @@ class Expander:
             here = tuple(p for p in self.placed if p.table.position in positions)
             cold = with_cold_rows(made[key], here, positions, strategy, self.cluster) if here else made[key]
             found.append(cold)
+        if strategy.execution.fsdp2 and 0.0 < strategy.offload.optimizer < 1.0 and not self.placed:
+            found = with_whole_tensors(self.works, strategy, found, ranges, rank_of, ties)
         return tuple(found)
 
     def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:

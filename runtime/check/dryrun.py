@@ -219,11 +219,11 @@ class _Step:
         finally:
             gc.unfreeze()
         self._exchange_tied()
-        optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
+        optimizer = optimizer_bytes(self._stages, self._homes, self._alike, self._strategy)
         return tuple(
             LoweredStage(
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
-                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[stage],
                 traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
                 live=self._lived[i], buffer_bytes=self._buffers[i],
             )
