@@ -202,7 +202,11 @@ def _weight_peak(links: Sequence[BlockWork], saved: int, reductions: Sequence[in
     beside the last reduction, and are reduced when what was kept for them has gone."""
     if not any(block.weight_temp_bytes for block in links):
         return Peak(saved, max(map(sum, pairwise([*reductions, 0])), default=0))
-    held, reducing, peaks = saved, 0, [Peak(saved, 0)]
+    held, reducing, peaks = (
+        saved,
+        0,
+        [Peak(saved, max(reductions, default=0))],
+    )  # and not less: it is what bounds say
     for block, reduction in zip(links, reductions, strict=True):
         peaks.append(Peak(held + block.weight_temp_bytes, reducing))
         held -= _weight_saved(block)

@@ -12,6 +12,7 @@ from autoparallel.planner.expand.local_memory import (
     overwrites,
     own_softmax,
     puts_off,
+    rearranged_bytes,
     saved_bytes,
     weight_factors,
 )
@@ -62,6 +63,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
         first |= {f"returned:{s}": -1 for s in returned}
     standing = peak = sum(live.values()) + sum(remaining.values())
     before, moments = sum(kept.values()), list[Moment]()
+    copies = rearranged_bytes(local, units, backward=True)
     half = _FirstHalf.of(local, units, kept)
     made, handed_out = dict[str, int](), _handed_out(local, units)  # gradients of weights; see there
     for n in range(len(units) - 1, -1, -1):
@@ -70,11 +72,15 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             if value in index.needs_grad and not index.storage.get(value, value).startswith("param:"):
                 storage, placement = index.storage[value], local.placement(_reader(local, unit, value), value)
                 live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
+        for value in unit.outputs:  # their gradients as the unit gets them, when they have been gathered
+            if (storage := index.storage.get(value, value)) in live:
+                live[storage] = max(live[storage], local.value_bytes(value, local.output_placement(value)))
         if overwrites(local, unit):
             remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         waiting = sum(b for s, b in made.items() if s not in weights and handed_out.get(s, n + 1) <= n)
         made |= weights
         beside = sum(live.values()) + sum(remaining.values()) + _inside(local, unit)
+        beside = max(beside, beside - _inside(local, unit) + copies.get(n, 0))
         half.see(beside, remaining)
         beside += _copied_weight(local, weights)
         peak = max(peak, beside + waiting + sum(weights.values()))

@@ -32,7 +32,7 @@ def with_halves(
     work = replace(work, backward_temp_bytes=max(work.backward_temp_bytes, counted))
     # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
     largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
-    if not (state.zero_level(strategy) == 2 or state.casts_parameters(strategy)):
+    if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):
         return replace(work, weight_temp_bytes=largest)
     made = reduced = before = 0
     for unit in (unit for unit in reversed(units) if unit.reduced):

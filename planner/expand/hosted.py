@@ -41,9 +41,9 @@ def with_whole_tensors(
     for rank in dict.fromkeys(rank_of):
         homes = [stage for stage, home in enumerate(rank_of) if home == rank for _ in sizes[stage]]
         every = [size for stage, home in enumerate(rank_of) if home == rank for size in sizes[stage]]
-        away = hosted(every, strategy.offload.optimizer)
+        offloaded = hosted(every, strategy.offload.optimizer)
         for number, (stage, size) in enumerate(zip(homes, every, strict=True)):
-            kept[stage] = kept.get(stage, 0) + (0 if number in away else size)
+            kept[stage] = kept.get(stage, 0) + (0 if number in offloaded else size)
     return _keeping(stages, kept, state.optimizer_bytes_per_parameter(strategy.execution))
 
 

@@ -15,7 +15,16 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
-from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
+from autoparallel.planner.strategy.types import (
+    Batch,
+    Execution,
+    Mesh,
+    Offload,
+    Pipeline,
+    Recompute,
+    Shard,
+    Strategy,
+)
 from autoparallel.profiles import load_cluster
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -136,6 +145,62 @@ def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, stra
     sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "vocab_size": 8192}
     found = dry_run(name, {**sizes, "num_hidden_layers": 3}, strategy)
     assert_as_predicted(found, rel=0.03)
+
+
+def test_state_on_the_host_is_that_of_whole_tensors() -> None:
+    """An embedding alone on its rank is more than half of what there is."""
+    strategy = replace(
+        _sharded(Mesh(pp=2), 0, 4), pipeline=Pipeline(schedule="1f1b", stage_blocks=(0, 2)), offload=Offload(optimizer=0.5),
+    )  # fmt: skip
+    found = dry_run("llama-3.1-8b", {**LLAMA, "vocab_size": 8192}, strategy)
+    assert_as_predicted(found, rel=0.03)
+    first, _ = found.ranks
+    state = first.held_bytes["optimizer"]
+    assert state.lowered == pytest.approx(state.predicted, rel=1e-3)
+    assert state.predicted > 0
+
+
+def test_logits_that_tp_gathers_along_their_last_dim_are_copied_whole() -> None:
+    strategy = Strategy(
+        batch=Batch(global_=16, micro=8), mesh=Mesh(tp=4), execution=BF16, shard=Shard(sequence_parallel=True),
+        pipeline=Pipeline(stage_blocks=(2,)),
+    )  # fmt: skip
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "vocab_size": 8192,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}
+    assert_as_predicted(dry_run("gemma-2-9b", sizes, strategy), rel=0.03)
+
+
+def test_unfused_attention_keeps_its_operands_in_32_bits() -> None:
+    unfused = replace(BF16, attention="unfused")
+    strategy = Strategy(
+        batch=Batch(global_=8, micro=4), mesh=Mesh(), execution=unfused, pipeline=Pipeline(stage_blocks=(6,))
+    )
+    sizes = {**LLAMA, "num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}
+    assert_as_predicted(dry_run("llama-3.1-8b", sizes, strategy, seq_len=16), rel=0.03)
+
+
+def test_relative_positions_are_not_cut_as_tokens_are() -> None:
+    """Under cp every rank looks all of them up, and takes its queries' rows: nothing is sent for them."""
+    sizes = {
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 64,
+        "d_ff": 128,
+        "num_heads": 4,
+        "d_kv": 16,
+        "vocab_size": 512,
+    }
+    strategy = Strategy(
+        batch=Batch(global_=4, micro=2), mesh=Mesh(cp=2), execution=BF16, pipeline=Pipeline(stage_blocks=(4,))
+    )
+    (rank,) = dry_run("t5-base", sizes, strategy).ranks
+    assert rank.sent_bytes["cp"].lowered == pytest.approx(rank.sent_bytes["cp"].predicted, rel=1e-3)
 
 
 def test_a_second_half_that_runs_all_of_a_stage_again_sends_it_again() -> None:
