@@ -268,6 +268,20 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
     return result
 
 
+def looked_up_alone(again: Any, kept: Callable[[Any], bool]) -> Any:
+    """`again`, the mode of a second run where results of operators are kept, as one that sees those operators alone. All others run:
+    of them torch keeps an account, too, to which what FSDP2 does for a unit inside a block need not answer."""
+
+    class Again(type(again)):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not kept(func):
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    again.__class__ = Again
+    return again
+
+
 def run_again(kept: Any, which: Callable[[Tensor], bool]) -> bool:
     """Of the results that the first context of selective checkpointing keeps, let those of which `which` is true run
     again after all. False where this torch (before 2.13) has no way to."""

@@ -104,6 +104,7 @@ UNITS = {
     "copies in the dtype of compute": ("llama-3.1-8b", _sharded(Mesh(dp_replicate=2), 0, 3, CAST)),
     "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
     "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
+    "experts inside a block of which products are kept": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="operators"))),
     "experts inside a block": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="full"))),
 }  # fmt: skip
 
