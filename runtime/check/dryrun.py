@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
@@ -26,7 +26,8 @@ from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
-from autoparallel.runtime.check.halves import first_half, has_whole_passes, splits
+from autoparallel.runtime.check.halves import as_scheduled, first_half, has_whole_passes, splits, whole_passes
+from autoparallel.runtime.check.inputs import on_cpu, one_micro_batch
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
@@ -112,7 +113,7 @@ def dry_run(
         )  # fmt: skip
         sharings = check_experts(module, strategy.mesh, experts, CPU)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
-        inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
+        inputs = one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
         alike = alike_stages(stages, strategy, kinds or {})
@@ -121,7 +122,7 @@ def dry_run(
             for i in sorted({*alike})
         }
         with memory:
-            return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(_on_cpu(inputs))
+            return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(on_cpu(inputs))
 
 
 def _dtypes(execution: Execution) -> Dtypes:
@@ -130,23 +131,6 @@ def _dtypes(execution: Execution) -> Dtypes:
         param=torch_dtype(execution.param_dtype),
         grad=torch_dtype(execution.grad_dtype),
     )
-
-
-def _one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
-    """The inputs with `micro` samples, without values, on the meta device, cast as the parameters were."""
-    samples = next(
-        leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim()
-    )
-
-    def sized(leaf: Tensor) -> Tensor:
-        shape = (micro, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == samples else leaf.shape
-        return torch.empty(shape, dtype=casts.get(leaf.dtype, leaf.dtype), device="meta")
-
-    return tree_map_only(Tensor, sized, example_inputs)
-
-
-def _on_cpu(inputs: Any) -> Any:
-    return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), inputs)
 
 
 def _stages(
@@ -203,6 +187,7 @@ class _Step:
         self._gathered = [0] * len(stages)
         self._gradients, self._buffers = [0] * len(stages), [0] * len(stages)
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
+        self._passes: list[dict[str, Counter[Message]]] = [{} for _ in stages]
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
         self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
         self._tracker = ModuleNames()
@@ -224,7 +209,7 @@ class _Step:
             LoweredStage(
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
                 gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[stage],
-                traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
+                traffic=self._scheduled(stage, i) + self._sends[stage], places=self._places[i],
                 live=self._lived[i], buffer_bytes=self._buffers[i],
             )
             for stage, i in enumerate(self._alike)
@@ -251,6 +236,12 @@ class _Step:
         for stage, lowered in self._lowered.items():
             with self._counting(stage, "REDUCE_GRAD"):
                 lowered.finish()
+
+    def _scheduled(self, stage: int, index: int) -> Counter[Message]:
+        if not self._leaves_whole:
+            return self._traffic[index]
+        whole = whole_passes(self._strategy)[stage]
+        return as_scheduled(self._traffic[index], self._passes[index], whole)
 
     def _exchange_tied(self) -> None:
         """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
@@ -332,6 +323,8 @@ class _Step:
         with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
             yield
         self._note_lived(stage, half or action, self._live.end())
+        if self._leaves_whole and action == "B":
+            self._passes[stage].setdefault(half or action, Counter(recorder.found))
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
         for message, modules in recorder.modules.items():
             places = self._places[stage].setdefault(message, Counter())

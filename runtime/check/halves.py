@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autoparallel.planner.expand.schedules import SOME_WHOLE, SPLIT_BACKWARD
+from autoparallel.costmodel.program import ActionKind
+from autoparallel.planner.expand.schedules import SOME_WHOLE, SPLIT_BACKWARD, compute_order
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.check.messages import Message
 from autoparallel.runtime.gradients.put_off import PutOff, backward_putting_off
 from autoparallel.runtime.gradients.split_backward import (
     WeightHalf,
@@ -28,6 +31,25 @@ def splits(strategy: Strategy) -> bool:
 def has_whole_passes(strategy: Strategy) -> bool:
     """Whether a schedule that splits backward passes leaves some of them whole."""
     return strategy.pipeline.schedule in SOME_WHOLE
+
+
+def whole_passes(strategy: Strategy) -> Counter[int]:
+    """How many backward passes of each stage are whole."""
+    pipeline = strategy.pipeline
+    rows = compute_order(pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches)
+    return Counter(a.stage for row in rows for a in row if a.kind is ActionKind.BACKWARD)
+
+
+def as_scheduled(
+    traffic: Counter[Message], seen: Mapping[str, Counter[Message]], whole: int
+) -> Counter[Message]:
+    """What a stage sends with so many backward passes whole, of whose `traffic` the first was: `seen` is what one sends, and each half
+    of another."""
+    found = Counter(traffic)
+    for name, often in (("B", whole - 1), ("I", 1 - whole), ("W", 1 - whole)) if "W" in seen else ():
+        for message, count in seen.get(name, Counter[Message]()).items():
+            found[message] += often * count
+    return found
 
 
 def first_half(
