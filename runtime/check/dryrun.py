@@ -26,7 +26,14 @@ from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
-from autoparallel.runtime.check.halves import as_scheduled, first_half, has_whole_passes, splits, whole_passes
+from autoparallel.runtime.check.halves import (
+    SEEN_WHOLE,
+    as_scheduled,
+    first_half,
+    has_whole_passes,
+    splits,
+    whole_passes,
+)
 from autoparallel.runtime.check.inputs import on_cpu, one_micro_batch
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
@@ -226,22 +233,22 @@ class _Step:
     def _micro_batches(self, inputs: Any) -> None:
         count = self._strategy.micro_batches
         for stage, lowered in self._lowered.items():
-            lowered.begin(min(count, 3))
+            lowered.begin(min(count, 3 + self._leaves_whole))
             self._buffers[stage] = lowered.buffer_bytes()
         if count > 1:
             self._micro_batch(inputs)
+        if self._leaves_whole:  # another whole one, which finds gradients
+            self._micro_batch(inputs)
         if count > 2:
-            self._micro_batch(inputs, often=count - 2)
+            self._micro_batch(inputs, often=count - 2 - self._leaves_whole)
         self._micro_batch(inputs, last=True)
         for stage, lowered in self._lowered.items():
             with self._counting(stage, "REDUCE_GRAD"):
                 lowered.finish()
 
-    def _scheduled(self, stage: int, index: int) -> Counter[Message]:
-        if not self._leaves_whole:
-            return self._traffic[index]
-        whole = whole_passes(self._strategy)[stage]
-        return as_scheduled(self._traffic[index], self._passes[index], whole)
+    def _scheduled(self, stage: int, i: int) -> Counter[Message]:
+        whole = whole_passes(self._strategy)[stage] if self._leaves_whole else SEEN_WHOLE
+        return as_scheduled(self._traffic[i], self._passes[i], whole)
 
     def _exchange_tied(self) -> None:
         """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
@@ -285,9 +292,9 @@ class _Step:
         wanted: list[Tensor],
         often: int,
     ) -> list[Tensor]:
-        """A backward pass, in two halves where the schedule splits it. Where it leaves some whole, so is the first one."""
+        """A backward pass, in two halves where the schedule splits it. Where it leaves some whole, so are the first two."""
         lowered = self._lowered[index]
-        first = self._strategy.micro_batches > 1 and "B" not in self._lived[index]
+        first = self._times[index, "B"] < SEEN_WHOLE
         if not self._splits or (first and self._leaves_whole):
             if self._splits:
                 lowered.announce(last=False, whole=True)

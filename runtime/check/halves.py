@@ -22,6 +22,10 @@ from autoparallel.runtime.gradients.split_backward import (
 )
 from autoparallel.runtime.torch_private import accumulated_under_modes, gradients_under_modes
 
+SEEN_WHOLE = (
+    2  # backward passes, of a schedule that splits others: one that makes gradients, one that finds them
+)
+
 
 def splits(strategy: Strategy) -> bool:
     """Whether the schedule has backward passes in halves."""
@@ -43,10 +47,14 @@ def whole_passes(strategy: Strategy) -> Counter[int]:
 def as_scheduled(
     traffic: Counter[Message], seen: Mapping[str, Counter[Message]], whole: int
 ) -> Counter[Message]:
-    """What a stage sends with so many backward passes whole, of whose `traffic` the first was: `seen` is what one sends, and each half
+    """What a stage sends with so many backward passes whole, of whose `traffic` the first two were: `seen` is what one sends, and each half
     of another."""
     found = Counter(traffic)
-    for name, often in (("B", whole - 1), ("I", 1 - whole), ("W", 1 - whole)) if "W" in seen else ():
+    for name, often in (
+        (("B", whole - SEEN_WHOLE), ("I", SEEN_WHOLE - whole), ("W", SEEN_WHOLE - whole))
+        if "W" in seen
+        else ()
+    ):
         for message, count in seen.get(name, Counter[Message]()).items():
             found[message] += often * count
     return found
