@@ -122,14 +122,18 @@ def activation_profile(
     weight_saved = sum(_weight_saved(block) for block in links)
     reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]
     made = [block.made_bytes for block in links]
+    weight = _weight_peak(links[::-1], weight_saved, reductions[::-1])
     unmade = list(shards) or made
+    backward = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat)
+    if any(block.weight_again for block in links):  # W is a whole pass
+        weight = max(weight, backward, key=_total)
     return ActivationProfile(
         saved=saved,
         weight_saved=weight_saved,
         unmade=sum(made),
         forward=_forward_peak(links, sum(unmade)),
-        backward=_backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat),
-        weight=Peak(weight_saved, max(map(sum, pairwise([*reductions, 0])), default=0)),
+        backward=backward,
+        weight=weight,
     )
 
 
@@ -190,6 +194,25 @@ def _backward_peak(
         left -= unmade[number]
         gone += block.passing_bytes
         reducing = reductions[number]
+    return max(peaks, key=_total)
+
+
+def _weight_peak(links: Sequence[BlockWork], saved: int, reductions: Sequence[int]) -> Peak:
+    """Largest moment of the second half of a split backward, `links` in backward order: the gradients of a block's weights are made,
+    beside the last reduction, and are reduced when what was kept for them has gone."""
+    if not any(block.weight_temp_bytes for block in links):
+        return Peak(saved, max(map(sum, pairwise([*reductions, 0])), default=0))
+    held, reducing, peaks = (
+        saved,
+        0,
+        [Peak(saved, max(reductions, default=0))],
+    )  # and not less: it is what bounds say
+    for block, reduction in zip(links, reductions, strict=True):
+        peaks.append(Peak(held + block.weight_temp_bytes, reducing))
+        held -= _weight_saved(block)
+        if block.weight_reduced_bytes:
+            peaks.append(Peak(held, block.weight_reduced_bytes))
+            reducing = reduction
     return max(peaks, key=_total)
 
 

@@ -42,6 +42,7 @@ class BlockCost:
     recompute: Parts
     backward_input: Parts
     backward_weight: Parts
+    weight_again: Parts
     gather_s: float
 
 
@@ -181,7 +182,7 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         (forward_s, backward_s), inputs = shared[key], _sum(cost.recompute, cost.backward_input)
         forward_of[key] = Pass(cost.forward, cost.gather_s, forward_s)
         input_of[key] = Pass(inputs, cost.gather_s, backward_s)
-        weight_of[key] = Pass(cost.backward_weight)
+        weight_of[key] = Pass(_sum(cost.weight_again, cost.backward_weight))
         both_of[key] = Pass(_sum(inputs, cost.backward_weight), cost.gather_s, backward_s)
     forward = [(forward_of[id(block)], count) for block, count in stage.blocks]
     input_passes, weights, both = (
@@ -257,6 +258,7 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
         recompute=parts(block.recompute, "recompute"),
         backward_input=parts(block.backward_input, "backward"),
         backward_weight=parts(block.backward_weight, "backward"),
+        weight_again=parts(block.weight_again, "backward"),
         gather_s=sum(
             pricer.collective_s(gather, program.axes)
             for gather in (block.gather, block.expert_gather)

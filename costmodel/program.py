@@ -118,6 +118,9 @@ class BlockWork:
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
+    Where W is a backward pass of its own it runs `weight_again`, too.
+    In the second half of a split backward (W) `weight_temp_bytes` are gradients of weights while they are made, above what is kept for
+    that; `weight_reduced_bytes` they and what is reduced, when that has gone.
     `made_bytes` are gradients that are there once its backward is over, and not before; `passing_bytes` parameters that come
     with its forward and go with its backward: both of a step's only micro-batch, and parts of the stage's state.
     `waiting_bytes` are gradients that its backward leaves to be added to those of an earlier link of the stage, which has the
@@ -151,6 +154,9 @@ class BlockWork:
     weight_saved_bytes: int | None = (
         None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
     )
+    weight_again: tuple[Step, ...] = ()
+    weight_temp_bytes: int = 0
+    weight_reduced_bytes: int = 0
     host_bytes: int = 0  # of its activations, kept in the host's memory from its forward to its backward
     gather: Collective | None = None
     expert_gather: Collective | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -45,6 +46,29 @@ def reduce_unit(unit: FSDPModule) -> None:
     group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
     group._training_state = before  # what it does at the end of a step is still to come
+
+
+def end_reductions(module: nn.Module) -> None:
+    """Let go of what FSDP2 reduced last, when that is over, as it does itself at the end of a step's last backward pass."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state = unit._get_fsdp_state()
+            context: Any = state._comm_ctx
+            for reduced in _standing(context):
+                if reduced.event is not None:
+                    state._device_handle.current_stream().wait_event(reduced.event)
+            if hasattr(context, "reduce_scatter_states"):
+                context.reduce_scatter_states.clear()
+            else:
+                context.reduce_scatter_state = None
+
+
+def _standing(context: Any) -> list[Any]:
+    """What was reduced, and the events after which it may go; torch 2.13 may keep several, others one."""
+    if hasattr(context, "reduce_scatter_states"):
+        return list(context.reduce_scatter_states)
+    one = context.reduce_scatter_state
+    return [] if one is None else [one]
 
 
 def adding_up(module: nn.Module) -> Callable[[Tensor], None]:

@@ -91,12 +91,20 @@ def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor |
 
 
 def gradients_under_modes(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """Likewise `torch.autograd.grad`; None for what the outputs do not come from."""
+    outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Likewise `torch.autograd.grad` of tensors, or of edges whose gradients are given; None for what the outputs do not come from."""
     given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
     engine = torch.autograd.Variable._execution_engine
-    return engine.run_backward(tuple(outputs), tuple(given), False, False, tuple(inputs), True, False)
+    return engine.run_backward(tuple(outputs), tuple(given), retain_graph, False, tuple(inputs), True, False)
+
+
+def accumulated_under_modes(
+    edges: Sequence[Any], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor] | None = None
+) -> None:
+    """Likewise `torch.autograd.backward` of edges, down to `inputs`."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(edges), tuple(gradients), False, False, tuple(inputs or ()), True, True)
 
 
 def knows_parts() -> bool:
@@ -258,6 +266,20 @@ def _exchange(part: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, m
     name = mesh.get_group(mesh_dim).group_name
     result: Tensor = torch.ops._dtensor.shard_dim_alltoall(part, gather_dim, shard_dim, name)
     return result
+
+
+def looked_up_alone(again: Any, kept: Callable[[Any], bool]) -> Any:
+    """`again`, the mode of a second run where results of operators are kept, as one that sees those operators alone. All others run:
+    of them torch keeps an account, too, to which what FSDP2 does for a unit inside a block need not answer."""
+
+    class Again(type(again)):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not kept(func):
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    again.__class__ = Again
+    return again
 
 
 def run_again(kept: Any, which: Callable[[Tensor], bool]) -> bool:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from autoparallel.costmodel.fusion import Unit
 from autoparallel.planner.expand.local import LocalBlock
-from autoparallel.planner.expand.local_memory import attention_temp, overwrites, own_softmax, saved_bytes
+from autoparallel.planner.expand.local_memory import (
+    attention_temp,
+    overwrites,
+    own_softmax,
+    puts_off,
+    rearranged_bytes,
+    saved_bytes,
+    weight_factors,
+)
 from autoparallel.planner.sharding.experts import expert_layers
 
 # Gradients of the score matrix that unfused attention holds at once on its way back: of the probabilities and of the
@@ -35,6 +43,9 @@ class BackwardBytes:
     passing: int  # its peak where a weight's gradient is gone when the next one is made
     standing: int  # where they all stand until the pass is over
     left: int  # then: they, and the gradients of the block's inputs
+    first_half: (
+        int  # the peak of the first half of a split pass, which makes none and keeps what the second needs
+    )
     moments: tuple[Moment, ...]  # in their order
 
 
@@ -52,6 +63,8 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
         first |= {f"returned:{s}": -1 for s in returned}
     standing = peak = sum(live.values()) + sum(remaining.values())
     before, moments = sum(kept.values()), list[Moment]()
+    copies = rearranged_bytes(local, units, backward=True)
+    half = _FirstHalf.of(local, units, kept)
     made, handed_out = dict[str, int](), _handed_out(local, units)  # gradients of weights; see there
     for n in range(len(units) - 1, -1, -1):
         unit, weights = units[n], _weight_gradients(local, units[n])
@@ -59,11 +72,16 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             if value in index.needs_grad and not index.storage.get(value, value).startswith("param:"):
                 storage, placement = index.storage[value], local.placement(_reader(local, unit, value), value)
                 live[storage] = max(live.get(storage, 0), local.value_bytes(storage, placement))
+        for value in unit.outputs:  # their gradients as the unit gets them, when they have been gathered
+            if (storage := index.storage.get(value, value)) in live:
+                live[storage] = max(live[storage], local.value_bytes(value, local.output_placement(value)))
         if overwrites(local, unit):
             remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         waiting = sum(b for s, b in made.items() if s not in weights and handed_out.get(s, n + 1) <= n)
         made |= weights
         beside = sum(live.values()) + sum(remaining.values()) + _inside(local, unit)
+        beside = max(beside, beside - _inside(local, unit) + copies.get(n, 0))
+        half.see(beside, remaining)
         beside += _copied_weight(local, weights)
         peak = max(peak, beside + waiting + sum(weights.values()))
         standing = max(standing, beside + sum(made.values()))
@@ -71,6 +89,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             if op in index.aliases:
                 continue
             live.pop(index.block.operators[op].name, None)
+            half.waiting += half.gradients.get(index.block.operators[op].name, 0)
             live = {s: b for s, b in live.items() if index.producer.get(s) != op}
         remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         after = sum(live.values()) + sum(remaining.values()) - before
@@ -80,8 +99,32 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     left = sum(live.values()) + sum(remaining.values()) + sum(made.values())
     return BackwardBytes(
         passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before,
-        moments=tuple(moments),
+        first_half=max(half.peak - before, 0), moments=tuple(moments),
     )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class _FirstHalf:
+    """The first half of a split pass while it is walked: storages of `kept` that the second half `needs`, too, and the gradients
+    that wait for it."""
+
+    kept: Mapping[str, int]
+    needs: set[str]
+    gradients: Mapping[str, int]  # by operator
+    waiting: int = 0
+    peak: int = 0
+
+    @classmethod
+    def of(cls, local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> _FirstHalf:
+        factors, gradients = weight_factors(local, units)
+        return cls(kept=kept, needs=factors if puts_off(local, units) else {*kept}, gradients=gradients)
+
+    def see(self, running: int, remaining: Mapping[str, int]) -> None:
+        """A kernel runs, beside which an ordinary pass would hold so many bytes, of what was kept the `remaining`."""
+        stays = sum(
+            size for storage, size in self.kept.items() if storage in self.needs and storage not in remaining
+        )
+        self.peak = max(self.peak, running + stays + self.waiting)
 
 
 def _weight_gradients(local: LocalBlock, unit: Unit) -> dict[str, int]:

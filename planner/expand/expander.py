@@ -19,6 +19,8 @@ from autoparallel.planner.expand.chain import (
     stage_ranges,
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
+from autoparallel.planner.expand.halves import with_whole_second_halves
+from autoparallel.planner.expand.hosted import with_whole_tensors
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.places import Place, placed_unit, stage_places, without
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
@@ -158,13 +160,13 @@ class Expander:
             crossing = tuple(tie for s, tie in ties.crossing if s == stage)
             last = stage == chunks - 1
             back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
-            key = (links, placed, crossing, last, back)
+            key = (links, placed, crossing, last, back, stage == 0)
             if key not in made:
                 each = tuple(zip(links, placed, strict=True))
                 for one in each:
                     if one not in alike:
                         alike[one] = self._synchronised(strategy, *one)
-                works = [alike[one] for one in each]
+                works = with_whole_second_halves([alike[one] for one in each], strategy, stage, full[stage])
                 send, received = (None, None) if last else self._send(strategy, positions[-1])
                 tied, gathered = (
                     self.tied(strategy, positions, crossing),
@@ -176,6 +178,8 @@ class Expander:
             here = tuple(p for p in self.placed if p.table.position in positions)
             cold = with_cold_rows(made[key], here, positions, strategy, self.cluster) if here else made[key]
             found.append(cold)
+        if strategy.execution.fsdp2 and 0.0 < strategy.offload.optimizer < 1.0 and not self.placed:
+            found = with_whole_tensors(self.works, strategy, found, ranges, rank_of, ties)
         return tuple(found)
 
     def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:
@@ -199,12 +203,14 @@ class Expander:
         if strategy.execution.fsdp2:  # which gathers a tied tensor once
             parameters = work.parameters
         gather, expert_gather = state.gathers_of(parameters, work.expert_parameters, strategy)
-        reduce = (
-            *self.partial_gradients(strategy, link[0]),
-            *state.reduction_of(work.trainable, strategy, work.expert_trainable),
-        )
+        reduce = state.reduction_of(work.trainable, strategy, work.expert_trainable)
+        partial, every = self.partial_gradients(strategy, link[0]), tuple[Collective, ...]()
+        if strategy.execution.fsdp2 and state.casts_parameters(strategy):
+            every = partial  # FSDP2 adds up what it casts as it comes
+        else:
+            reduce = (*partial, *reduce)
         work = replace(work, gather=gather, expert_gather=expert_gather)
-        weight = (*work.backward_weight, *state.accumulation_kernel(work, strategy))
+        weight = (*work.backward_weight, *every, *state.accumulation_kernel(work, strategy))
         work = placed_unit(self.works, strategy, work, link[0], reduce, place)
         return replace(work, reduce=reduce, backward_weight=weight)
 
@@ -217,14 +223,17 @@ class Expander:
         return with_fetches(work, numels, strategy)
 
     def partial_gradients(self, strategy: Strategy, block: int) -> tuple[Collective, ...]:
-        """Once a step: the sum over tp of the gradients of replicated parameters that saw a part of the data."""
+        """The sum over tp of the gradients of replicated parameters that saw a part of the data, once a step or, as whatever FSDP2
+        reduces or casts, in every micro-batch."""
         if strategy.mesh.tp == 1:
             return ()
         names = self.tensor_plan(strategy).blocks[block].partial_params
         count = sum(p.numel for p in self.graph.blocks[block].parameters if p.name in names)
         if not count:
             return ()
-        at_once = strategy.execution.fsdp2 and state.gradient_level(strategy) >= 2
+        at_once = strategy.execution.fsdp2 and (
+            state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)
+        )
         item = state.computed_bytes(strategy) if at_once else state.dtype_bytes(strategy.execution.grad_dtype)
         size = count * item
         return (Collective(op=CollectiveOp.ALL_REDUCE, axes=("tp",), size_bytes=size, label="tp"),)

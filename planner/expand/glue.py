@@ -20,13 +20,14 @@ class Coming(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlueUnit:
-    """A module and its parameters (names as in the block). Bytes: of its parameters, whole, of what its reduction takes in and of
-    what it makes, and of the last of its gradients, which stands until the reduction has begun; and what else its parameters take
-    while they are gathered."""
+    """A module and its parameters (names as in the block). Bytes: of its parameters and of their `gradients`, whole, of what its
+    reduction takes in and of what it makes, and of the last of its gradients, which stands until the reduction has begun; and what
+    else its parameters take while they are gathered."""
 
     module: str
     names: frozenset[str]
     whole: int
+    gradients: int
     reduced: int
     share: int
     last: int

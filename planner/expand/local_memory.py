@@ -10,11 +10,14 @@ from autoparallel.costmodel.kernels import OPERAND_BYTES
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.planner.expand.context import keeps_whole
 from autoparallel.planner.expand.local import LocalBlock
+from autoparallel.planner.sharding.plan import Reshard, conjugates
 
 # What recomputation of operators keeps the results of: the field's usual policy. Source: torchtitan, _op_sac_save_list;
 # JAX, dots_saveable.
 PRODUCTS = frozenset({OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.ATTENTION})
+REARRANGED = frozenset({CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER})
 SUMS = frozenset({CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER})
+OPERANDS, WIDE_BYTES = 3, 4  # of attention; of what torch's own kernel computes
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
 
 
@@ -35,15 +38,18 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
                 continue
             if attention and saved.value == "" and not local.setting.flash:
                 continue
+            if attention and core and saved.value in operator.inputs[:OPERANDS] and _widens(local):
+                continue
             key = local.index.storage.get(saved.value, saved.value) or f"{operator.name}#{len(kept)}"
             if key not in kept:
                 kept[key] = saved_bytes(local, op, saved) + _copies_bytes(local, op, saved)
         if core and not local.setting.flash:
             for op in unit.ops:
                 if local.index.block.operators[op].kind is OpKind.ATTENTION:
-                    kept[f"{local.index.block.operators[op].name}#probabilities"] = probabilities_bytes(
-                        local, op
-                    )
+                    name = local.index.block.operators[op].name
+                    kept[f"{name}#probabilities"] = probabilities_bytes(local, op)
+                    if _widens(local):
+                        kept[f"{name}#operands"] = _operands_bytes(local, op)
     return kept
 
 
@@ -76,10 +82,24 @@ def probabilities_bytes(local: LocalBlock, op: int) -> int:
     return local.scores_elements(op) * per_element
 
 
+def _widens(local: LocalBlock) -> bool:
+    """Whether unfused attention keeps its operands in 32 bits: torch's own kernel casts and scales 16-bit ones, all heads of them.
+    Source: aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math."""
+    short = ITEM_BYTES[local.setting.tensor_dtype] < WIDE_BYTES
+    return short and not local.setting.flash and local.setting.execution.fsdp2
+
+
+def _operands_bytes(local: LocalBlock, op: int) -> int:
+    """Queries, keys and values in 32 bits; those of a group of heads once for each of them."""
+    shape = local.attention_shape(op)
+    keys = shape.key_length * (shape.head_size + shape.value_size)
+    return shape.batch * shape.heads * (shape.query_length * shape.head_size + keys) * WIDE_BYTES
+
+
 def _score_bytes(local: LocalBlock) -> int:
     """Of a number of unfused attention's score matrix: torch's own kernel computes it in 32 bits at least."""
     item = ITEM_BYTES[local.setting.tensor_dtype]
-    return max(item, 4) if local.setting.execution.fsdp2 else item
+    return max(item, WIDE_BYTES) if local.setting.execution.fsdp2 else item
 
 
 def _copies_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
@@ -171,17 +191,45 @@ def forward_temp_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[s
         if name.startswith("input:") and name not in kept:
             held += make(name, local.value_bytes(name, local.output_placement(name)), 0)
     peak = 0
+    copies = rearranged_bytes(local, units, backward=False)
     for n, unit in enumerate(units):
+        before = held
         for value in unit.outputs:
             storage = storages[value]
             if storage not in kept and storage not in live and not storage.startswith(("input:", "param:")):
                 held += make(storage, local.value_bytes(storage, local.output_placement(storage)), n)
         held += made.get(n, 0)
         done = sum(live.pop(storage) for storage in dying.pop(n, ()))
+        peak = max(peak, before + copies.get(n, 0))
         inside = 0 if local.setting.flash else sum(_scores_temp(local, op, kept) for op in unit.ops)
         peak = max(peak, held - (done if overwrites(local, unit) else 0) + inside)
         held -= done
     return max(peak - sum(kept.values()), 0)
+
+
+def rearranged_bytes(local: LocalBlock, units: Sequence[Unit], *, backward: bool) -> dict[int, int]:
+    """Unit -> bytes of the copy that torch makes, before the unit runs forward or when it has run backward, of what is gathered or
+    scattered along another dim than the first: beside the whole tensor."""
+    found: dict[int, int] = {}
+    for move in local.layout.moves:
+        if not isinstance(move, Reshard) or not rearranges(local, move):
+            continue
+        ways = conjugates(move.before, move.after, move.partial_gradient)
+        if any(back == backward and op in REARRANGED for back, op in ways):
+            n = next((n for n, unit in enumerate(units) if unit.ops[0] >= move.position), len(units) - 1)
+            if backward:  # of what the unit before it has made
+                n = max(n - 1, 0)
+            found[n] = max(found.get(n, 0), local.value_bytes(move.value, "R"))
+    return found
+
+
+def rearranges(local: LocalBlock, reshard: Reshard) -> bool:
+    """Whether torch copies what it gathers or scatters for this change of layout: not along the first dim, and of one sample it is a view."""
+    execution, dims = (
+        local.setting.execution,
+        {p for p in (reshard.before, reshard.after) if p.startswith("S")},
+    )
+    return execution.dtensor and local.setting.tp > 1 and local.setting.micro > 1 and dims != {"S0"}
 
 
 def _made_by(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> dict[int, int]:
@@ -237,9 +285,16 @@ def weight_saved_bytes(
     (`runtime/gradients/put_off.py`), nothing that was kept is freed before the second part.
     """
     own = local.setting.execution.fsdp2
-    puts_off = own and _puts_off(local, units)
-    if again and not puts_off:
+    put = own and puts_off(local, units)
+    if again and not put:
         return None
+    needed, gradients = weight_factors(local, units)
+    whole = own and not put
+    return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
+
+
+def weight_factors(local: LocalBlock, units: Sequence[Unit]) -> tuple[set[str], dict[str, int]]:
+    """Storages that weights' gradients are computed from, and bytes of the gradients of products' outputs, by operator."""
     needed, gradients = set(), dict[str, int]()
     for operator in _with_weights(local, units):
         needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
@@ -247,8 +302,7 @@ def weight_saved_bytes(
         if made and operator.kind in PRODUCTS:
             placement = local.output_placement(operator.name)
             gradients[operator.name] = local.value_bytes(operator.name, placement)
-    whole = own and not puts_off
-    return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
+    return needed, gradients
 
 
 def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator]:
@@ -260,6 +314,7 @@ def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator
                 yield operator
 
 
-def _puts_off(local: LocalBlock, units: Sequence[Unit]) -> bool:
-    """Whether the block's products with weights are linear layers on whole tensors."""
-    return local.setting.tp == 1 and all(o.kind is OpKind.GEMM for o in _with_weights(local, units))
+def puts_off(local: LocalBlock, units: Sequence[Unit]) -> bool:
+    """Whether the block's products with weights are linear layers on whole tensors, which is not compiled."""
+    eager = local.setting.tp == 1 and local.setting.execution.kernels != "compiled"
+    return eager and all(o.kind is OpKind.GEMM for o in _with_weights(local, units))

@@ -178,9 +178,7 @@ def _rearranged(local: LocalBlock, reshard: Reshard, *, backward: bool) -> list[
 
     Source: torch/distributed/_functional_collectives.py, all_gather_tensor (torch.cat of chunks), reduce_scatter_tensor.
     """
-    execution = local.setting.execution
-    dims = {place for place in (reshard.before, reshard.after) if place.startswith("S")}
-    if not execution.dtensor or local.setting.tp == 1 or local.setting.micro == 1 or dims == {"S0"}:
+    if not memory.rearranges(local, reshard):
         return []
     size, dtype = local.value_bytes(reshard.value, "R"), SHORT_DTYPE[local.setting.tensor_dtype]
     moved = {CollectiveOp.ALL_GATHER: 2 * _gathered_bytes(local, size), CollectiveOp.REDUCE_SCATTER: 2 * size}

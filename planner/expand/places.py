@@ -11,6 +11,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.beside import Beside, LinkSizes, beside_of, link_sizes, most_beside
 from autoparallel.planner.expand.chain import Ties
 from autoparallel.planner.expand.glue import GlueUnit
+from autoparallel.planner.expand.halves import is_split, with_halves
 from autoparallel.planner.expand.units import (
     as_cast_unit,
     as_glue,
@@ -21,6 +22,7 @@ from autoparallel.planner.expand.units import (
     root_bytes,
     root_unit,
     rooted,
+    units_of,
     with_coming_and_going,
 )
 from autoparallel.planner.expand.works import LocalWorks
@@ -106,6 +108,10 @@ def placed_unit(
     if strategy.micro_batches == 1:
         own = works.graph.blocks[block]
         found = with_coming_and_going(found, own, place.dropped, strategy, repeated=repeated)
+    if is_split(strategy):
+        experts = _experts(works, strategy, block)
+        units = units_of(work, works.graph.blocks[block], place.dropped, strategy, experts, repeated=repeated)
+        found = with_halves(found, works.backward(strategy, block), units, reduce, strategy)
     waiting = held_of(works, strategy, block, place.again - place.later)
     waiting_bytes = _trained(waiting) * state.waiting_gradient_bytes(strategy)
     if not repeated and _in_units(strategy) and not state.adds_at_once(strategy):
@@ -144,10 +150,15 @@ def _unit(
     if not _repeated(works.graph, block):
         backward = works.backward(strategy, block)
         return as_glue(work, own, reduce, dropped, strategy, beside=beside, backward=backward, twice=later)
-    params = works.tensor_plan(strategy).blocks[block].params if state.expert_shards(strategy).zero else ()
-    experts = [name for name, placement in params if placement.startswith("E")]
+    experts = _experts(works, strategy, block)
     inside = works.backward(strategy, block) if experts else None
     return as_unit(work, own, reduce, strategy, beside=beside, backward=inside, experts=experts)
+
+
+def _experts(works: LocalWorks, strategy: Strategy, block: int) -> list[str]:
+    """Names of the parameters that are a unit inside a block's."""
+    params = works.tensor_plan(strategy).blocks[block].params if state.expert_shards(strategy).zero else ()
+    return [name for name, placement in params if placement.startswith("E")]
 
 
 def _gone(works: LocalWorks, strategy: Strategy, links: Sequence[Neighbour]) -> int:

@@ -26,6 +26,7 @@ V_SHAPED = frozenset({"zbv", "dualpipev"})  # schedules whose first rank holds b
 _LOOPED = frozenset({"interleaved-1f1b", "zb1p"})
 BUILT_SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
 SPLIT_BACKWARD = frozenset({"zb1p", "zbv", "dualpipev"})  # schedules with I and W
+SOME_WHOLE = frozenset({"dualpipev"})  # of these the ones with B, too
 
 
 class ScheduleError(UserError):

@@ -15,7 +15,7 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.beside import Beside, whole_gradients
 from autoparallel.planner.expand.glue import Coming, Glue, GlueUnit, ending_reduction, glue_peak
-from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
+from autoparallel.planner.expand.schedules import SOME_WHOLE, SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import Strategy
 
 
@@ -171,11 +171,29 @@ def root_unit(work: BlockWork, block: Block, dropped: Collection[str], strategy:
     return _glue(work, block, dropped, strategy, ()).root
 
 
+def units_of(
+    work: BlockWork, block: Block, dropped: Collection[str], strategy: Strategy, experts: Collection[str], *, repeated: bool
+) -> tuple[GlueUnit, ...]:  # fmt: skip
+    """What FSDP2 gathers and reduces at once of a link of the chain, in the order of the model; the root unit's part, or a block's own,
+    comes last."""
+    if not repeated:
+        glue = _glue(work, block, dropped, strategy, ())
+        return (*glue.units, glue.root)
+    if experts and work.expert_parameters:
+        two = _two_units(work, block, strategy, experts)
+        return (*two.units, two.root)
+    trained = [p.numel for p in block.parameters if p.trainable and p.name not in dropped]
+    last = trained[-1] * work.trainable // max(sum(trained), 1) if trained else 0
+    numbers = [work.parameters, work.trainable, last]
+    return (_unit(strategy, "", frozenset(), numbers, state.shard_ranks(strategy)),)
+
+
 def joined(units: Sequence[GlueUnit]) -> GlueUnit:
     """Parts of a root unit as one, of which the smallest gradient is taken to be the last."""
     return GlueUnit(
         module="", names=frozenset(name for unit in units for name in unit.names), gathering=0,
-        whole=sum(unit.whole for unit in units), reduced=sum(unit.reduced for unit in units),
+        whole=sum(unit.whole for unit in units), gradients=sum(unit.gradients for unit in units),
+        reduced=sum(unit.reduced for unit in units),
         share=sum(unit.share for unit in units), last=min(unit.last for unit in units),
     )  # fmt: skip
 
@@ -221,7 +239,7 @@ def _unit(
     item, summed = state.computed_bytes(strategy), state.dtype_bytes(strategy.execution.grad_dtype)
     whole, trained, last = numbers
     return GlueUnit(
-        module=module, names=names, whole=whole * item, reduced=trained * summed, share=_made_share(trained * summed, strategy) // ranks,
+        module=module, names=names, whole=whole * item, gradients=trained * item, reduced=trained * summed, share=_made_share(trained * summed, strategy) // ranks,
         last=last * item, gathering=whole * item * copies,
     )  # fmt: skip
 
@@ -261,8 +279,10 @@ def as_cast_unit(work: BlockWork, strategy: Strategy) -> BlockWork:
     first = between - copied if state.starts_without_gradients(strategy) else between
     last = between - work.parameters * item
     made = (last, max(first, last), between)[min(strategy.micro_batches, 3) - 1]
-    if strategy.pipeline.schedule in SPLIT_BACKWARD:  # its gradients are made in passes of their own
-        made = 0
+    if (
+        strategy.pipeline.schedule in SPLIT_BACKWARD
+    ):  # its gradients are made in passes of their own, but where these are whole
+        made = between if strategy.pipeline.schedule in SOME_WHOLE else 0
     return replace(work, backward_temp_bytes=max(standing, work.left_bytes + copied, made))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
@@ -26,6 +26,15 @@ from autoparallel.planner.expand.schedules import rank_of_stage
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.capabilities.rows import GLOO
 from autoparallel.runtime.check.device_kernels import DeviceKernels
+from autoparallel.runtime.check.halves import (
+    SEEN_WHOLE,
+    as_scheduled,
+    first_half,
+    has_whole_passes,
+    splits,
+    whole_passes,
+)
+from autoparallel.runtime.check.inputs import on_cpu, one_micro_batch
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
@@ -36,15 +45,13 @@ from autoparallel.runtime.dtensor_private import unseen_propagation
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
 from autoparallel.runtime.fsdp_private import accumulated_bytes
-from autoparallel.runtime.gradients.put_off import backward_putting_off
 from autoparallel.runtime.gradients.replicas import with_levels
-from autoparallel.runtime.gradients.split_backward import WeightHalf
 from autoparallel.runtime.loading.materialise import all_names
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered, lower_module, torch_dtype
 from autoparallel.runtime.lowering.micro_batches import as_call
 from autoparallel.runtime.lowering.parallel_module import numerics
 from autoparallel.runtime.pipeline.channels import describe, gradient_part, rebuild
-from autoparallel.runtime.pipeline.module import rules_within
+from autoparallel.runtime.pipeline.module import recomputed_stages, rules_within
 from autoparallel.runtime.pipeline.ties import separate_ties
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
@@ -56,7 +63,6 @@ from autoparallel.runtime.torch_private import (
     as_one_of,
     backward_under_modes,
     fake_tensors,
-    gradients_under_modes,
     traced_as,
 )
 
@@ -114,7 +120,7 @@ def dry_run(
         )  # fmt: skip
         sharings = check_experts(module, strategy.mesh, experts, CPU)
         mesh = with_levels(build_mesh(strategy.mesh, level_sizes), strategy)
-        inputs = _one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
+        inputs = one_micro_batch(example_inputs, strategy.batch.micro, dict.fromkeys(planned, dtypes.param))
         stages = _stages(module, inputs, strategy, blocks, mesh)
         memory = fake_tensors()
         alike = alike_stages(stages, strategy, kinds or {})
@@ -123,7 +129,7 @@ def dry_run(
             for i in sorted({*alike})
         }
         with memory:
-            return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(_on_cpu(inputs))
+            return _Step(stages, lowered, alike, strategy, mesh, dtypes).run(on_cpu(inputs))
 
 
 def _dtypes(execution: Execution) -> Dtypes:
@@ -132,23 +138,6 @@ def _dtypes(execution: Execution) -> Dtypes:
         param=torch_dtype(execution.param_dtype),
         grad=torch_dtype(execution.grad_dtype),
     )
-
-
-def _one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
-    """The inputs with `micro` samples, without values, on the meta device, cast as the parameters were."""
-    samples = next(
-        leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim()
-    )
-
-    def sized(leaf: Tensor) -> Tensor:
-        shape = (micro, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == samples else leaf.shape
-        return torch.empty(shape, dtype=casts.get(leaf.dtype, leaf.dtype), device="meta")
-
-    return tree_map_only(Tensor, sized, example_inputs)
-
-
-def _on_cpu(inputs: Any) -> Any:
-    return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), inputs)
 
 
 def _stages(
@@ -193,6 +182,8 @@ class _Step:
     ) -> None:  # fmt: skip
         self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
+        self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy)
+        self._leaves_whole = self._splits and has_whole_passes(strategy)
         self._axes = group_names(mesh, strategy.shard.zero)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._activation_mesh = mesh.activation_mesh()
@@ -203,6 +194,7 @@ class _Step:
         self._gathered = [0] * len(stages)
         self._gradients, self._buffers = [0] * len(stages), [0] * len(stages)
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
+        self._passes: list[dict[str, Counter[Message]]] = [{} for _ in stages]
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
         self._places: list[dict[Message, Counter[Place]]] = [{} for _ in stages]
         self._tracker = ModuleNames()
@@ -219,12 +211,12 @@ class _Step:
         finally:
             gc.unfreeze()
         self._exchange_tied()
-        optimizer = {i: optimizer_bytes(self._stages[i], self._strategy) for i in self._lowered}
+        optimizer = optimizer_bytes(self._stages, self._homes, self._alike, self._strategy)
         return tuple(
             LoweredStage(
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
-                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[i],
-                traffic=self._traffic[i] + self._sends[stage], places=self._places[i],
+                gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[stage],
+                traffic=self._scheduled(stage, i) + self._sends[stage], places=self._places[i],
                 live=self._lived[i], buffer_bytes=self._buffers[i],
             )
             for stage, i in enumerate(self._alike)
@@ -241,16 +233,22 @@ class _Step:
     def _micro_batches(self, inputs: Any) -> None:
         count = self._strategy.micro_batches
         for stage, lowered in self._lowered.items():
-            lowered.begin(min(count, 3))
+            lowered.begin(min(count, 3 + self._leaves_whole))
             self._buffers[stage] = lowered.buffer_bytes()
         if count > 1:
             self._micro_batch(inputs)
+        if self._leaves_whole:  # another whole one, which finds gradients
+            self._micro_batch(inputs)
         if count > 2:
-            self._micro_batch(inputs, often=count - 2)
+            self._micro_batch(inputs, often=count - 2 - self._leaves_whole)
         self._micro_batch(inputs, last=True)
         for stage, lowered in self._lowered.items():
             with self._counting(stage, "REDUCE_GRAD"):
                 lowered.finish()
+
+    def _scheduled(self, stage: int, i: int) -> Counter[Message]:
+        whole = whole_passes(self._strategy)[stage] if self._leaves_whole else SEEN_WHOLE
+        return as_scheduled(self._traffic[i], self._passes[i], whole)
 
     def _exchange_tied(self) -> None:
         """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
@@ -294,18 +292,21 @@ class _Step:
         wanted: list[Tensor],
         often: int,
     ) -> list[Tensor]:
-        """A backward pass, in two halves where the schedule splits it and layers put off the gradients of their weights, but for
-        the first one, which is seen as a whole; the gradients of what the stage received."""
+        """A backward pass, in two halves where the schedule splits it. Where it leaves some whole, so are the first two."""
         lowered = self._lowered[index]
-        whole = self._strategy.micro_batches > 1 and "B" not in self._lived[index]
-        if whole or not lowered.puts_off:
+        first = self._times[index, "B"] < SEEN_WHOLE
+        if not self._splits or (first and self._leaves_whole):
+            if self._splits:
+                lowered.announce(last=False, whole=True)
             with self._counting(index, "B", often):
                 backward_under_modes(outputs, gradients)
-                lowered.run_weights(WeightHalf())  # of whose work nothing is left
             return [gradient_part(t.grad, t) for t in wanted]
         weights = [p for p in self._stages[index].parameters() if p.requires_grad]
+        again = index in self._recomputed
         with self._counting(index, "B", often, half="I"):
-            found, half = backward_putting_off(outputs, gradients, wanted, weights, gradients_under_modes)
+            found, half = first_half(
+                outputs, gradients, wanted, weights, puts_off=lowered.puts_off, recomputed=again
+            )
         handed = sum(local(g).nbytes for g in found if g is not None)
         kept = self._lived[index]["I"].kept - handed  # that goes to another stage
         self._lived[index]["I"] = replace(self._lived[index]["I"], kept=kept)
@@ -329,6 +330,8 @@ class _Step:
         with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
             yield
         self._note_lived(stage, half or action, self._live.end())
+        if self._leaves_whole and action == "B":
+            self._passes[stage].setdefault(half or action, Counter(recorder.found))
         self._traffic[stage].update({message: count * often for message, count in recorder.found.items()})
         for message, modules in recorder.modules.items():
             places = self._places[stage].setdefault(message, Counter())

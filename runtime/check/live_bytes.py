@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from autoparallel.runtime.torch_private import adds_up_gradients, storage_id
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
@@ -50,6 +52,8 @@ class LiveBytes(TorchDispatchMode):
         self._in_dtensor = None
         given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **(kwargs or {}))
+        if func is _WAIT:  # which returns what it is given, but on tensors without memory
+            self._resized(_key(args[0]), 0)
         if joined:  # without modes autograd adds in place, but to DTensors
             self._resized(_key(args[0]), 0)
         for leaf in tree_leaves(result):

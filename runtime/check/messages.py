@@ -7,7 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoparallel.costmodel.compression import wire_bytes
-from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Program, StageWork, Step
+from autoparallel.costmodel.program import (
+    ActionKind,
+    BlockWork,
+    Collective,
+    CollectiveOp,
+    Program,
+    StageWork,
+    Step,
+)
 
 # Of a tensor, what each of n ranks sends: this often times (n - 1) / n. Kind: formula, a ring's.
 _PASSES = {
@@ -43,7 +51,8 @@ def sent_bytes(message: Message, sizes: Mapping[str, int]) -> float:
 
 def program_messages(program: Program) -> tuple[Counter[Message], ...]:
     """For each stage what its ranks send in one step: `program` is the one that is priced."""
-    found = [_stage_messages(stage, program) for stage in program.stages]
+    halves = Counter(a.stage for row in program.ranks for a in row if a.kind is ActionKind.BACKWARD_WEIGHT)
+    found = [_stage_messages(stage, program, halves[n]) for n, stage in enumerate(program.stages)]
     homes = {action.stage: rank for rank, row in enumerate(program.ranks) for action in row}
     for index, stage in enumerate(program.stages[:-1]):
         if (
@@ -76,7 +85,12 @@ def priced_places(stage: StageWork) -> dict[Message, Counter[Place]]:
 
     for work, count in stage.blocks:
         note(work.forward, "F", work.name, count)
-        note((*work.recompute, *work.backward_input, *work.backward_weight), "B", work.name, count)
+        note(
+            (*work.recompute, *work.backward_input, *work.backward_weight, *work.weight_again),
+            "B",
+            work.name,
+            count,
+        )
         note((work.gather, work.expert_gather), "UNSHARD", work.name, count)
         note(work.reduce, "REDUCE_GRAD", work.name, count)
     note(stage.tied_reduce, "REDUCE_GRAD", "tied parameters", 1)
@@ -85,10 +99,14 @@ def priced_places(stage: StageWork) -> dict[Message, Counter[Place]]:
     return found
 
 
-def _stage_messages(stage: StageWork, program: Program) -> Counter[Message]:
+def _stage_messages(stage: StageWork, program: Program, halves: int) -> Counter[Message]:
+    """`halves`: how many of its backward passes are split."""
     found: Counter[Message] = Counter()
     micro_batches = program.micro_batches
     for work, count in stage.blocks:
+        for step in work.weight_again:
+            if isinstance(step, Collective):
+                found[_message(step)] += count * halves
         for step in _passes(work):
             if isinstance(step, Collective):
                 found[_message(step)] += count * micro_batches

@@ -24,7 +24,8 @@ class ModuleNames(ModuleTracker):
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
         if not self.is_bw:
-            super()._fw_post_hook(mod, input, output)
+            made = [t for t in tree_leaves(output) if isinstance(t, Tensor) and not t.is_leaf]
+            super()._fw_post_hook(mod, input, made)
 
     @property
     def innermost(self) -> str:

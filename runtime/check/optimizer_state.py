@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor, nn
 
-from autoparallel.planner.strategy.types import Strategy
-from autoparallel.runtime.memory.optimizer import hosted
+from autoparallel.planner.expand.hosted import hosted
+from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import traced_as
 
 
-def optimizer_bytes(stage: nn.Module, strategy: Strategy) -> int:
-    """Bytes of the state that the optimizer keeps for this rank's parameters on the device, after an update."""
-    trained = [p for p in dict.fromkeys(stage.parameters()) if p.requires_grad]
-    away, execution = hosted(trained, strategy.offload.optimizer), strategy.execution
-    parameters = [nn.Parameter(local(p)) for p in trained if p not in away]
+def optimizer_bytes(
+    stages: Sequence[nn.Module], homes: Sequence[int], alike: Sequence[int], strategy: Strategy
+) -> list[int]:
+    """Bytes of the state that the optimizer of each stage's rank (`homes`) keeps for the stage on the device, after an update.
+    `alike[i]` is the stage that was lowered for stage i."""
+    trained = {
+        i: [p for p in dict.fromkeys(stages[i].parameters()) if p.requires_grad] for i in dict.fromkeys(alike)
+    }
+    share, found = strategy.offload.optimizer, [0] * len(alike)
+    known: dict[tuple[int, frozenset[int]], int] = {}
+    for rank in dict.fromkeys(homes):
+        own = [
+            (stage, n)
+            for stage, home in enumerate(homes)
+            if home == rank
+            for n in range(len(trained[alike[stage]]))
+        ]
+        away = {own[k] for k in hosted([local(trained[alike[stage]][n]).numel() for stage, n in own], share)}
+        for stage in (stage for stage, home in enumerate(homes) if home == rank):
+            key = (alike[stage], frozenset(n for s, n in away if s == stage))
+            if key not in known:
+                known[key] = _state_bytes(trained[key[0]], key[1], strategy.execution)
+            found[stage] = known[key]
+    return found
+
+
+def _state_bytes(trained: Sequence[nn.Parameter], away: Collection[int], execution: Execution) -> int:
+    parameters = [nn.Parameter(local(p)) for n, p in enumerate(trained) if n not in away]
     copies = 0
     if execution.master_weights and execution.param_dtype in ("bf16", "fp16"):
         parameters = [nn.Parameter(p.detach().float()) for p in parameters]

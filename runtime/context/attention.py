@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.runtime.context.random_numbers import drawn_apart
-from autoparallel.runtime.context.values import cut, of_parts, on_mesh, onto, own_part, placed
+from autoparallel.runtime.context.values import cut, of_parts, on_mesh, onto, own_part, placed, used_by_shares
 from autoparallel.runtime.torch_private import outside_tracing
 
 _LENGTH = 2  # of the sequence, counted from the last dim: batch, heads, length, head size
@@ -85,9 +85,9 @@ def _own_rows(mask: Tensor, mesh: DeviceMesh) -> Tensor:
     rows = mask.dim() - _LENGTH
     if rows < 0 or mask.shape[rows] == 1:  # one for all queries
         return own_part(placed(onto(mask, mesh), Replicate()), Partial()) if _follows(mask) else mask
-    if not _follows(mask):
+    if not on_mesh(mask, mesh):  # all ranks have all of it: nothing is sent, either way
         size = mask.shape[rows] // mesh.size(0)
-        return mask.narrow(rows, mesh.get_local_rank(0) * size, size)
+        return used_by_shares(mask, mesh).narrow(rows, mesh.get_local_rank(0) * size, size)  # type: ignore[no-any-return]
     return own_part(cut(mask, rows, mesh), Shard(rows))
 
 

@@ -11,7 +11,7 @@ for every layout, runs on the gathered sequence, on every rank alike.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
@@ -54,11 +54,12 @@ _DROPOUT = frozenset({F.dropout, torch.dropout})
 
 
 class ContextParallel(TorchFunctionMode):
-    """Runs functions of tensors of the sequence on its shares; `mesh` has the axis cp first, then tp if there is one."""
+    """Runs functions of tensors of the sequence on its shares; `mesh` has the axis cp first, then tp if there is one. `given`: the
+    first two dims of what the module was given."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, given: Collection[tuple[int, ...]] = ()) -> None:
         super().__init__()
-        self._mesh = mesh
+        self._mesh, self._given = mesh, given
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, mesh = kwargs or {}, self._mesh
@@ -91,9 +92,17 @@ class ContextParallel(TorchFunctionMode):
             return self._gathered(func, args, kwargs)
 
     def _with_cut_tokens(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The arguments of an embedding, of whose tokens each rank looks up its share."""
+        """The arguments of an embedding, of whose tokens each rank looks up its share. Positions against positions (relative ones) are
+        looked up whole: which of the two dims the sequence is cut along, attention says."""
         dim = 1 if input.dim() > 1 else 0
-        if not isinstance(input, DTensor) and input.dim() and input.shape[dim] % self._mesh.size(0) == 0:
+        shape = tuple(input.shape)
+        pairs = len(shape) == 2 and shape[0] == shape[1] > 1 and shape not in self._given
+        if (
+            not pairs
+            and not isinstance(input, DTensor)
+            and input.dim()
+            and input.shape[dim] % self._mesh.size(0) == 0
+        ):
             input = cut(input, dim, self._mesh)
         return (input, weight, *args), kwargs
 
@@ -170,7 +179,8 @@ def run_in_shares(module: nn.Module, blocks: Sequence[str], mesh: DeviceMesh) ->
 def _with_mode(forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with ContextParallel(mesh):
+        given = {tuple(t.shape[:2]) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        with ContextParallel(mesh, given):
             return forward(*args, **kwargs)
 
     return run

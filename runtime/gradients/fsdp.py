@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
-from autoparallel.runtime.fsdp_private import reduce_unit, whole_weights
+from autoparallel.runtime.fsdp_private import end_reductions, reduce_unit, whole_weights
 from autoparallel.runtime.gradients.copies import cast_copies
 from autoparallel.runtime.gradients.gathered import UnitGather
 from autoparallel.runtime.gradients.own_outputs import own_outputs
@@ -215,15 +215,15 @@ def unshared_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]
     return [block for block in distinct if alone(block)]
 
 
-def announce_micro_batch(module: nn.Module, *, zero: int, last: bool, alone: bool = False) -> None:
+def announce_micro_batch(module: nn.Module, *, zero: int, last: bool) -> None:
     """Tell FSDP2 which micro-batch of the step comes: when to reduce gradients and to free parameters.
 
-    `alone`: no other is on its way, so that what was reduced last does not wait in memory for the next one, whose last
-    backward would gather the first unit of this one ahead.
+    Every backward ends as a step's last one does: its last reduction is over, as is priced (`costmodel/price.py`), and does not
+    wait in memory for the next micro-batch.
     """
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
-            unit.set_is_last_backward(last or alone)
+            unit.set_is_last_backward(True)
             unit.set_requires_gradient_sync(last or zero >= 2, recurse=False)
             unit.set_reshard_after_backward(last or zero == 3, recurse=False)
 
@@ -247,6 +247,7 @@ def run_weights(module: nn.Module, half: WeightHalf | PutOff) -> None:
     half.run(complete)
     for unit in waiting:
         reduce_unit(unit)
+    end_reductions(module)
 
 
 def reductions_per_step(zero: int, micro_batches: int, *, sharded: bool) -> int:

@@ -22,6 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from autoparallel.runtime.gradients.split_backward import made_for
+
 MOST = 0.9  # of the numbers in matrices of a stage must be such layers'. Kind: choice
 
 
@@ -160,18 +162,27 @@ class PutOff:
     def run(self, complete: Callable[[Tensor], None] | None = None) -> None:
         """Gradients of the weights, one after the other from the outputs back; `complete` is told of each weight that has all of
         its gradient."""
-        left = Counter(one.weight for one in self.waiting)
-        sums: dict[GradientEdge, Tensor] = {}
+        places = Counter(one.weight for one in self.waiting)
+        parts: dict[GradientEdge, list[Callable[[], Tensor]]] = {}
         waiting, self.waiting = self.waiting[::-1], []
         while waiting:
             one = waiting.pop()
-            edge, value = one.weight, one.compute()
-            sums[edge] = value if edge not in sums else sums[edge] + value
-            left[edge] -= 1
-            if not left[edge]:
-                torch.autograd.backward([edge], [sums.pop(edge)])
+            own = parts.setdefault(one.weight, [])
+            own.append(one.compute if places[one.weight] == 1 else partial(_given, one.compute()))
+            if len(own) == places[one.weight]:
+                edge, make = one.weight, partial(_sum_of, parts.pop(one.weight))
+                del one, own
+                made_for(edge, make)
                 if complete is not None and hasattr(edge.node, "variable"):
                     complete(edge.node.variable)
+
+
+def _sum_of(parts: list[Callable[[], Tensor]]) -> Tensor:
+    """Of all parts, which are gone then."""
+    found = parts.pop()()
+    while parts:
+        found = found + parts.pop()()
+    return found
 
 
 def _differentiate(

@@ -11,13 +11,50 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 _Edge = tuple[Node, int]
+
+
+class _Made(torch.autograd.Function):
+    """Nothing, whose gradient of `weight` is what `make` computes: made on the way back, so that autograd takes it as it is where
+    there is no sum yet. Of what Python holds it makes a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        ctx.make = make
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        make, ctx.make = ctx.make, None
+        return make(), None
+
+
+def made_for(edge: GradientEdge, make: Callable[[], Tensor]) -> None:
+    """Add what `make` makes to the gradient of a weight, or of what the weight is made of."""
+    if hasattr(edge.node, "variable"):
+        with torch.enable_grad():
+            made = _Made.apply(edge.node.variable, make)
+        torch.autograd.backward([made])
+    else:
+        torch.autograd.backward([edge], [make()])
+
+
+def add_to_gradient(edge: GradientEdge, gradient: Tensor | None) -> None:
+    """As `made_for`, of a gradient that is there, and that nobody else holds; None: the edge begins at a loss."""
+    if gradient is None or isinstance(gradient, DTensor):
+        torch.autograd.backward([edge], [gradient])
+        return
+    held = [gradient]
+    del gradient
+    made_for(edge, held.pop)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,20 +88,23 @@ class WeightHalf:
     junctions: list[_Junction] = field(default_factory=list)
     roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
     weights: Sequence[Tensor] | None = None  # the only ones wanted, where roots lead elsewhere too
+    accumulate: Callable[..., None] = torch.autograd.backward  # or a stand-in
 
     def run(self, complete: Callable[[Tensor], None] | None = None) -> None:
-        """Gradients of the weights, once: all at the end, or, where `complete` wants to be told of each weight that has
-        all of its gradient, one after the other from the outputs back."""
+        """Gradients of the weights, once: one after the other from the outputs back, or, of a pass of its own, all in it.
+        `complete` is told of each weight that has all of its gradient."""
         gradients: dict[GradientEdge, Tensor | None] = dict(self.roots)
         edges = [*gradients, *(edge for junction in self.junctions for edge in junction.places())]
-        families = _families(edges) if complete is not None and self.weights is None else [edges]
+        families = _families(edges) if self.weights is None else [edges]
         home = {edge: number for number, family in enumerate(families) for edge in family}
         left = Counter(home[edge] for junction in self.junctions for edge in junction.places())
 
         def deliver(number: int) -> None:
             own = {edge: gradients.pop(edge) for edge in families[number] if edge in gradients}
-            if own:
-                torch.autograd.backward(list(own), list(own.values()), inputs=self.weights)
+            if len(own) == 1 and self.weights is None:
+                add_to_gradient(*own.popitem())
+            elif own:
+                self.accumulate(list(own), list(own.values()), inputs=self.weights)
             if complete is not None:
                 for weight in self.weights or _leaves(families[number]):
                     complete(weight)
@@ -78,6 +118,7 @@ class WeightHalf:
                 # A weight that is used twice: autograd takes each place to start from once.
                 before = gradients.get(edge)
                 gradients[edge] = g if before is None else before + g
+                del g, before
             for edge in junction.places():
                 left[home[edge]] -= 1
                 if not left[home[edge]]:
@@ -163,12 +204,15 @@ def backward_input_recomputed(
     gradients: Sequence[Tensor | None],
     received: Sequence[Tensor],
     weights: Sequence[Tensor],
+    differentiate: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> tuple[list[Tensor | None], WeightHalf]:
     """As `backward_input`, where the forward pass is run again for either half: the second half is a pass of its
-    own, because every junction by itself would run the forward pass again."""
+    own, because every junction by itself would run the forward pass again. `differentiate(outputs, inputs, gradients)`:
+    a stand-in for torch's own."""
+    differentiate = differentiate or partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
     found: Sequence[Tensor | None] = [None] * len(received)
     if received:
-        found = torch.autograd.grad(outputs, received, gradients, retain_graph=True, allow_unused=True)
+        found = differentiate(outputs, received, gradients)
     roots = list(zip(outputs, gradients, strict=True))
     return list(found), WeightHalf(roots=roots if weights else [], weights=weights)
 

@@ -98,7 +98,7 @@ class Lowered:
         self.module, self.offloaded, self.plain, self.sync = module, offloaded, plain, sync
         self.puts_off = puts_off  # its products the gradients of their weights, in a split backward pass
         sharded = zero is not None  # by FSDP2, which goes by that level
-        self._zero, self._sharded, self._alone = zero or 0, sharded, strategy.mesh.pp == 1
+        self._zero, self._sharded = zero or 0, sharded
         # The last pass of a split backward brings no gradient of what a stage receives, which FSDP2 waits for.
         self._deferred = sharded and strategy.pipeline.schedule in SPLIT_BACKWARD
 
@@ -107,12 +107,13 @@ class Lowered:
         own = reductions_per_step(self._zero, micro_batches, sharded=self._sharded)
         self.sync.begin(own if reductions is None else reductions)
 
-    def announce(self, *, last: bool) -> None:
-        """Say that the next micro-batch comes, and whether it is the step's last."""
+    def announce(self, *, last: bool, whole: bool = False) -> None:
+        """Say that the next micro-batch comes, whether it is the step's last, and whether its backward is a whole one where the
+        schedule splits others."""
         if self._deferred:
-            announce_micro_batch(self.module, zero=1, last=False)
+            announce_micro_batch(self.module, zero=self._zero if whole else 1, last=False)
         elif self._sharded:
-            announce_micro_batch(self.module, zero=self._zero, last=last, alone=self._alone)
+            announce_micro_batch(self.module, zero=self._zero, last=last)
 
     def run_weights(self, half: WeightHalf | PutOff) -> None:
         """The second half of a split backward pass."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoparallel.errors import UserError
+from autoparallel.planner.expand.hosted import hosted as hosted_tensors
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.gradients.outer import LocalUpdates
 from autoparallel.runtime.gradients.owed import OwedGradients
@@ -51,13 +52,8 @@ Group = dict[str, Any]
 
 def hosted(parameters: Iterable[nn.Parameter], share: float) -> set[nn.Parameter]:
     """Parameters whose state is on the host: the largest first, as long as they are within `share` of all numbers."""
-    sizes = {p: local(p).numel() for p in parameters if p.requires_grad}
-    room, found = share * sum(sizes.values()), set()
-    for parameter in sorted(sizes, key=lambda p: -sizes[p]):
-        if 0 < sizes[parameter] <= room:
-            room -= sizes[parameter]
-            found.add(parameter)
-    return found
+    every = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    return {every[n] for n in hosted_tensors([local(p).numel() for p in every], share)}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from autoparallel.planner.capture.kernels import named_kind
 from autoparallel.planner.capture.meta_mode import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
 from autoparallel.runtime.tensor.questions import copied_buffers
-from autoparallel.runtime.torch_private import run_again
+from autoparallel.runtime.torch_private import looked_up_alone, run_again
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 MODES = ("none", "selective", "full", "operators")
@@ -219,4 +219,4 @@ def _storages(values: Any) -> set[int]:
 def _keeping_products(path: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     products = _Products(path)
     first, again = create_selective_checkpoint_contexts(products.policy)
-    return products.watched(first), again
+    return products.watched(first), looked_up_alone(again, is_kept)

@@ -47,7 +47,7 @@ class Hooks:
         received, inputs
     )
     before_forward: Callable[[int], None] = lambda stage: None  # noqa: ARG005
-    before_backward: Callable[[int, bool], None] = lambda stage, last: None  # noqa: ARG005
+    before_backward: Callable[[int, bool, bool], None] = lambda stage, last, whole: None  # noqa: ARG005
     run_weights: Callable[[int, WeightHalf | PutOff], None] = lambda stage, half: half.run()  # noqa: ARG005
     reduce_gradients: Callable[[int], None] = lambda stage: None  # noqa: ARG005
     before_action: Callable[[Action], None] = lambda action: None  # noqa: ARG005
@@ -181,7 +181,7 @@ class PipelineRunner:
     def _backward(self, action: Action) -> None:
         stage, micro = action.stage, _micro(action)
         outputs, gradients = self._take_gradients(action)
-        self._hooks.before_backward(stage, action == self._final[stage])
+        self._hooks.before_backward(stage, action == self._final[stage], True)
         if outputs:
             torch.autograd.backward(outputs, gradients)
         flight = self._flights.pop((stage, micro))
@@ -191,7 +191,7 @@ class PipelineRunner:
         """Gradients of what the stage received; those of its weights follow with `W`."""
         flight = self._flights[action.stage, _micro(action)]
         outputs, gradients = self._take_gradients(action)
-        self._hooks.before_backward(action.stage, False)
+        self._hooks.before_backward(action.stage, False, False)
         wanted = [t for t in flight.received if t.requires_grad]
         if action.stage in self._puts_off:
             grads, flight.rest = backward_putting_off(outputs, gradients, wanted, self._weights(action.stage))
@@ -210,7 +210,7 @@ class PipelineRunner:
 
     def _backward_weight(self, action: Action) -> None:
         flight = self._flights.pop((action.stage, _micro(action)))
-        self._hooks.before_backward(action.stage, action == self._final[action.stage])
+        self._hooks.before_backward(action.stage, action == self._final[action.stage], False)
         assert flight.rest is not None, "W without I"
         self._hooks.run_weights(action.stage, flight.rest)
 

@@ -201,7 +201,9 @@ class PipelineModule(nn.Module):
             mesh=mesh.activation_mesh(),
             hooks=Hooks(
                 run_stage=self._run_stage,
-                before_backward=lambda stage, last: self._lowered[stage].announce(last=last),
+                before_backward=lambda stage, last, whole: self._lowered[stage].announce(
+                    last=last, whole=whole
+                ),
                 run_weights=lambda stage, half: self._lowered[stage].run_weights(half),
                 before_action=lambda action: progress(
                     f"{action.kind}{'' if action.micro is None else action.micro}", action.stage

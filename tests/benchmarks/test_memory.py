@@ -24,12 +24,12 @@ def test_what_is_kept_from_forward_to_backward_is_met_exactly(compared: list[Com
     assert [c for c in compared if abs(c.kept_error) > 0.002] == []
 
 
-def test_peaks_are_met_but_where_layers_are_recomputed_and_on_one_first_stage(
+def test_peaks_are_met_but_where_layers_are_recomputed(
     compared: list[Compared],
 ) -> None:
     assert mean(abs(c.peak_error) for c in compared) < 0.01
     missed = {c.key for c in compared if abs(c.peak_error) > 0.03}
-    assert missed == {"1_1_8_c_sp", "2_4_1_sp", "2_4_1_vtp_sp"}
+    assert missed == {"1_1_8_c_sp"}
     assert all(abs(c.peak_error) < 0.075 for c in compared)
 
 

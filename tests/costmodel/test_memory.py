@@ -109,6 +109,22 @@ def test_a_split_backward_keeps_what_weights_need() -> None:
     assert (all_kept, part_kept) == (200, 140)
 
 
+def test_the_second_half_of_a_backward_makes_gradients_beside_what_was_reduced_last() -> None:
+    """Blocks back to front, each of 300 bytes that are reduced: 100 of its own and 40 made; then 450 beside the other's 100."""
+    scatter = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=300)
+    one = block(100, weight_temp_bytes=40, weight_reduced_bytes=450, reduce=(scatter,))
+    found = activation_profile(stage((one, 2)), reduce_every_micro=True).weight
+    assert (found.activations, found.buffers) == (100, 450)
+
+
+def test_a_second_half_that_is_a_pass_of_its_own_is_as_large_as_one() -> None:
+    scatter = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=300)
+    one = block(100, backward_temp_bytes=70)
+    assert activation_profile(stage((one, 2)), reduce_every_micro=False).weight.activations == 200
+    again = activation_profile(stage((replace(one, weight_again=(scatter,)), 2)), reduce_every_micro=False)
+    assert again.weight == again.backward
+
+
 def walk(actions: tuple[Action, ...], works: list[StageWork]) -> int:
     """The definition for blocks without temporaries: the largest sum of saved bytes after any forward."""
     live = peak = 0

@@ -15,7 +15,16 @@ from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import load_model
-from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Recompute, Shard, Strategy
+from autoparallel.planner.strategy.types import (
+    Batch,
+    Execution,
+    Mesh,
+    Offload,
+    Pipeline,
+    Recompute,
+    Shard,
+    Strategy,
+)
 from autoparallel.profiles import load_cluster
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -95,6 +104,7 @@ UNITS = {
     "copies in the dtype of compute": ("llama-3.1-8b", _sharded(Mesh(dp_replicate=2), 0, 3, CAST)),
     "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
     "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
+    "experts inside a block of which products are kept": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="operators"))),
     "experts inside a block": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="full"))),
 }  # fmt: skip
 
@@ -111,6 +121,111 @@ def test_units_of_fsdp2_hold_what_is_predicted(name: str, strategy: Strategy) ->
         strategy = replace(strategy, pipeline=Pipeline(stage_blocks=(3,)))
     found = dry_run(name, sizes, strategy)
     assert_as_predicted(found, rel=0.025)
+
+
+def _split(
+    mesh: Mesh, zero: int, schedule: str, execution: Execution, blocks: tuple[int, ...], **more: Any
+) -> Strategy:
+    """Eight micro-batches; V-shaped schedules have two stages a rank."""
+    pipeline = Pipeline(schedule=schedule, virtual_stages=len(blocks) // mesh.pp, stage_blocks=blocks)
+    return replace(_sharded(mesh, zero, 8, execution), pipeline=pipeline, **more)
+
+
+HALVES_OF_BACKWARDS = {
+    "gradients of weights, one after the other": ("llama-3.1-8b", _split(Mesh(pp=2), 0, "zb1p", BF16, (1, 2))),
+    "units, each reduced when it has all of its gradients": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2), 2, "zbv", SUMMED, (0, 1, 1, 1))),
+    "units that are cast": ("llama-3.1-8b", _split(Mesh(pp=2), 0, "zb1p", CAST, (1, 2))),
+    "units that are cast, some backwards whole": ("llama-3.1-8b", _split(Mesh(pp=2), 0, "dualpipev", CAST, (0, 1, 1, 1))),
+    "tensors in shares, nothing freed before the second half": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2))),
+    "experts": ("mixtral-8x7b", _split(Mesh(pp=2), 0, "zbv", BF16, (0, 1, 1, 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "strategy"), HALVES_OF_BACKWARDS.values(), ids=HALVES_OF_BACKWARDS.keys())
+def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, strategy: Strategy) -> None:
+    sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "vocab_size": 8192}
+    found = dry_run(name, {**sizes, "num_hidden_layers": 3}, strategy)
+    assert_as_predicted(found, rel=0.03)
+
+
+def test_state_on_the_host_is_that_of_whole_tensors() -> None:
+    """An embedding alone on its rank is more than half of what there is."""
+    strategy = replace(
+        _sharded(Mesh(pp=2), 0, 4), pipeline=Pipeline(schedule="1f1b", stage_blocks=(0, 2)), offload=Offload(optimizer=0.5),
+    )  # fmt: skip
+    found = dry_run("llama-3.1-8b", {**LLAMA, "vocab_size": 8192}, strategy)
+    assert_as_predicted(found, rel=0.03)
+    first, _ = found.ranks
+    state = first.held_bytes["optimizer"]
+    assert state.lowered == pytest.approx(state.predicted, rel=1e-3)
+    assert state.predicted > 0
+
+
+def test_logits_that_tp_gathers_along_their_last_dim_are_copied_whole() -> None:
+    strategy = Strategy(
+        batch=Batch(global_=16, micro=8), mesh=Mesh(tp=4), execution=BF16, shard=Shard(sequence_parallel=True),
+        pipeline=Pipeline(stage_blocks=(2,)),
+    )  # fmt: skip
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "head_dim": 16,
+        "vocab_size": 8192,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 2}
+    assert_as_predicted(dry_run("gemma-2-9b", sizes, strategy), rel=0.03)
+
+
+def test_unfused_attention_keeps_its_operands_in_32_bits() -> None:
+    unfused = replace(BF16, attention="unfused")
+    strategy = Strategy(
+        batch=Batch(global_=8, micro=4), mesh=Mesh(), execution=unfused, pipeline=Pipeline(stage_blocks=(6,))
+    )
+    sizes = {**LLAMA, "num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}
+    assert_as_predicted(dry_run("llama-3.1-8b", sizes, strategy, seq_len=16), rel=0.03)
+
+
+def test_relative_positions_are_not_cut_as_tokens_are() -> None:
+    """Under cp every rank looks all of them up, and takes its queries' rows: nothing is sent for them."""
+    sizes = {
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 64,
+        "d_ff": 128,
+        "num_heads": 4,
+        "d_kv": 16,
+        "vocab_size": 512,
+    }
+    strategy = Strategy(
+        batch=Batch(global_=4, micro=2), mesh=Mesh(cp=2), execution=BF16, pipeline=Pipeline(stage_blocks=(4,))
+    )
+    (rank,) = dry_run("t5-base", sizes, strategy).ranks
+    assert rank.sent_bytes["cp"].lowered == pytest.approx(rank.sent_bytes["cp"].predicted, rel=1e-3)
+
+
+def test_a_second_half_that_runs_all_of_a_stage_again_sends_it_again() -> None:
+    strategy = _split(Mesh(pp=2, tp=2), 0, "zb1p", CAST, (1, 2), recompute=Recompute(mode="full"))
+    for rank in dry_run("llama-3.1-8b", {**LLAMA, "num_hidden_layers": 3}, strategy).ranks:
+        assert rank.sent_bytes["tp"].lowered == rank.sent_bytes["tp"].predicted
+
+
+def test_the_last_reduction_of_a_micro_batch_is_over_before_the_next_pass() -> None:
+    """As it is priced: nothing that was reduced waits in memory beside other passes."""
+    pipeline = Pipeline(schedule="gpipe", stage_blocks=(0, 2))
+    strategy = replace(
+        _sharded(Mesh(pp=2, cp=2), 3, 2, CAST), pipeline=pipeline, batch=Batch(global_=4, micro=2)
+    )
+    assert_as_predicted(dry_run("qwen2-7b", {**LLAMA, "vocab_size": 8192}, strategy), rel=0.03)
+
+
+def test_parts_of_norms_gradients_that_are_cast_are_summed_in_every_micro_batch() -> None:
+    strategy = Strategy(
+        batch=Batch(global_=12, micro=2), mesh=Mesh(tp=2), execution=CAST, shard=Shard(sequence_parallel=True),
+        pipeline=Pipeline(stage_blocks=(2,)),
+    )  # fmt: skip
+    (rank,) = dry_run("llama-3.1-8b", {**LLAMA, "vocab_size": 512}, strategy).ranks
+    assert rank.sent_bytes["tp"].lowered == rank.sent_bytes["tp"].predicted
 
 
 def test_parts_of_norms_gradients_are_summed_over_tp_whenever_gradients_are_reduced() -> None:

@@ -1,0 +1,57 @@
+"""The second half of a split backward pass (W) under FSDP2: the gradients of weights, made one after the other from the outputs back.
+
+Where each micro-batch is reduced, or its gradients are cast, a unit is when it has them all: they stand until they have been copied
+into what is reduced, and the last of them until that is over (`runtime/gradients/fsdp.py`, `run_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoparallel.costmodel.program import BlockWork, Collective
+from autoparallel.planner.expand import state
+from autoparallel.planner.expand.backward_memory import BackwardBytes
+from autoparallel.planner.expand.beside import whole_gradients
+from autoparallel.planner.expand.glue import GlueUnit
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
+from autoparallel.planner.strategy.types import Strategy
+
+
+def is_split(strategy: Strategy) -> bool:
+    """Whether backward passes are two, of FSDP2's modules."""
+    return strategy.execution.fsdp2 and strategy.pipeline.schedule in SPLIT_BACKWARD
+
+
+def with_halves(
+    work: BlockWork, backward: BackwardBytes, units: Sequence[GlueUnit], reduce: Sequence[Collective], strategy: Strategy
+) -> BlockWork:  # fmt: skip
+    """The memory of a block's two halves; `units` are what is reduced at once of it, in the order of the model."""
+    reduced = whole_gradients(reduce) if state.gradient_level(strategy) >= 2 else 0
+    counted = max(backward.first_half - reduced, 0)  # beside what is reduced
+    work = replace(work, backward_temp_bytes=max(work.backward_temp_bytes, counted))
+    # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
+    largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
+    if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):
+        return replace(work, weight_temp_bytes=largest)
+    made = reduced = before = 0
+    for unit in (unit for unit in reversed(units) if unit.reduced):
+        share = 0 if state.makes_gradients(strategy) else unit.share
+        last = unit.last if state.shard_ranks(strategy) > 1 else 0
+        made = max(made, unit.gradients + before)
+        reduced = max(reduced, unit.reduced + max(unit.gradients, share + last))
+        before = unit.reduced
+    return replace(work, weight_temp_bytes=max(made, largest), weight_reduced_bytes=reduced)
+
+
+def with_whole_second_halves(
+    works: Sequence[BlockWork], strategy: Strategy, stage: int, recomputed: int
+) -> list[BlockWork]:
+    """Of a stage whose blocks run again, `recomputed` of them whole, and whose layers cannot put off the gradients of their weights, the
+    second half is a backward pass of its own (`runtime/gradients/split_backward.py`). The first stage, which received nothing that wants
+    a gradient, has no first half."""
+    again = recomputed or strategy.recompute.mode in ("full", "operators")
+    shared = strategy.mesh.tp > 1 or any(w.recompute and w.weight_saved_bytes is None for w in works)
+    if not (is_split(strategy) and again and shared and stage):
+        return list(works)
+    return [replace(work, weight_again=(*work.recompute, *work.backward_input)) for work in works]

@@ -1,0 +1,28 @@
+"""The inputs of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+def one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """The inputs with `micro` samples, without values, on the meta device, cast as the parameters were."""
+    samples = next(
+        leaf.shape[0] for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor) and leaf.dim()
+    )
+
+    def sized(leaf: Tensor) -> Tensor:
+        shape = (micro, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == samples else leaf.shape
+        return torch.empty(shape, dtype=casts.get(leaf.dtype, leaf.dtype), device="meta")
+
+    return tree_map_only(Tensor, sized, example_inputs)
+
+
+def on_cpu(inputs: Any) -> Any:
+    """The inputs of zeros, on the CPU."""
+    return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), inputs)
