@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Strategy", "Trainer", "UserError", "__version__", "auto_parallelize"]
+__all__ = ["ReplicaTrainer", "Strategy", "Trainer", "UserError", "__version__", "auto_parallelize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +18,10 @@ def __getattr__(name: str) -> Any:
         from autoparallel.trainer import Trainer
 
         return Trainer
+    if name == "ReplicaTrainer":
+        from autoparallel.replicated import ReplicaTrainer
+
+        return ReplicaTrainer
     if name == "Strategy":
         from autoparallel.planner.strategy.types import Strategy
 

@@ -43,6 +43,18 @@ def run(
             "--join", min=0.0, metavar="SECONDS", help="Wait so long for more machines than the fewest."
         ),
     ] = 5.0,
+    lighthouse: Annotated[
+        str,
+        typer.Option(
+            "--lighthouse", metavar="URL", help="Where replicas that may drop out meet: see ReplicaTrainer."
+        ),
+    ] = "",
+    replica: Annotated[
+        str,
+        typer.Option(
+            "--replica", metavar="NAME", help="What this replica is called; the same after a restart."
+        ),
+    ] = "",
 ) -> None:
     """Run a training script under torch's elastic agent: what dies is restarted, machines may leave and come."""
     from autoparallel.runtime.elastic.launch import Launch, parse_nodes, run_script
@@ -51,7 +63,7 @@ def run(
         command,
         Launch(
             nodes=parse_nodes(nnodes), per_node=per_node, endpoint=endpoint, run_id=run_id,
-            max_restarts=max_restarts, grace_s=grace, join_s=join,
+            max_restarts=max_restarts, grace_s=grace, join_s=join, lighthouse=lighthouse, replica=replica,
         ),
     )  # fmt: skip
     if status:

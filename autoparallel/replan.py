@@ -1,4 +1,4 @@
-"""What a strategy that was made for other processes still says about those that are here."""
+"""What a strategy that was made for other processes still says about those that are here, or for all replicas about one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
+from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource
 from autoparallel.planner.strategy.file import missing_keys
 from autoparallel.planner.strategy.types import AXES
@@ -30,6 +31,30 @@ def for_those_here(
     say(f"the strategy is for {made_for} processes and {world} are here: planning for these")
     stays = {k: v for k, v in source.constraints.items() if k == "batch.global" or k.startswith("execution.")}
     return replace(source, strategy=None, constraints=stays), cluster
+
+
+def of_one_replica(source: StrategySource, count: int) -> StrategySource:
+    """What the strategy of a run of `count` replicas says of one of them: its share of `mesh.dp_replicate` and of the global
+    batch. Raises UserError where these have no such share."""
+    given, strategy = source.constraints, source.strategy
+    replicas = strategy.mesh.dp_replicate if strategy is not None else given.get("mesh.dp_replicate")
+    if replicas is None:
+        raise UserError(
+            f"{source.name}: replicas that drop out need a strategy that says how many there are: mesh.dp_replicate is "
+            f"missing (`autoparallel plan --set recovery.policy=drop-replica` writes one)"
+        )
+    if not isinstance(replicas, int) or replicas % count:
+        raise UserError(
+            f"{source.name}: mesh.dp_replicate = {replicas} has no {count} equal shares: change one of them"
+        )
+    if strategy is not None:
+        mesh = replace(strategy.mesh, dp_replicate=replicas // count, placement=(), per_node=0)
+        batch = replace(strategy.batch, global_=strategy.batch.global_ // count)
+        return replace(
+            source, strategy=replace(strategy, mesh=mesh, batch=batch), graph_hash=None, cluster=None
+        )
+    stays = {key: value for key, value in given.items() if key != "batch.global"}
+    return replace(source, constraints={**stays, "mesh.dp_replicate": replicas // count}, cluster=None)
 
 
 def _devices_of(source: StrategySource) -> int | None:

@@ -24,11 +24,12 @@ from autoparallel.api import auto_parallelize
 from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
+from autoparallel.intervals import default_interval_s, steps_of
 from autoparallel.phases import enter_phase
-from autoparallel.plan_cache import read_source
+from autoparallel.plan_cache import StrategySource, read_source
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
-from autoparallel.planner.strategy.types import RecoveryRule, Strategy
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster
 from autoparallel.replan import for_those_here
@@ -142,11 +143,11 @@ class Trainer:
             identity={what: hash_ for what, hash_ in identity.items() if what not in accept},
         )  # fmt: skip
         self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
-        source, here = for_those_here(source, cluster, pinned=pinned, say=self._say)
+        source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
         self.model = _parallel(
             model, self._example() if example_inputs is None else example_inputs, strategy=source, cluster=here,
             cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{_graph_key(identity['model'])}.json"),
-            global_batch=size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
+            global_batch=own_size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
         )  # fmt: skip
         self.optimizer = _optimizer(self.model, optimizer)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
@@ -155,6 +156,12 @@ class Trainer:
         self._stage, self._rolled_back = stage_of(self.rank, self.model.strategy), 0
         self._peers_every = self._copies(peers, here)
         self._begin(graph, here, monitor or MonitorOptions())
+
+    def _for_those_here(
+        self, source: StrategySource, cluster: Cluster | str | None, size: int, *, pinned: bool
+    ) -> tuple[StrategySource, Cluster | None, int]:
+        """Strategy, cluster and samples a step of these processes."""
+        return *for_those_here(source, cluster, pinned=pinned, say=self._say), size
 
     def _guarded(self, options: GuardOptions) -> Guards:
         return Guards(
@@ -286,6 +293,10 @@ class Trainer:
         self.optimizer.zero_grad()
         own: list[Tensor] = []
         loss = float(self._forward_and_backward(items, own))
+        return self._optimize(loss, own, ids), loss
+
+    def _optimize(self, loss: float, own: list[Tensor], ids: list[int]) -> Verdict:
+        """After the backward pass: step the optimizer, if its guards let it."""
         self._at("CHECK", self._stage)
         verdict = self._guards.judge(self.step + 1, loss, own, ids)
         if verdict is Verdict.TAKE:
@@ -295,7 +306,7 @@ class Trainer:
             self.optimizer.step()
         if self.scheduler is not None and verdict is not Verdict.ROLL_BACK:
             self.scheduler.step()
-        return verdict, loss
+        return verdict
 
     def _forward_and_backward(self, items: Any, own: list[Tensor]) -> Tensor:
         """The mean loss over the global batch; `own` gets the losses of this rank's micro-batches."""
@@ -368,16 +379,6 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(f"autoparallel: {text}", file=sys.stderr, flush=True)
-
-
-def default_interval_s(rule: RecoveryRule) -> float | None:
-    """Seconds between checkpoints on the disk, where the rule says so; those of `peers` are between copies in memory."""
-    return rule.checkpoint_every_s or None if rule.policy != "peers" else None
-
-
-def steps_of(rule: RecoveryRule, step_s: float) -> int:
-    """How many steps the rule's interval is; every step where it does not say."""
-    return max(round(rule.checkpoint_every_s / step_s), 1) if step_s > 0 and rule.policy == "peers" else 1
 
 
 def _parallel(module: nn.Module, inputs: Any, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 - `launch.py`: starts the agent of this machine, and says in one line why a run ended.
 - `worker.py`: what each process of a run begins with: it ends with its agent, and leaves word when it fails.
 - `draws.py`: random numbers of a step that do not depend on where a run was interrupted.
+- `replicas.py`: replicas that are jobs of their own, joined by torchft.
 
-Open to other rooms: `launch`, `draws`.
+Open to other rooms: `launch`, `draws`, `replicas`.
 """

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.elastic.replicas import LIGHTHOUSE, NAME
 from autoparallel.runtime.ranks.accelerator import accelerator_type
 
 # How long a machine that has the fewest it needs waits for more, seconds. Kind: choice; torch's own is 30.
@@ -45,6 +46,8 @@ class Launch:
     max_restarts: int = 10
     grace_s: int = GRACE_S
     join_s: float = JOIN_S
+    lighthouse: str = ""  # where replicas that may drop out meet
+    replica: str = ""  # the name of this one
     rendezvous: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -78,6 +81,9 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
     # A first machine that shares its store tells its address in the first meeting alone (torch 2.11 to 2.13): whoever
     # comes later would wait for it in vain.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for variable, value in ((LIGHTHOUSE, launch.lighthouse), (NAME, launch.replica)):
+        if value:
+            os.environ[variable] = value
     worker = ["-u", "-m", "autoparallel.runtime.elastic.worker", *command]
     try:
         elastic_launch(config, sys.executable)(*worker)
