@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.ranks.accelerator import backend_of_ranks
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.tensor.questions import local
 
@@ -48,15 +49,13 @@ class Replicas:
         os.environ.setdefault("RUST_LOG", "warn")  # else torchft says every step what it does
         try:
             from torchft.manager import Manager
-            from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
         except ImportError:
             raise UserError(
                 'replicas that drop out need torchft: pip install "autoparallel-planner[replicas]"'
             ) from None
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         self._all, self._lighthouse, self._loaded = everyone, lighthouse, False
-        on_device = torch.accelerator.is_available() and torch.distributed.get_backend() == "nccl"
-        group = (ProcessGroupNCCL if on_device else ProcessGroupGloo)(timeout=timedelta(seconds=TIMEOUT_S))
+        group = _group_of(backend_of_ranks())(timeout=timedelta(seconds=TIMEOUT_S))
 
         def taken(found: Any) -> None:
             load(found)
@@ -84,9 +83,16 @@ class Replicas:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def begin(self) -> Standing:
-        """A step begins: wait for who is there, and take over their state where this replica's is older."""
+        """A step begins: wait for who is there, and take over their state where this replica's is older. Whoever was given it
+        takes part in this very step. Raises UserError where nobody says who is there."""
         self._loaded = False
-        self._manager.start_quorum()
+        try:
+            self._manager.start_quorum()
+        except Exception as error:
+            raise UserError(
+                f"who else is here was not learnt in {QUORUM_S:.0f} s ({error}): the lighthouse at {self._lighthouse} or a rank of "
+                "this replica has gone; this replica goes on from its checkpoint, or from the others, when it is started again"
+            ) from error
         place = self._manager.participating_rank()
         assert place is not None, "nobody is spare"
         return Standing(place=place, number=self._manager.num_participants(), healed=self._loaded)
@@ -109,6 +115,19 @@ class Replicas:
     def close(self) -> None:
         """Drop out."""
         self._manager.shutdown(wait=False)
+
+
+def _group_of(backend: str) -> Any:
+    """torchft's process group of a backend of torch's."""
+    from torchft import process_group
+
+    name = {"gloo": "Gloo"}.get(backend, backend.upper())
+    found = getattr(process_group, f"ProcessGroup{name}", None)
+    if found is None:
+        raise UserError(
+            f"torchft joins no replicas over {backend}: start a Gloo process group yourself, or leave replicas in one job"
+        )
+    return found
 
 
 def _buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -21,23 +21,24 @@ import torch.nn.functional as F
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import read_source
 from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
+from autoparallel.planner.strategy.write import write_text
 from autoparallel.replan import of_one_replica
 from autoparallel.runtime.checkpoints.ledger import Ledger
 from tests.runtime.models import Mlp
 from tests.runtime.train_elastic import Numbers
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH, COUNT = 45, 8, 2
+BATCH, COUNT = 8, 2
 LIGHTHOUSE = Path(sys.executable).with_name("torchft_lighthouse")
 
 
-def _alone() -> list[float]:
+def _alone(steps: int) -> list[float]:
     """Losses of a run in one process that nothing interrupts."""
     torch.manual_seed(0)
     data, model, ledger, losses = Numbers(), Mlp().double(), Ledger(samples=37, seed=0), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
-    for _ in range(STEPS):
+    for _ in range(steps):
         inputs, targets = zip(*(data[i] for i in ledger.batch(BATCH).tolist()), strict=True)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(torch.stack(inputs)), torch.stack(targets))
@@ -81,7 +82,7 @@ def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
         def replica(name: str) -> subprocess.Popen[bytes]:
             return start(
                 sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", "1", "--lighthouse", f"http://localhost:{port}",
-                "--replica", name, script, str(tmp_path), str(STEPS), str(COUNT), "0.25",
+                "--replica", name, script, str(tmp_path), str(COUNT), "0.1",
             )  # fmt: skip
 
         def of_b() -> list[dict[str, Any]]:
@@ -97,10 +98,13 @@ def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
         _until(lambda: bool(of_b()), said)
         first = of_b()[0]["pid"]
         os.kill(first, signal.SIGKILL)
+        _until(lambda: len({entry["pid"] for entry in of_b()}) > 1, said)
+        last = (_done(tmp_path)[-1]["step"] // 10 + 2) * 10
+        write_text(tmp_path / "last", str(last))
         assert [one.wait(timeout=240) for one in replicas] == [0, 0], said.read_text()[-3000:]
 
-    entries, alone, ledger = _done(tmp_path), _alone(), Ledger(samples=37, seed=0)
-    for step in range(1, STEPS + 1):
+    entries, alone, ledger = _done(tmp_path), _alone(last), Ledger(samples=37, seed=0)
+    for step in range(1, last + 1):
         own = [entry for entry in entries if entry["step"] == step]
         assert [entry["loss"] for entry in own] == pytest.approx([alone[step - 1]] * len(own), rel=1e-9)
         consumed = sorted(sample for entry in own for sample in entry["ids"])

@@ -1,6 +1,7 @@
 """A replica of a run that tests kill: an MLP in float64 on 37 samples; every rank writes down what it has done.
 
-train_replicas.py FOLDER STEPS COUNT PAUSE_S, under `autoparallel run --lighthouse … --replica …`.
+train_replicas.py FOLDER COUNT PAUSE_S, under `autoparallel run --lighthouse … --replica …`; the run ends at the step, a multiple of
+ten, that the file FOLDER/last names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.runtime.models import Mlp
 from tests.runtime.train_elastic import Numbers
 
 
-def main(folder: Path, steps: int, count: int, pause_s: float) -> None:
+def main(folder: Path, count: int, pause_s: float) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(
         os.environ["AUTOPARALLEL_REPLICA"] != "a"
@@ -42,9 +43,11 @@ def main(folder: Path, steps: int, count: int, pause_s: float) -> None:
         loss_fn=F.cross_entropy, strategy=folder / "strategy.toml", cluster="cpu-gloo:1x1", folder=folder / "run",
         every=5, on_step=note,
     )  # fmt: skip
-    trainer.fit(steps)
+    last = folder / "last"
+    while not last.exists() or trainer.step < int(last.read_text()):
+        trainer.fit((trainer.step // 10 + 1) * 10)
     trainer.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
