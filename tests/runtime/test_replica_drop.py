@@ -63,12 +63,13 @@ def _until(true: Callable[[], bool], said: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processes", "mesh"), [(1, ""), (2, "dp_shard = 2\n[shard]\nzero = 3\n")])
+def test_a_replica_drops_out_and_comes_back(tmp_path: Path, processes: int, mesh: str) -> None:
     pytest.importorskip("torchft")
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    (tmp_path / "strategy.toml").write_text(f"[mesh]\npp = 1\ntp = 1\ndp_replicate = {COUNT}\n")
+    (tmp_path / "strategy.toml").write_text(f"[mesh]\npp = 1\ntp = 1\ndp_replicate = {COUNT}\n{mesh}")
     said, script = tmp_path / "said", str(ROOT / "tests/runtime/train_replicas.py")
 
     with contextlib.ExitStack() as ended, said.open("ab") as out:
@@ -81,7 +82,7 @@ def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
 
         def replica(name: str) -> subprocess.Popen[bytes]:
             return start(
-                sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", "1", "--lighthouse", f"http://localhost:{port}",
+                sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", str(processes), "--lighthouse", f"http://localhost:{port}",
                 "--replica", name, script, str(tmp_path), str(COUNT), "0.1",
             )  # fmt: skip
 
@@ -98,7 +99,7 @@ def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
         _until(lambda: bool(of_b()), said)
         first = of_b()[0]["pid"]
         os.kill(first, signal.SIGKILL)
-        _until(lambda: len({entry["pid"] for entry in of_b()}) > 1, said)
+        _until(lambda: len({entry["pid"] for entry in of_b()}) > processes, said)
         last = (_done(tmp_path)[-1]["step"] // 10 + 2) * 10
         write_text(tmp_path / "last", str(last))
         assert [one.wait(timeout=240) for one in replicas] == [0, 0], said.read_text()[-3000:]
@@ -110,7 +111,9 @@ def test_a_replica_drops_out_and_comes_back(tmp_path: Path) -> None:
         consumed = sorted(sample for entry in own for sample in entry["ids"])
         assert consumed == sorted(ledger.batch(BATCH).tolist()), f"step {step}"
         ledger = ledger.after(BATCH)
-    alone_again = [e["step"] for e in entries if len(e["ids"]) == BATCH and e["step"] > of_b()[0]["step"]]
+    alone_again = [
+        e["step"] for e in entries if len(e["ids"]) == BATCH // processes and e["step"] > of_b()[0]["step"]
+    ]
     assert alone_again, "the other went on while it was away"
     assert {entry["pid"] for entry in of_b()} > {first}, "it came back"
 

@@ -40,7 +40,7 @@ def main(folder: Path, count: int, pause_s: float) -> None:
     trainer = ReplicaTrainer(
         Mlp().double(), replicas=ReplicaOptions(count=count), optimizer=partial(torch.optim.AdamW, lr=1e-2),
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=40), data=Numbers(), global_batch=8,
-        loss_fn=F.cross_entropy, strategy=folder / "strategy.toml", cluster="cpu-gloo:1x1", folder=folder / "run",
+        loss_fn=F.cross_entropy, strategy=folder / "strategy.toml", cluster=f"cpu-gloo:1x{os.environ['WORLD_SIZE']}", folder=folder / "run",
         every=5, on_step=note,
     )  # fmt: skip
     last = folder / "last"
