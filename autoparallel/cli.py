@@ -13,6 +13,7 @@ from autoparallel.cli_errors import INTERRUPTED
 from autoparallel.cli_graph import graph
 from autoparallel.cli_plan import plan, score
 from autoparallel.cli_profile import profile
+from autoparallel.cli_replan import replan
 from autoparallel.cli_run import run
 from autoparallel.cli_show import export, profiles, report
 from autoparallel.cli_watch import watch
@@ -30,7 +31,20 @@ app = typer.Typer(
 app.command(
     no_args_is_help=True, context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
 )(run)
-for command in (plan, score, whatif, report, dryrun, export, profile, calibrate, profiles, graph, watch):
+for command in (
+    plan,
+    score,
+    whatif,
+    report,
+    dryrun,
+    export,
+    profile,
+    calibrate,
+    profiles,
+    graph,
+    watch,
+    replan,
+):
     app.command(no_args_is_help=command is not profiles)(command)
 
 

@@ -1,19 +1,25 @@
-"""What a strategy that was made for other processes still says about those that are here, or for all replicas about one."""
+"""The strategy that a run starts under: what one that was made for other processes still says about those that are here, or for all
+replicas about one, and the one that the run was told to go on under."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from autoparallel.errors import UserError
-from autoparallel.plan_cache import StrategySource
+from autoparallel.plan_cache import StrategySource, read_source
 from autoparallel.planner.strategy.file import missing_keys
 from autoparallel.planner.strategy.types import AXES
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.resize import resized
+from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.mesh import world_size
+
+NEXT, LOOK_S = "next.toml", 1.0
 
 
 def for_those_here(
@@ -29,8 +35,54 @@ def for_those_here(
     if made_for is None or made_for == world or pinned:
         return source, cluster
     say(f"the strategy is for {made_for} processes and {world} are here: planning for these")
-    stays = {k: v for k, v in source.constraints.items() if k == "batch.global" or k.startswith("execution.")}
-    return replace(source, strategy=None, constraints=stays), cluster
+    return replace(source, strategy=None, constraints=stays_of(source.constraints)), cluster
+
+
+def stays_of(constraints: Mapping[str, object]) -> dict[str, object]:
+    """What a strategy fixes for any number of processes: the global batch and `execution`."""
+    return {k: v for k, v in constraints.items() if k == "batch.global" or k.startswith("execution.")}
+
+
+class NextStrategy:
+    """`next.toml` in the folder of a run: the strategy that it goes on under in place of the one that it was given.
+
+    Collective: every rank makes it, and has what rank 0 read. A file that is none is told, and left alone.
+    """
+
+    def __init__(self, folder: Path, everyone: Agreement) -> None:
+        self._path, self._looks = folder / NEXT, everyone.rank == 0
+        self._looked_at = time.monotonic()
+        self._problem = ""
+        self._stamp, self._source = everyone.decided(lambda: (self._stamped(), self._read()))
+
+    def in_place_of(self, given: StrategySource, say: Callable[[str], None]) -> StrategySource:
+        """The strategy of the file, where there is one and it is for as many processes as are here, or leaves that open."""
+        if self._problem:
+            say(f"{self._problem}: going on without it")
+        if self._source is None or _devices_of(self._source) not in (None, world_size()):
+            return given
+        say(f"going on under {self._path}")
+        return self._source
+
+    def asked_for(self) -> bool:
+        """Whether another one lies there since: told on rank 0, which looks once a second."""
+        if not self._looks or time.monotonic() - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = time.monotonic()
+        return self._stamped() not in (self._stamp, 0)
+
+    def _stamped(self) -> int:
+        try:
+            return self._path.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _read(self) -> StrategySource | None:
+        try:
+            return read_source(self._path) if self._path.exists() else None
+        except UserError as error:
+            self._problem = str(error)
+            return None
 
 
 def of_one_replica(source: StrategySource, count: int) -> StrategySource:

@@ -3,7 +3,6 @@ processes."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
@@ -32,8 +31,8 @@ from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster
-from autoparallel.replan import for_those_here
-from autoparallel.runtime.checkpoints.identity import dataset_identity, model_identity
+from autoparallel.replan import NextStrategy, for_those_here
+from autoparallel.runtime.checkpoints.identity import dataset_identity, launch_key, model_identity
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.ledger import Ledger
 from autoparallel.runtime.checkpoints.signals import Signals, Wish
@@ -51,6 +50,7 @@ from autoparallel.samples import Samples
 TIMEOUT_S = 1800.0
 MOST_ROLL_BACKS = 3  # in one start of a run. Kind: choice; what comes back so often is no accident
 STOPPED = 143  # exit status of a run that SIGTERM ended after it was saved: 128 + 15
+SWITCHED = 75  # of one that is to be started again, under another strategy: EX_TEMPFAIL; the agent of `autoparallel run` does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,17 +143,17 @@ class Trainer:
             identity={what: hash_ for what, hash_ in identity.items() if what not in accept},
         )  # fmt: skip
         self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
+        self._next = NextStrategy(Path(folder), self._all)
         source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
         self.model = _parallel(
-            model, self._example() if example_inputs is None else example_inputs, strategy=source, cluster=here,
-            cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{_graph_key(identity['model'])}.json"),
+            model, self._example() if example_inputs is None else example_inputs, cluster=here,
+            strategy=self._next.in_place_of(source, self._say), cache=Path(folder) / "plans",
+            graph=(graph := Path(folder) / f"graph-{launch_key(identity['model'])}.json"),
             global_batch=own_size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
         )  # fmt: skip
         self.optimizer = _optimizer(self.model, optimizer)
         self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
-        self.step, self._signals = 0, Signals()
         self._guards = self._guarded(guards or GuardOptions())
-        self._stage, self._rolled_back = stage_of(self.rank, self.model.strategy), 0
         self._peers_every = self._copies(peers, here)
         self._begin(graph, here, monitor or MonitorOptions())
 
@@ -187,7 +187,8 @@ class Trainer:
     def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
         if self.checkpoints.every is None and self.checkpoints.every_s is None:
             self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
-        self._phased: Strategy = self.model.strategy
+        self.step, self._rolled_back, self._signals = 0, 0, Signals()
+        self._stage, self._phased = stage_of(self.rank, self.model.strategy), self.model.strategy
         try:
             self._resume()
         except UserError:  # whoever tries again in this process finds the folder free
@@ -337,7 +338,8 @@ class Trainer:
         """Save where it is due, or where a signal asks for it; end where it asks for that. False: gone back instead."""
         self._status.at("SIGNALS", self._stage)
         with self._guards.in_time():
-            wish = Wish(int(self._all.most(self._signals.take())[0]))
+            own = max(self._signals.take(), Wish.SWITCH if self._next.asked_for() else Wish.NOTHING)
+            wish = Wish(int(self._all.most(own)[0]))
             saves = last or wish is not Wish.NOTHING or self.checkpoints.due(self.step)
             equal = not saves or self._guards.equal(self.step)
         if not equal:
@@ -349,10 +351,11 @@ class Trainer:
         if self._peers_every and self.step % self._peers_every == 0:
             self.checkpoints.copy(self.step, self._state(), extra={"ledger": self.ledger.state()})
         self.checkpoints.poll()
-        if wish is Wish.STOP:
+        if wish in (Wish.STOP, Wish.SWITCH):
             self.checkpoints.close()
-            self._say(f"told to stop: saved after step {self.step}")
-            raise SystemExit(STOPPED)
+            stops = wish is Wish.STOP
+            self._say(f"told to {'stop' if stops else 'go on under next.toml'}: saved after step {self.step}")
+            raise SystemExit(STOPPED if stops else SWITCHED)
         return True
 
     def _roll_back(self, *, leave_out: bool) -> None:
@@ -391,10 +394,3 @@ def _optimizer(model: Any, given: Callable[..., Optimizer]) -> Optimizer:
     kind, options = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
     made: Optimizer = model.optimizer(kind, **options)
     return made
-
-
-def _graph_key(model: str) -> str:
-    """A captured graph serves the restarts of one launch: between launches the model's code may change."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    text = f"{model} {launch if launch != 'none' else os.getpid()} {torch.__version__}"
-    return hashlib.sha256(text.encode()).hexdigest()[:20]

@@ -19,6 +19,7 @@ from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.resize import resized
+from autoparallel.replan import stays_of
 from autoparallel.runtime.limits import refuser
 from autoparallel.runtime.monitor.differences import WARM_UP, step_time_s
 from autoparallel.runtime.monitor.record import Record, read_record
@@ -75,9 +76,8 @@ def without(folder: Path, rank: int, cluster: str, *, time_limit_s: float | None
         rank=rank, world=world, measured_s=measured_s, costs_s=_costs_s(record, rank), predicted_s=predicted_s
     )
     left = resized(here, world - 1, per_node)
-    stays = {k: v for k, v in constraints.items() if k == "batch.global" or k.startswith("execution.")}
     problem = Problem(
-        graph=graph, cluster=left, global_batch=strategy.batch.global_, constraints=stays, execution=strategy.execution,
+        graph=graph, cluster=left, global_batch=strategy.batch.global_, constraints=stays_of(constraints), execution=strategy.execution,
         refuses=refuser(graph, left),
     )  # fmt: skip
     try:

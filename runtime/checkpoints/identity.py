@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sized
 from typing import Any
 
@@ -33,6 +34,13 @@ def dataset_identity(dataset: Any) -> str:
         return _digest([length, *([place, _content(dataset[place])] for place in places)])
     finally:
         torch.set_rng_state(state)
+
+
+def launch_key(model: str) -> str:
+    """Of a model's identity and this launch: what is captured of a model serves the restarts of one launch, as its code may change
+    between launches."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return _digest(f"{model} {launch if launch != 'none' else os.getpid()} {torch.__version__}")
 
 
 def _content(sample: Any) -> list[Any]:

@@ -14,11 +14,12 @@ from typing import Any, Self
 
 
 class Wish(IntEnum):
-    """What a signal asks for; the strongest of all ranks is done by all."""
+    """What a signal asks for, or who wants another strategy; the strongest of all ranks is done by all."""
 
     NOTHING = 0
     SAVE = 1
-    STOP = 2
+    SWITCH = 2  # save, and end, to be started again
+    STOP = 3
 
 
 WISHES = {

@@ -200,7 +200,7 @@ class Monitor:
         ]
         last = max(range(len(rows)), key=lambda r: computing[r])
         return {
-            "step": step, "loss": loss, "seconds": seconds, "breakdown_s": by_kind[last], "computing_s": computing,
+            "step": step, "time": round(time.time(), 3), "loss": loss, "seconds": seconds, "breakdown_s": by_kind[last], "computing_s": computing,
             "communicating_s": [sent - idle for sent, idle in zip(outside, waiting, strict=True)],
             "waiting_s": waiting, "memory_bytes": [row[-1] for row in rows],
             "efficiency": self._predicted.step_time_s / seconds if self._predicted is not None else None,

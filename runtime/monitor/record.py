@@ -1,8 +1,8 @@
 """The record of a run: `record.jsonl` in its folder.
 
 {"event": "start", "step", "world", "strategy", "graph" (files), "shape" (NODESxPER_NODE),
- "predicted": {"step_time_s", "breakdown_s", "timeline"}, "stages": [stage by rank]}
-{"event": "step", "step", "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
+ "predicted": {"step_time_s", "breakdown_s", "timeline"}, "stages": [stage by rank], "time"}
+{"event": "step", "step", "time" (s, of its end), "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
  "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency"}
 {"event": "timeline", "step", "ranks": [[[action, stage, begin, end] …] by pipeline rank: of its slowest rank]}, seconds
 {"event": "links", "step", "passed": [[rank, rank, bytes, seconds] …]}, messages that neighbours sent each other

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from autoparallel.measured import read_measured
+from autoparallel.planner.strategy.file import read_strategy_file
+from autoparallel.planner.strategy.write import write_text
 from autoparallel.profiles import load_device
+from autoparallel.replan import LOOK_S, NEXT
 from autoparallel.runtime.monitor.record import read_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +127,28 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return int(found.getsockname()[1])
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_under_the_strategy_that_it_is_given(
+    tmp_path: Path, straight: list[dict[str, Any]]
+) -> None:
+    run = Machines(tmp_path)
+    (tmp_path / "strategy-2.toml").write_text(TENSORS)
+    (tmp_path / "hold-2").write_text("4")
+    agent = run.start("--nproc-per-node", "2")
+    run.wait(lambda done: sum(e["step"] == 4 for e in done) == 2)
+    time.sleep(LOOK_S)
+    write_text(tmp_path / "run" / NEXT, PIPELINE)
+    (tmp_path / "hold-2").unlink()
+    said, _ = agent.communicate(timeout=WAIT_S)
+    assert agent.returncode == 0, said
+    assert "told to go on under next.toml: saved after step 4" in said
+    before, after = read_record(tmp_path / "run")
+    assert ([s["step"] for s in before.steps][-1], after.steps[0]["step"]) == (4, 5), "nothing is done again"
+    file = read_strategy_file(tmp_path / "run" / "strategy-2.toml")
+    assert file.constraints["mesh.pp"] == 2
+    _equal(run.steps_done(), straight)
 
 
 @pytest.mark.distributed
