@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from math import inf, sqrt
+from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from autoparallel.costmodel.calibrate import calibrate
+from autoparallel.costmodel.calibrate import calibrate, spread_of
 from autoparallel.costmodel.graph import ModelGraph
-from autoparallel.costmodel.parts import covariance_of, slopes
+from autoparallel.costmodel.parts import slopes
 from autoparallel.errors import UserError
 from autoparallel.inputs import read_saved_graph
 from autoparallel.labels import strategy_label
@@ -175,14 +173,13 @@ def _with(cluster: Cluster, base: Device, device: Device) -> Cluster:
 
 
 def _unsure(one: _Start, other: _Start, base: Device, device: Device) -> float:
-    """One standard deviation of the ratio of two runs' steps, by what is left unknown of the device."""
+    """One standard deviation of the ratio of two runs' steps, by what is left unknown of the device, and noise."""
 
     def predicted(changed: Device) -> list[float]:
         return [run.predicted_s(base, changed) for run in (one, other)]
 
     at = slopes(predicted, device, predicted(device))
-    apart = np.asarray(at[0] - at[1])
-    return sqrt(max(float(apart @ covariance_of(device.posterior) @ apart), 0.0))
+    return spread_of(device.posterior, at[0] - at[1])
 
 
 def _switch_s(records: Sequence[Record], failures: Failures | None) -> tuple[float, bool]:
