@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.goodput.cases import POLICIES, compared, draw_case, measured
-from benchmarks.goodput.learnt import learn
+from benchmarks.goodput.learnt import learn, read_learnt
 
 
 def main() -> None:
@@ -18,11 +18,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of every policy in every case")
     parser.add_argument("--cases", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1, help="of the first case")
+    parser.add_argument("--learnt", type=Path, help="JSON of an earlier run whose figures are taken")
     parser.add_argument("--policy", choices=POLICIES, action="append", help="these alone")
     given = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as name:
-        learnt = learn(Path(name) / "learnt")
+        learnt = read_learnt(given.learnt) if given.learnt else learn(Path(name) / "learnt")
         print(json.dumps(learnt.told()), file=sys.stderr)
         for seed in range(given.seed, given.seed + given.cases):
             case, runs = draw_case(seed, given.minutes), []

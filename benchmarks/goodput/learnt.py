@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -74,6 +75,11 @@ def learn(folder: Path) -> Learnt:
         step_s=step_s, fewer_step_s=fewer_step_s, replica_step_s=replica_step_s, save_s=save_s,
         copy_s=max(copied_s - step_s, 0.0), start_s=median(starts), fewer_s=fewer_s, dropped_s=dropped_s, rejoined_s=rejoined_s,
     )  # fmt: skip
+
+
+def read_learnt(path: Path) -> Learnt:
+    """What an earlier run learnt on this machine."""
+    return Learnt(**json.loads(path.read_text())["learnt"])
 
 
 def _lengths(entries: Sequence[dict[str, Any]]) -> list[float]:
