@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.elastic.meeting import BACKEND
 from autoparallel.runtime.elastic.replicas import LIGHTHOUSE, NAME
 from autoparallel.runtime.ranks.accelerator import accelerator_type
 
@@ -72,7 +73,7 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
         max_nodes=most,
         nproc_per_node=launch.per_node or _devices(),
         run_id=launch.run_id or (str(uuid.uuid4()) if not launch.endpoint else "autoparallel"),
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint=launch.endpoint or "localhost:0",
         rdzv_configs={"last_call_timeout": launch.join_s, **launch.rendezvous},
         max_restarts=launch.max_restarts,
@@ -85,26 +86,37 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
         if value:
             os.environ[variable] = value
     worker = ["-u", "-m", "autoparallel.runtime.elastic.worker", *command]
-    try:
-        elastic_launch(config, sys.executable)(*worker)
-    except ChildFailedError as error:
-        print(_last_words(error, launch), file=sys.stderr)
-        return 1
-    except SignalException as error:
-        print(
-            f"ended by {signal.Signals(error.sigval).name}; the run goes on from its last checkpoint",
-            file=sys.stderr,
-        )
-        return 128 + int(error.sigval)
-    except (dist.DistError, RendezvousError) as error:
-        print(
-            f"error: the machines of run {config.run_id!r} did not meet at {config.rdzv_endpoint}: "
-            f"{str(error).splitlines()[0]}; the run may have ended, or its first machine: start it again on all, with "
-            "the same --rdzv-endpoint",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    for left in range(launch.max_restarts, -1, -1):
+        try:
+            elastic_launch(config, sys.executable)(*worker)
+        except ChildFailedError as error:
+            print(_last_words(error, launch), file=sys.stderr)
+            return 1
+        except SignalException as error:
+            print(
+                f"ended by {signal.Signals(error.sigval).name}; the run goes on from its last checkpoint",
+                file=sys.stderr,
+            )
+            return 128 + int(error.sigval)
+        except (dist.DistError, RendezvousError) as error:
+            again = isinstance(error, dist.DistError) and left > 0
+            print(_did_not_meet(error, config, again=again), file=sys.stderr)
+            if not again:
+                return 1
+        else:
+            return 0
+    return 1
+
+
+def _did_not_meet(error: Exception, config: LaunchConfig, *, again: bool) -> str:
+    """In words, and what to do, or what is done."""
+    if isinstance(error, RendezvousClosedError):
+        return f"error: run {config.run_id!r} at {config.rdzv_endpoint} has ended: start it again on all, with another --rdzv-id"
+    why = (str(error) or type(error).__name__).splitlines()[0]
+    met = f"the machines of run {config.run_id!r} did not meet at {config.rdzv_endpoint}: {why}"
+    if again:
+        return f"{met}; one may have gone in that moment: meeting again"
+    return f"error: {met}; the run may have ended, or its first machine: start it again on all, with the same --rdzv-endpoint"
 
 
 def _devices() -> int:
