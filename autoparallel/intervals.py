@@ -6,8 +6,8 @@ from autoparallel.planner.strategy.types import RecoveryRule
 
 
 def default_interval_s(rule: RecoveryRule) -> float | None:
-    """Seconds between checkpoints on the disk, where the rule says so; those of `peers` are between copies in memory."""
-    return rule.checkpoint_every_s or None if rule.policy != "peers" else None
+    """Seconds between checkpoints in storage, where the rule says so."""
+    return (rule.storage_every_s if rule.policy == "peers" else rule.checkpoint_every_s) or None
 
 
 def steps_of(rule: RecoveryRule, step_s: float) -> int:

@@ -25,6 +25,7 @@ def recovery_table(expander: Expander, strategy: Strategy, prediction: Predictio
             "policy": way.policy,
             "goodput": way.goodput,
             "checkpoint_every_s": way.checkpoint_every_s,
+            "storage_every_s": way.storage_every_s,
             "peers": said.peers or rule.peers,
             "spares": way.spares,
             "timeout_s": said.timeout_s or rule.timeout_s,

@@ -19,6 +19,8 @@ def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cl
     decided = asdict(_plain(strategy))
     if strategy.recovery == RecoveryRule():  # as files said before there was such a section
         del decided["recovery"]
+    elif not strategy.recovery.storage_every_s:
+        del decided["recovery"]["storage_every_s"]
     if strategy.grad_sync.weights == "none":  # likewise
         del decided["grad_sync"]["weights"]
     made_for = {
@@ -36,6 +38,7 @@ def _plain(strategy: Strategy) -> Strategy:
         recovery=replace(
             recovery,
             checkpoint_every_s=float(recovery.checkpoint_every_s),
+            storage_every_s=float(recovery.storage_every_s),
             timeout_s=float(recovery.timeout_s),
         ),
         offload=replace(offload, optimizer=float(offload.optimizer), activations=float(offload.activations)),

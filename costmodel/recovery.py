@@ -8,6 +8,9 @@ useful work over what the devices, spares among them, would do without failures,
   best t is sqrt(2 d M) (1 + x/3 + x^2/9) - d with x = sqrt(d / 2M), or M where d >= 2M. Kind: formula. Source: J. T. Daly, A
   higher order estimate of the optimum checkpoint interval, FGCS 22 (2006), equations 20 and 37; J. W. Young, CACM 17 (1974),
   for its first term. A save that is written beside training counts as lost work of its length, as it is not there before.
+- *Copies in memory.* A node's state is lost with it and the neighbour that has its copy. Of failures the share min(2, n - 1) / n
+  (1 - exp(-R/M)) finds one of its neighbours away, n nodes and R seconds until copies are whole again; then the run goes back to
+  storage, where checkpoints are as often as is best for failures that seldom.
 - *A node less.* Where the global batch does not divide among the ranks that are left, more devices idle than have failed:
   the step on a node less is the caller's to say (`fewer_step_s`); further nodes cost their share.
 - *Devices that are away.* A node is back after `replace_s`, so that `replace_s / mtbf_s` nodes are away on average, and their
@@ -57,12 +60,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One way to recover: its goodput (0 to 1), and the interval between checkpoints that it is best with."""
+    """One way to recover: its goodput (0 to 1), and the interval between checkpoints that it is best with; where these are copies in
+    memory, that between checkpoints in storage, too."""
 
     policy: str
     goodput: float
     checkpoint_every_s: float
     spares: int = 0
+    storage_every_s: float = 0.0
 
 
 def best_interval_s(save_s: float, mtbf_s: float) -> float:
@@ -114,12 +119,18 @@ def _restart(outages: Outages, run: Saved) -> Recovery:
 
 
 def _peers(outages: Outages, run: Saved) -> Recovery:
-    """As `restart`, from copies that neighbouring nodes hold in memory, taken as often as pays."""
+    """As `restart`, from copies that neighbouring nodes hold in memory, taken as often as pays; from storage where a neighbour
+    is lost before the copies are whole again."""
     save_s = run.stall_s + run.neighbour_s
     every_s = _interval_s(run, save_s, 0.0, outages.mtbf_s)
     until_back_s = outages.replace_s + outages.detect_s + outages.restart_s + run.neighbour_s
     goodput = with_checkpoints(every_s, save_s, until_back_s, outages.mtbf_s)
-    return Recovery(policy="peers", goodput=goodput, checkpoint_every_s=every_s)
+    both = min(2, run.nodes - 1) / run.nodes * -math.expm1(-until_back_s / outages.mtbf_s)  # of failures
+    both_s = outages.mtbf_s / both if both else math.inf
+    stored_s = _interval_s(run, run.stall_s, run.storage_s, both_s) if both else run.storage_s
+    lost_s = (stored_s / 2 + 2 * run.storage_s) / both_s
+    goodput *= stored_s / (stored_s + run.stall_s) / (1 + lost_s)
+    return Recovery(policy="peers", goodput=goodput, checkpoint_every_s=every_s, storage_every_s=stored_s)
 
 
 def _replan(outages: Outages, run: Saved) -> Recovery:

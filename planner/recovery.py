@@ -56,7 +56,7 @@ class RecoveryPlan:
         """What the strategy file says of a way."""
         return RecoveryRule(
             policy=way.policy, checkpoint_every_s=way.checkpoint_every_s, peers=int(way.policy == "peers"),
-            spares=way.spares, timeout_s=timeout_s(self.longest_s),
+            storage_every_s=way.storage_every_s, spares=way.spares, timeout_s=timeout_s(self.longest_s),
         )  # fmt: skip
 
 

@@ -25,7 +25,12 @@ def recovery_words(recovery: Mapping[str, Any]) -> str:
         for way in recovery["policies"]
         if way["policy"] != chosen
     )
+    stored = (
+        f" in memory and every {seconds(recovery['storage_every_s'])} in storage"
+        if recovery["storage_every_s"]
+        else ""
+    )
     return (
         f"one every {seconds(recovery['mtbf_s'])}; {chosen}{spares} keeps {percent(recovery['goodput'])} of the speed "
-        f"({rest}); a checkpoint every {seconds(recovery['checkpoint_every_s'])}, time-out {seconds(recovery['timeout_s'])}"
+        f"({rest}); a checkpoint every {seconds(recovery['checkpoint_every_s'])}{stored}, time-out {seconds(recovery['timeout_s'])}"
     )

@@ -48,7 +48,8 @@ def measured(folder: Path, case: Case, policy: str, learnt: Learnt) -> dict[str,
     said = learnt.recovery(policy, case.mtbf_s, case.replace_s, 1)
     spares = 1 if policy == "spares" else 0
     every = max(round(said.checkpoint_every_s / learnt.step_s), 1)
-    with Nodes(folder, policy, every, spares) as nodes:
+    stored = max(round(said.storage_every_s / learnt.step_s), 1)
+    with Nodes(folder, policy, every, spares, stored) as nodes:
         nodes.until(lambda found: len({one["node"] for one in found}) == NODES)
         begun, before = time.time(), max(one["step"] for one in nodes.done())
         end = begun + case.whole_s
@@ -61,6 +62,7 @@ def measured(folder: Path, case: Case, policy: str, learnt: Learnt) -> dict[str,
         "policy": policy,
         "failures": failed,
         "every": every,
+        "stored": stored if policy == "peers" else every,
         "predicted": said.goodput,
         "measured": share * newest * learnt.step_s / case.whole_s,
     }

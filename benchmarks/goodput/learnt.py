@@ -51,8 +51,8 @@ class Learnt:
         """What the formulas say of a policy."""
         outages = self.outages(policy, mtbf_s, replace_s)
         run = Saved(
-            step_s=self.step_s, nodes=NODES, replicas=NODES, stall_s=self.copy_s if policy == "peers" else self.save_s,
-            storage_s=0.0, neighbour_s=0.0, replica_step_s=self.replica_step_s, fewer_step_s=self.fewer_step_s,
+            step_s=self.step_s, nodes=NODES, replicas=NODES, stall_s=self.save_s, storage_s=0.0,
+            neighbour_s=max(self.copy_s - self.save_s, 0.0) if policy == "peers" else 0.0, replica_step_s=self.replica_step_s, fewer_step_s=self.fewer_step_s,
         )  # fmt: skip
         if policy == "spares":
             return spared(outages, run, spares)

@@ -32,6 +32,7 @@ class Nodes:
     policy: str
     every: int
     spares: int = 0
+    stored: int = 1000  # steps between checkpoints, where those of `every` are copies in memory
     agents: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     _meeting: Any = None  # where the agents meet: it stays
     _lighthouse: subprocess.Popen[bytes] | None = None
@@ -89,6 +90,7 @@ class Nodes:
             str(self.folder),
             self.policy,
             str(self.every),
+            str(self.stored),
         ]
         self.agents[node] = self._started(command, {NODE: str(node)})
 

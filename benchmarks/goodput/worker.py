@@ -1,4 +1,4 @@
-"""A paced run on a node: `python -m benchmarks.goodput.worker FOLDER POLICY EVERY`, under `autoparallel run`.
+"""A paced run on a node: `python -m benchmarks.goodput.worker FOLDER POLICY EVERY STORED`, under `autoparallel run`.
 
 Writes down every step that is done, with the time. A sample takes `SAMPLE_S`, so that a rank with twice the samples takes twice
 as long; what the two cores of this machine do besides is a small part of a step.
@@ -27,8 +27,8 @@ NODE = "GOODPUT_NODE"  # of the environment: which one this is
 AT_MOST = 1_000_000  # steps, which no run comes to
 
 
-def main(folder: Path, policy: str, every: int) -> None:
-    """Train until killed."""
+def main(folder: Path, policy: str, every: int, stored: int = 1000) -> None:
+    """Train until killed. `every`: steps between checkpoints; under "peers" between copies, and `stored` between checkpoints."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     node = os.environ[NODE]
@@ -47,11 +47,11 @@ def main(folder: Path, policy: str, every: int) -> None:
     if policy == "drop-replica":
         trainer = how(every=every, replicas=ReplicaOptions(count=NODES), strategy=folder / "strategy.toml")
     elif policy == "peers":
-        trainer = how(every=1000, peers=PeerOptions(every=every, memory=folder / "memory" / node))
+        trainer = how(every=stored, peers=PeerOptions(every=every, memory=folder / "memory" / node))
     else:
         trainer = how(every=every)
     trainer.fit(AT_MOST)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

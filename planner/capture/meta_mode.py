@@ -5,7 +5,7 @@ integer tensors, so that code that looks at position ids or an attention mask ta
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ _MOST_HELD_BYTES, _LARGE_BYTES = 1 << 30, 1 << 16
 _FLAGS_LIMIT = 1 << 28
 _OF_FLAGS = frozenset(
     {"_to_copy", "sum", "nonzero", "gt", "ne", "eq", "permute", "transpose", "t", "select", "slice",
-     "squeeze", "unsqueeze", "view", "_unsafe_view", "alias", "detach", "unbind"}
+     "squeeze", "unsqueeze", "view", "_unsafe_view", "alias", "detach", "unbind", "index"}
 )  # fmt: skip
 
 # Factories whose contents are given by their arguments.
@@ -79,7 +79,9 @@ class MetaMode(TorchDispatchMode):
         self._converted: dict[int, torch.UntypedStorage] = {}
         self._results: dict[object, Any] = {}  # operator and arguments -> what its result looks like
         self._alive: list[object] = []  # storages are told apart by address: none may be freed
-        self._held_bytes = 0  # of values
+        # Large values by the address of their storage: bytes, and where in `_known` they and their views are; the last asked for last.
+        self._large: OrderedDict[int, tuple[int, list[tuple[int, tuple[object, ...]]]]] = OrderedDict()
+        self._held_bytes = 0  # of these
         self._made: set[int] = set()  # storages that operators filled
         self._guessed: set[int] = (
             set()
@@ -103,22 +105,35 @@ class MetaMode(TorchDispatchMode):
         return meta
 
     def remember(self, meta: torch.Tensor, real: torch.Tensor) -> None:
-        """From now on the values of `meta` are those of `real`; large ones are let go where there are many already."""
-        size = distinct(real) * real.element_size()
-        if self._held_bytes > _MOST_HELD_BYTES and size > _LARGE_BYTES:
-            return
-        self._held_bytes += size
-        self._known[storage_key(meta)][_place(meta)] = real
+        """From now on the values of `meta` are those of `real`. Where there are many already, large ones are let go that nobody has asked
+        for the longest."""
+        storage = real.untyped_storage()
+        entry = (storage_key(meta), _place(meta))
+        if storage.data_ptr() in self._large:  # a view takes nothing
+            self._large[storage.data_ptr()][1].append(entry)
+        elif (size := distinct(real) * real.element_size()) > _LARGE_BYTES:
+            while self._large and self._held_bytes + size > _MOST_HELD_BYTES:
+                _, (let_go, entries) = self._large.popitem(last=False)
+                self._held_bytes -= let_go
+                for key, place in entries:
+                    self._known[key].pop(place, None)
+            self._held_bytes += size
+            self._large[storage.data_ptr()] = (size, [entry])
+        self._known[entry[0]][entry[1]] = real
         self._alive.append(meta)
 
     def forget(self) -> None:
         """Let go of all values, once nothing will ask for them."""
         self._known.clear()
+        self._large.clear()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, where they are remembered."""
         held = self._known.get(storage_key(tensor))
-        return held.get(_place(tensor)) if held else None
+        value = held.get(_place(tensor)) if held else None
+        if value is not None and (place := value.untyped_storage().data_ptr()) in self._large:
+            self._large.move_to_end(place)
+        return value
 
     def numbers(self, name: str, tensor: object, *rest: Any) -> Any:
         """What torch's method `name` reads of a tensor's values at once (`tolist`, `numpy`), which no operator shows."""

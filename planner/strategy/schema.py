@@ -177,6 +177,9 @@ class RecoverySection(Section):
     checkpoint_every_s: Annotated[float, Field(ge=0.0)] | None = Field(
         None, description="seconds between checkpoints"
     )
+    storage_every_s: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="seconds between checkpoints in storage, where checkpoints are copies in memory"
+    )
     peers: Annotated[int, Field(ge=0, le=1)] | None = Field(
         None, description="copies of each share in the memory of other nodes"
     )

@@ -171,10 +171,12 @@ class EmbeddingAccess:
 class RecoveryRule:
     """What happens when something fails: a policy of `costmodel.recovery.POLICIES`, seconds between checkpoints, copies of
     each share on neighbouring nodes, nodes that wait, seconds without a sign of progress after which a rank is given up.
-    Zero seconds: nobody said. The default is what is done where nothing is known of failures."""
+    Zero seconds: nobody said. The default is what is done where nothing is known of failures. Under "peers" checkpoints are copies in
+    memory, and `storage_every_s` is between those in storage, for neighbours that are lost at once."""
 
     policy: str = "restart"
     checkpoint_every_s: float = 0.0
+    storage_every_s: float = 0.0
     peers: int = 0
     spares: int = 0
     timeout_s: float = 0.0

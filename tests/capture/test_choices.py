@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.planner.capture import capture
+from autoparallel.planner.capture import capture, meta_mode
 from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
 from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
 
@@ -47,6 +47,24 @@ class OverThoseHit(_Experts):
                 0,
                 token,
                 self.experts[expert](rows[None, token].reshape(-1, WIDTH)) * weights[token, slot, None],
+            )
+        return out
+
+
+class ByAMaskOfAMask(_Experts):
+    """As NLLB's code: the flags of a router are taken for its choices, and a tensor says which expert."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        flags = functional.one_hot(chosen, len(self.experts)).sum(dim=1)
+        mask = functional.one_hot(flags, len(self.experts)).permute(2, 1, 0)
+        out = torch.zeros_like(rows)
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, token = torch.where(mask[expert].squeeze(0))
+            out.index_add_(
+                0,
+                token,
+                self.experts[expert[0]](rows[None, token].reshape(-1, WIDTH))
+                * weights[token, slot % EACH, None],
             )
         return out
 
@@ -122,7 +140,15 @@ class OfOneParameter(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "experts"),
-    [(OverThoseHit, 4), (Named, 4), (Counted, 4), (Masked, 4), (OfOneParameter, 4), (OfOneParameter, 48)],
+    [
+        (OverThoseHit, 4),
+        (ByAMaskOfAMask, 4),
+        (Named, 4),
+        (Counted, 4),
+        (Masked, 4),
+        (OfOneParameter, 4),
+        (OfOneParameter, 48),
+    ],
 )
 def test_experts_in_a_loop_cost_what_they_cost_when_all_are_hit(kind: type[nn.Module], experts: int) -> None:
     torch.manual_seed(0)
@@ -135,6 +161,18 @@ def test_experts_in_a_loop_cost_what_they_cost_when_all_are_hit(kind: type[nn.Mo
     assert graph.parameter_count == sum(p.numel() for p in layers.parameters())
     assert graph.model_flops(2) == counted_flops(layers, {"input": x})
     assert saved_bytes(graph, 2) == eager_saved_bytes(layers, {"input": x}), show_saved(graph)
+
+
+def test_flags_of_layers_before_make_room_for_those_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(ByAMaskOfAMask(16) for _ in range(4)))
+    x = torch.randn(2, TOKENS * 256, WIDTH)
+    wanted = capture(layers, x, name="experts")
+    of_one_layer = (
+        (1 + 8) * 5 * TOKENS * 256 * 16 * 16
+    )  # bytes, of flags and numbers, of the most samples that are traced
+    monkeypatch.setattr(meta_mode, "_MOST_HELD_BYTES", 3 * of_one_layer // 2)
+    assert capture(layers, x, name="experts") == wanted
 
 
 class Padded(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +63,45 @@ def test_no_interval_is_better_than_the_best(
     assert with_checkpoints(best * factor, save_s, back_s, mtbf_s) <= reached * 1.02 + 1e-9
     if save_s < mtbf_s / 100:  # Young's interval is its first term
         assert best == pytest.approx(math.sqrt(2 * save_s * mtbf_s), rel=0.15)
+
+
+def _with_copies(
+    nodes: int, every_s: float, stored_s: float, back_s: float, mtbf_s: float, seed: int
+) -> float:
+    """Work over time of a run that goes back to its last copies, or to storage where a neighbour of the node that failed is away.
+    Writing to storage and reading from it takes as long as the interval, beside training and before it."""
+    draw, clock, work, kept, stored = random.Random(seed), 0.0, 0.0, 0.0, 0.0
+    fails_at = draw.expovariate(1 / mtbf_s)
+    while work < 200_000 * every_s:
+        if clock + every_s <= fails_at:
+            clock, work = clock + every_s, work + every_s
+            kept, stored = work, work - work % stored_s
+            continue
+        away, reads_s = {draw.randrange(nodes)}, 0.0
+        clock = fails_at
+        while (fails_at := clock + draw.expovariate(1 / mtbf_s)) < clock + back_s:
+            clock, other = fails_at, draw.randrange(nodes)
+            if {(other + 1) % nodes, (other - 1) % nodes} & away - {other}:
+                kept, reads_s = max(stored - stored_s, 0.0), stored_s  # the last one was being written
+            away.add(other)
+        clock, work = clock + back_s + reads_s, kept
+        stored = min(stored, work)
+    return work / clock
+
+
+@pytest.mark.parametrize(("nodes", "mtbf_s"), [(2, 600), (3, 600), (16, 1200), (100, 400)])
+def test_neighbours_that_are_lost_at_once_cost_what_was_done_since_storage_was_written(
+    nodes: int, mtbf_s: float
+) -> None:
+    outages = Outages(mtbf_s=mtbf_s, detect_s=20, restart_s=40, replace_s=60)
+    run = Saved(step_s=1, nodes=nodes, replicas=1, stall_s=0, storage_s=5, neighbour_s=0)
+    way = next(way for way in recoveries(outages, run) if way.policy == "peers")
+    for stored_s in (5.0, 100.0):
+        told = next(w for w in recoveries(outages, replace(run, storage_s=stored_s)) if w.policy == "peers")
+        assert told.storage_every_s == stored_s
+        walked = [_with_copies(nodes, 1.0, stored_s, 120.0, mtbf_s, seed) for seed in range(3)]
+        assert told.goodput == pytest.approx(sum(walked) / 3, rel=0.06)
+    assert way.goodput > told.goodput
 
 
 OUTAGES = Outages(mtbf_s=10_000, detect_s=30, restart_s=60, replace_s=1800)

@@ -99,6 +99,7 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "grad_sync.weights": f"methods other than {', '.join(open_weights(problem))}",
         "recovery.policy": "plans of slower steps, but for replicas of whole nodes to drop (the three smallest numbers) and nodes that wait, where they could win 2 %",
         "recovery.checkpoint_every_s": "others than Daly's optimum in whole steps",
+        "recovery.storage_every_s": "others than Daly's optimum for neighbours that are lost at once, in whole steps",
         "recovery.peers": "more copies than one",
         "recovery.spares": "more than eight, and numbers that would not pay were work in proportion to nodes",
         "recovery.timeout_s": "others than ten times the longest action, and ten seconds",
