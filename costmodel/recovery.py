@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 POLICIES = ("restart", "peers", "replan", "spares", "drop-replica")
 MOST_SPARES = 8
@@ -134,7 +134,10 @@ def _peers(outages: Outages, run: Saved) -> Recovery:
 
 
 def _replan(outages: Outages, run: Saved) -> Recovery:
-    """Go on with the nodes that are left, and again with all once the node is back: saved before, so nothing is lost."""
+    """Go on with the nodes that are left, and again with all once the node is back: saved before, so nothing is lost. A node that is
+    back before the others run again begins with them."""
+    if outages.replace_s <= outages.replan_s + outages.restart_s:
+        return replace(_restart(outages, run), policy="replan")
     goodput, every_s = _from_storage(outages, run, outages.replan_s)
     away = min(outages.replace_s / outages.mtbf_s, run.nodes)
     comes_back_s = outages.restart_s + outages.replan_s + 2 * run.storage_s

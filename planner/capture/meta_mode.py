@@ -5,7 +5,6 @@ integer tensors, so that code that looks at position ids or an attention mask ta
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,12 @@ from autoparallel.planner.capture.errors import UntraceableError
 from autoparallel.planner.capture.indexing import check_mask, check_put
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
 from autoparallel.planner.capture.uniform import OF_ALL, compacted, distinct
+from autoparallel.planner.capture.values import Values, storage_key
 
 # Tensors of at most this many elements keep their values: position ids and padding masks of long sequences do,
 # attention masks over the square of a long sequence do not (kind: chosen; it bounds the memory of a capture, and
 # leaves room for a million tokens).
 KNOWN_VALUES_LIMIT = 1 << 23
-
-# Of all that is remembered of a trace together, and what counts as large of it. Kind: chosen; it bounds the memory.
-_MOST_HELD_BYTES, _LARGE_BYTES = 1 << 30, 1 << 16
 
 # The same for which token goes to which expert (`choices`), as many flags as tokens times experts times choices: a byte each,
 # and by what code does with such flags alone. Kind: chosen; a quarter of a gigabyte.
@@ -57,15 +54,6 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of the storage behind `tensor`."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _place(meta: torch.Tensor) -> tuple[object, ...]:
-    return (meta.storage_offset(), meta.shape, meta.stride(), meta.dtype)
-
-
 class MetaMode(TorchDispatchMode):
     """Every operator runs on the meta device; `observer` is told of each, below autograd. With `shares` what is chosen by
     unknown numbers is known (`choices`): equal shares of so many samples."""
@@ -74,14 +62,11 @@ class MetaMode(TorchDispatchMode):
         super().__init__()
         self.shares = shares
         self._observer = observer
-        self._known: dict[int, dict[tuple[object, ...], torch.Tensor]] = defaultdict(dict)  # by storage
+        self._values = Values()
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._converted: dict[int, torch.UntypedStorage] = {}
         self._results: dict[object, Any] = {}  # operator and arguments -> what its result looks like
         self._alive: list[object] = []  # storages are told apart by address: none may be freed
-        # Large values by the address of their storage: bytes, and where in `_known` they and their views are; the last asked for last.
-        self._large: OrderedDict[int, tuple[int, list[tuple[int, tuple[object, ...]]]]] = OrderedDict()
-        self._held_bytes = 0  # of these
         self._made: set[int] = set()  # storages that operators filled
         self._guessed: set[int] = (
             set()
@@ -105,35 +90,17 @@ class MetaMode(TorchDispatchMode):
         return meta
 
     def remember(self, meta: torch.Tensor, real: torch.Tensor) -> None:
-        """From now on the values of `meta` are those of `real`. Where there are many already, large ones are let go that nobody has asked
-        for the longest."""
-        storage = real.untyped_storage()
-        entry = (storage_key(meta), _place(meta))
-        if storage.data_ptr() in self._large:  # a view takes nothing
-            self._large[storage.data_ptr()][1].append(entry)
-        elif (size := distinct(real) * real.element_size()) > _LARGE_BYTES:
-            while self._large and self._held_bytes + size > _MOST_HELD_BYTES:
-                _, (let_go, entries) = self._large.popitem(last=False)
-                self._held_bytes -= let_go
-                for key, place in entries:
-                    self._known[key].pop(place, None)
-            self._held_bytes += size
-            self._large[storage.data_ptr()] = (size, [entry])
-        self._known[entry[0]][entry[1]] = real
+        """From now on the values of `meta` are those of `real`."""
+        self._values.remember(meta, real)
         self._alive.append(meta)
 
     def forget(self) -> None:
         """Let go of all values, once nothing will ask for them."""
-        self._known.clear()
-        self._large.clear()
+        self._values.clear()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of a tensor, where they are remembered."""
-        held = self._known.get(storage_key(tensor))
-        value = held.get(_place(tensor)) if held else None
-        if value is not None and (place := value.untyped_storage().data_ptr()) in self._large:
-            self._large.move_to_end(place)
-        return value
+        return self._values.of(tensor)
 
     def numbers(self, name: str, tensor: object, *rest: Any) -> Any:
         """What torch's method `name` reads of a tensor's values at once (`tolist`, `numpy`), which no operator shows."""
@@ -333,7 +300,7 @@ class MetaMode(TorchDispatchMode):
         if not func._schema.is_mutable or not args:
             return
         for leaf in tensors(args[0]):
-            self._known.pop(storage_key(leaf), None)
+            self._values.forget(leaf)
 
 
 def _of_bytes(source: torch.Tensor, dtype: torch.dtype | None) -> dict[str, Any]:

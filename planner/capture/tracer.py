@@ -22,12 +22,13 @@ from torch.utils._pytree import tree_map
 from autoparallel.planner.capture.fold import FoldError, StandIn
 from autoparallel.planner.capture.leaf import measure_leaf
 from autoparallel.planner.capture.marks import run_whole, stand_in
-from autoparallel.planner.capture.meta_mode import READERS, MetaMode, storage_key
+from autoparallel.planner.capture.meta_mode import READERS, MetaMode
 from autoparallel.planner.capture.nodes import Frame, Launch, SavedStorage, tensor_inputs
 from autoparallel.planner.capture.opened import OpenedFunctions
 from autoparallel.planner.capture.pieces import JOINS, Pieces
 from autoparallel.planner.capture.rounds import Key, Made, Rounds, code_place
 from autoparallel.planner.capture.trees import leaves, mapped, named_arguments, plain, tensors
+from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.capture.whole import known_index, replacement
 from autoparallel.planner.capture.writer import Pending, Writer, meta_of
 

@@ -13,9 +13,10 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from autoparallel.planner.capture.marks import after, kept, unnamed
-from autoparallel.planner.capture.meta_mode import MetaMode, storage_key
+from autoparallel.planner.capture.meta_mode import MetaMode
 from autoparallel.planner.capture.nodes import Frame, Launch, Meta, Role, SavedStorage, tensor_inputs
 from autoparallel.planner.capture.trees import leaves, mapped
+from autoparallel.planner.capture.values import storage_key
 
 _PLAIN = (
     int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,

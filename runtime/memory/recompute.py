@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autoparallel.errors import UserError
 from autoparallel.planner.capture.kernels import named_kind
-from autoparallel.planner.capture.meta_mode import storage_key
+from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
 from autoparallel.runtime.tensor.questions import copied_buffers
 from autoparallel.runtime.torch_private import looked_up_alone, run_again

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoparallel.costmodel.graph import OpKind
-from autoparallel.planner.capture import capture, meta_mode
+from autoparallel.planner.capture import capture, values
 from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
 from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
 
@@ -171,7 +171,7 @@ def test_flags_of_layers_before_make_room_for_those_of_this_one(monkeypatch: pyt
     of_one_layer = (
         (1 + 8) * 5 * TOKENS * 256 * 16 * 16
     )  # bytes, of flags and numbers, of the most samples that are traced
-    monkeypatch.setattr(meta_mode, "_MOST_HELD_BYTES", 3 * of_one_layer // 2)
+    monkeypatch.setattr(values, "_MOST_HELD_BYTES", 3 * of_one_layer // 2)
     assert capture(layers, x, name="experts") == wanted
 
 
