@@ -28,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autoparallel.errors import UserError
 from autoparallel.runtime.elastic.meeting import BACKEND
 from autoparallel.runtime.elastic.replicas import LIGHTHOUSE, NAME
+from autoparallel.runtime.elastic.worker import AGENT
 from autoparallel.runtime.ranks.accelerator import accelerator_type
 
 # How long a machine that has the fewest it needs waits for more, seconds. Kind: choice; torch's own is 30.
@@ -82,6 +83,7 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
     # A first machine that shares its store tells its address in the first meeting alone (torch 2.11 to 2.13): whoever
     # comes later would wait for it in vain.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[AGENT] = str(os.getpid())
     for variable, value in ((LIGHTHOUSE, launch.lighthouse), (NAME, launch.replica)):
         if value:
             os.environ[variable] = value

@@ -12,29 +12,28 @@ import runpy
 import signal
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+AGENT = "AUTOPARALLEL_AGENT"  # of the environment: the process that started this one
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it has ended. Does nothing but on Linux."""
+def end_with_agent() -> None:
+    """Have the kernel kill this process when its agent has ended, now if it has ended already. Does nothing but on Linux."""
     if not sys.platform.startswith("linux"):
         return
-    before = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != before:  # it ended in between
+    if os.environ.get(AGENT) not in (None, str(os.getppid())):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@record
 def main(script: str) -> None:
     """Run `script` as `python script` would; `sys.argv` is its own."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")
+    record(runpy.run_path)(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_agent()  # before torch is imported: that takes seconds
     sys.argv = sys.argv[1:]
     main(sys.argv[0])
