@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from math import prod
 from pathlib import Path
 
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, read_source
-from autoparallel.planner.strategy.file import missing_keys
-from autoparallel.planner.strategy.types import AXES
+from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.types import AXES, Strategy
+from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.resize import resized
 from autoparallel.runtime.ranks.agreement import Agreement
@@ -83,6 +85,22 @@ class NextStrategy:
         except UserError as error:
             self._problem = str(error)
             return None
+
+
+def kept_beside(folder: Path, strategy: Strategy, world: int) -> Path:
+    """The file in `folder` that says which strategy ran, written where none does so yet: starts before, which had another one, keep
+    theirs."""
+    for number in count(1):
+        path = folder / (f"strategy-{world}.toml" if number == 1 else f"strategy-{world}-{number}.toml")
+        try:
+            if strategy_from_constraints(read_strategy_file(path).constraints) == strategy:
+                return path
+        except UserError:
+            if path.exists():  # of another version, say
+                continue
+            write_strategy(path, strategy, {}, {}, {})
+            return path
+    raise AssertionError("numbers do not end")
 
 
 def of_one_replica(source: StrategySource, count: int) -> StrategySource:

@@ -29,9 +29,8 @@ from autoparallel.plan_cache import StrategySource, read_source
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster
-from autoparallel.replan import NextStrategy, for_those_here
+from autoparallel.replan import NextStrategy, for_those_here, kept_beside
 from autoparallel.runtime.checkpoints.identity import dataset_identity, launch_key, model_identity
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.ledger import Ledger
@@ -219,10 +218,9 @@ class Trainer:
         """What measures the steps; the strategy that runs is written beside the record."""
         folder, world = self.checkpoints.folder.path, world_size()
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-        file = folder / f"strategy-{world}.toml"
-        predicted, timeline = None, None
+        predicted, timeline, file = None, None, folder
         if self.rank == 0:
-            write_strategy(file, self.model.strategy, {}, {}, {})
+            file = kept_beside(folder, self.model.strategy, world)
             if cluster is not None:
                 predicted = simulate(self.model.program, cluster)
                 known = Expander(graph_from_json(graph.read_text(encoding="utf-8")), cluster)
