@@ -6,7 +6,7 @@ the correction leaves unexplained of the running one is taken to slow the other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import inf
@@ -14,25 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.costmodel.calibrate import calibrate, spread_of
-from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.parts import slopes
 from autoparallel.errors import UserError
-from autoparallel.inputs import read_saved_graph
 from autoparallel.labels import strategy_label
 from autoparallel.planner.explain.choice import WITHIN
 from autoparallel.planner.outcome import InfeasiblePlan, SearchTimeout
-from autoparallel.planner.plan import plan
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device, Failures
-from autoparallel.profiles.resize import resized
-from autoparallel.replan import stays_of
-from autoparallel.runtime.limits import refuser
 from autoparallel.runtime.monitor.differences import WARM_UP, step_time_s
 from autoparallel.runtime.monitor.record import Record, read_record
+from autoparallel.starts import Start, start_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +86,9 @@ class Proposal:
         return {**plain, "gain": self.gain, "pays_after": pays, "better": self.better, "words": str(self)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """A start of the run: what ran where, and its seconds a step."""
-
-    graph: ModelGraph
-    cluster: Cluster
-    strategy: Strategy
-    constraints: Mapping[str, object]
-    step_time_s: float
-
-    def predicted_s(self, base: Device, device: Device) -> float:
-        """By the cost model, of the cluster corrected as `device` is against `base`."""
-        return score(self.graph, _with(self.cluster, base, device), self.strategy).step_time_s
+def _predicted_s(start: Start, base: Device, device: Device) -> float:
+    """Seconds a step by the cost model, of the cluster corrected as `device` is against `base`."""
+    return score(start.graph, _with(start.cluster, base, device), start.strategy).step_time_s
 
 
 def propose(
@@ -115,7 +98,7 @@ def propose(
     that do not serve, and where nothing is found within the time."""
     records = read_record(folder)
     known = load_cluster(cluster)
-    starts = [start for record in records if (start := _start(folder, record, known)) is not None]
+    starts = [start for record in records if (start := start_of(folder, record, known)) is not None]
     if not starts or step_time_s(records[-1]) is None:
         raise UserError(
             f"{folder}: fewer than {WARM_UP + 1} steps are recorded of its last start; let it run on"
@@ -123,38 +106,20 @@ def propose(
     now = starts[-1]
     base = now.cluster.groups[0].device
     device = calibrate(
-        base, lambda changed: [start.predicted_s(base, changed) for start in starts],
+        base, lambda changed: [_predicted_s(start, base, changed) for start in starts],
         [start.step_time_s for start in starts], source="corrected by the run",
     ).device  # fmt: skip
-    here = _with(now.cluster, base, device)
-    problem = Problem(
-        graph=now.graph, cluster=here, global_batch=now.strategy.batch.global_, constraints=stays_of(now.constraints),
-        execution=now.strategy.execution, refuses=refuser(now.graph, here), all_devices=True,
-    )  # fmt: skip
     try:
-        result = plan(problem, time_limit_s=time_limit_s, within=WITHIN, advise=False)
+        result = now.planned_on(_with(now.cluster, base, device), time_limit_s, all_devices=True)
     except (InfeasiblePlan, SearchTimeout) as error:
         raise UserError(f"{folder}: no other plan was found: {error}") from None
-    corrected_s, best_s = now.predicted_s(base, device), result.prediction.step_time_s
+    corrected_s, best_s = _predicted_s(now, base, device), result.prediction.step_time_s
     wait_s, measured = _switch_s(records, known.failures)
     return Proposal(
-        step=int(records[-1].steps[-1]["step"]), rows=len(starts), measured_s=now.step_time_s, predicted_s=now.predicted_s(base, base),
+        step=int(records[-1].steps[-1]["step"]), rows=len(starts), measured_s=now.step_time_s, predicted_s=_predicted_s(now, base, base),
         corrected_s=corrected_s, expected_s=best_s * now.step_time_s / corrected_s,
         unsure=_unsure(replace(now, strategy=result.strategy), now, base, device), switch_s=wait_s, switch_measured=measured,
         strategy=result.strategy, same=result.strategy == now.strategy or best_s >= corrected_s, until=until,
-    )  # fmt: skip
-
-
-def _start(folder: Path, record: Record, cluster: Cluster) -> _Start | None:
-    """None: too few steps."""
-    seconds, start = step_time_s(record), record.start
-    if seconds is None:
-        return None
-    per_node = int(str(start["shape"]).partition("x")[2])
-    constraints = read_strategy_file(folder / start["strategy"]).constraints
-    return _Start(
-        graph=read_saved_graph(str(folder / start["graph"])), cluster=resized(cluster, int(start["world"]), per_node),
-        strategy=strategy_from_constraints(constraints), constraints=constraints, step_time_s=seconds,
     )  # fmt: skip
 
 
@@ -172,11 +137,11 @@ def _with(cluster: Cluster, base: Device, device: Device) -> Cluster:
     return replace(cluster, groups=groups)
 
 
-def _unsure(one: _Start, other: _Start, base: Device, device: Device) -> float:
+def _unsure(one: Start, other: Start, base: Device, device: Device) -> float:
     """One standard deviation of the ratio of two runs' steps, by what is left unknown of the device, and noise."""
 
     def predicted(changed: Device) -> list[float]:
-        return [run.predicted_s(base, changed) for run in (one, other)]
+        return [_predicted_s(run, base, changed) for run in (one, other)]
 
     at = slopes(predicted, device, predicted(device))
     return spread_of(device.posterior, at[0] - at[1])

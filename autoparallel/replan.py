@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from math import prod
 from pathlib import Path
 
@@ -90,17 +90,19 @@ class NextStrategy:
 def kept_beside(folder: Path, strategy: Strategy, world: int) -> Path:
     """The file in `folder` that says which strategy ran, written where none does so yet: starts before, which had another one, keep
     theirs."""
-    for number in count(1):
-        path = folder / (f"strategy-{world}.toml" if number == 1 else f"strategy-{world}-{number}.toml")
-        try:
-            if strategy_from_constraints(read_strategy_file(path).constraints) == strategy:
-                return path
-        except UserError:
-            if path.exists():  # of another version, say
-                continue
-            write_strategy(path, strategy, {}, {}, {})
-            return path
-    raise AssertionError("numbers do not end")
+    names = chain([f"strategy-{world}.toml"], (f"strategy-{world}-{number}.toml" for number in count(2)))
+    paths = (folder / name for name in names)
+    path = next(path for path in paths if not path.exists() or _says(path, strategy))
+    if not path.exists():
+        write_strategy(path, strategy, {}, {}, {})
+    return path
+
+
+def _says(path: Path, strategy: Strategy) -> bool:
+    try:
+        return strategy_from_constraints(read_strategy_file(path).constraints) == strategy
+    except UserError:  # of another version, say
+        return False
 
 
 def of_one_replica(source: StrategySource, count: int) -> StrategySource:

@@ -9,20 +9,14 @@ from statistics import median
 from typing import Any
 
 from autoparallel.errors import UserError
-from autoparallel.inputs import read_saved_graph
 from autoparallel.labels import strategy_label
-from autoparallel.planner.explain.choice import WITHIN
 from autoparallel.planner.outcome import InfeasiblePlan, SearchTimeout
-from autoparallel.planner.plan import plan
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
-from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.resize import resized
-from autoparallel.replan import stays_of
-from autoparallel.runtime.limits import refuser
-from autoparallel.runtime.monitor.differences import WARM_UP, step_time_s
+from autoparallel.runtime.monitor.differences import WARM_UP
 from autoparallel.runtime.monitor.record import Record, read_record
+from autoparallel.starts import per_node_of, start_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,29 +53,20 @@ class Without:
 def without(folder: Path, rank: int, cluster: str, *, time_limit_s: float | None = None) -> Without:
     """Leave `rank` out of the run in `folder` on `cluster`. Raises UserError for a folder, rank or cluster that do not serve."""
     record = read_record(folder)[-1]
-    world, measured_s = int(record.start["world"]), step_time_s(record)
+    world = int(record.start["world"])
     if not 0 <= rank < world:
         raise UserError(f"--without {rank}: the run in {folder} has the ranks 0 to {world - 1}")
     if world == 1:
         raise UserError(f"--without {rank}: the run in {folder} has no other rank")
-    if measured_s is None:
+    start = start_of(folder, record, load_cluster(cluster))
+    if start is None:
         raise UserError(f"{folder}: fewer than {WARM_UP + 1} steps are recorded; let it run on")
-    per_node = int(str(record.start["shape"]).partition("x")[2])
-    here = resized(load_cluster(cluster), world, per_node)
-    graph = read_saved_graph(str(folder / record.start["graph"]))
-    constraints = read_strategy_file(folder / record.start["strategy"]).constraints
-    strategy = strategy_from_constraints(constraints)
-    predicted_s = score(graph, here, strategy).step_time_s
+    measured_s, predicted_s = start.step_time_s, score(start.graph, start.cluster, start.strategy).step_time_s
     found = Without(
         rank=rank, world=world, measured_s=measured_s, costs_s=_costs_s(record, rank), predicted_s=predicted_s
     )
-    left = resized(here, world - 1, per_node)
-    problem = Problem(
-        graph=graph, cluster=left, global_batch=strategy.batch.global_, constraints=stays_of(constraints), execution=strategy.execution,
-        refuses=refuser(graph, left),
-    )  # fmt: skip
     try:
-        result = plan(problem, time_limit_s=time_limit_s, within=WITHIN, advise=False)
+        result = start.planned_on(resized(start.cluster, world - 1, per_node_of(record)), time_limit_s)
     except (InfeasiblePlan, SearchTimeout):
         return found
     slower = (measured_s - found.costs_s) / predicted_s

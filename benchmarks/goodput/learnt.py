@@ -68,9 +68,9 @@ def learn(folder: Path) -> Learnt:
     step_s, save_s, *starts = _quiet(folder / "restart", "restart", EVERY)
     copied_s, _, start_s = _quiet(folder / "peers", "peers", 1)
     starts += [start_s, _quiet(folder / "again", "restart", EVERY)[2]]
-    fewer_s, fewer_step_s = _one_less(folder / "replan", "replan")
+    fewer_s, fewer_step_s = _one_less(folder / "replan")
     replica_step_s, _, _ = _quiet(folder / "replicas", "drop-replica", EVERY)
-    dropped_s, _, rejoined_s = _dropped(folder / "dropped")
+    dropped_s, rejoined_s = _dropped(folder / "dropped")
     return Learnt(
         step_s=step_s, fewer_step_s=fewer_step_s, replica_step_s=replica_step_s, save_s=save_s,
         copy_s=max(copied_s - step_s, 0.0), start_s=median(starts), fewer_s=fewer_s, dropped_s=dropped_s, rejoined_s=rejoined_s,
@@ -98,9 +98,9 @@ def _quiet(folder: Path, policy: str, every: int) -> tuple[float, float, float]:
     return step_s, max(mean(lengths) - step_s, 0.0) * every, entries[0]["at"] - begun
 
 
-def _one_less(folder: Path, policy: str) -> tuple[float, float]:
+def _one_less(folder: Path) -> tuple[float, float]:
     """Seconds until a run goes on after one of its nodes failed, and its step then."""
-    with Nodes(folder, policy, EVERY) as nodes:
+    with Nodes(folder, "replan", EVERY) as nodes:
         nodes.until(lambda found: len(found) >= 10)
         nodes.kill(NODES - 1)
         killed = time.time()
@@ -108,8 +108,8 @@ def _one_less(folder: Path, policy: str) -> tuple[float, float]:
     return entries[0]["at"] - killed, median(_lengths(entries))
 
 
-def _dropped(folder: Path) -> tuple[float, float, float]:
-    """Seconds that the others stand when a replica goes, their step then, and that they stand when it comes back."""
+def _dropped(folder: Path) -> tuple[float, float]:
+    """Seconds that the others stand when a replica goes, and when it comes back."""
     with Nodes(folder, "drop-replica", EVERY) as nodes:
         nodes.until(lambda found: max((one["step"] for one in found), default=0) >= 10)
         nodes.kill(NODES - 1)
@@ -125,4 +125,4 @@ def _dropped(folder: Path) -> tuple[float, float, float]:
     first = next(one for one in back if one["node"] == NODES - 1)
     other = [one for one in [*alone, *back] if one["node"] != NODES - 1]
     before = max(one["at"] for one in other if one["at"] < first["at"] and one["step"] < first["step"])
-    return stood_s, step_s, max(first["at"] - before - step_s, 0.0)
+    return stood_s, max(first["at"] - before - step_s, 0.0)
