@@ -1,6 +1,7 @@
 """What each process of `autoparallel run` begins with: `python -m autoparallel.runtime.elastic.worker train.py …`.
 
-It ends when its agent ends, however that was ended (Linux): no process is left behind. What the script raises goes to the
+It ends when its agent ends, however that was ended (Linux): no process is left behind. Its groups are left before the
+interpreter goes. What the script raises goes to the
 file that the agent reads (`torch.distributed.elastic.multiprocessing.errors`), so that the agent's last words name it.
 """
 
@@ -29,6 +30,11 @@ def main(script: str) -> None:
     """Run `script` as `python script` would; `sys.argv` is its own."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from autoparallel.runtime.ranks.leaving import leave_at_exit
+
+    # For scripts that leave groups of their own to the interpreter: a process that dies after its work is done is restarted,
+    # and waits for machines that have ended.
+    leave_at_exit(destroy=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     record(runpy.run_path)(script, run_name="__main__")
 
