@@ -8,5 +8,5 @@
 - `progress.py`: who wants to know what a rank is doing.
 - `leaving.py`: the end of a process.
 
-Open to other rooms: `accelerator`, `mesh`, `places`, `levels`, `agreement`, `progress`.
+Open to other rooms: `accelerator`, `mesh`, `places`, `levels`, `agreement`, `progress`, `leaving`.
 """

@@ -43,10 +43,6 @@ class Chain:
         """Which of `messages` are sent somewhere, and have something in them."""
         return tuple(cut for cut in dict.fromkeys(self.cuts) if self.messages[cut])
 
-    def least_after(self, seconds: Sequence[float], kind: int) -> float:
-        """The least of the messages' `seconds` after a layer group of a kind."""
-        return min(seconds[cut] for cut, one in zip(self.cuts[1:], self.kinds, strict=True) if one == kind)
-
 
 def chain_of(graph: ModelGraph) -> Chain:
     """Cut the chain into layer groups; a model without repeated blocks is all head."""

@@ -262,8 +262,8 @@ def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
 
 
 def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, prices: PricedChain) -> Form:
-    """The message after each chunk: the shortest there is, and what that after its last layer group takes longer. On an irregular
-    network the way back to the first rank is another."""
+    """The message after each chunk: the shortest there is, and what the one where it ends takes longer. On an irregular network
+    the way back to the first rank is another."""
     there_s = _send_each_s(problem, chain, book, strategy)
     back_s = there_s
     if problem.cluster.network is not None and strategy.pipeline.virtual_stages > 1:
@@ -272,16 +272,13 @@ def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, 
     least_s, least_back_s = (_least_send_s(chain, each) for each in (there_s, back_s))
     wraps = [c + 1 < len(home) and home[c + 1] < home[c] for c in range(prices.chunks)]
     longer = [
-        min(
-            chain.least_after(each, kind) - least
-            for each, least in ((there_s, least_s), (back_s, least_back_s))
-        )
-        for kind in range(len(chain.groups))
+        max(min(there_s[cut] - least_s, back_s[cut] - least_back_s), 0.0) if chain.messages[cut] else 0.0
+        for cut in chain.cuts
     ]
     return replace(
         prices.constant(0),
         fixed=tuple(floor((least_back_s if back else least_s) * PS) for back in wraps),
-        last=tuple(floor(seconds * PS) for seconds in longer) if any(s > 0.0 for s in longer) else (),
+        after=tuple(floor(seconds * PS) for seconds in longer) if any(longer) else (),
     )
 
 

@@ -43,7 +43,8 @@ class Q(IntEnum):
 class Form:
     """A sum over a chunk's blocks, in integers: per kind of block kept or recomputed, per chunk besides,
     `when_all` more where the chunk recomputes every block, `when_few` more where it has one or none,
-    `when_none[chunk]` more where it has none, and `last[kind]`, not negative, more by the kind of its last block."""
+    `when_none[chunk]` more where it has none, `last[kind]`, not negative, more by the kind of its last block, and
+    `after[n]`, not negative, more where it ends after n of all blocks."""
 
     kept: tuple[int, ...]
     recomputed: tuple[int, ...]
@@ -52,6 +53,7 @@ class Form:
     when_few: int = 0
     when_none: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,7 @@ def most_amounts(problem: StageProblem) -> list[list[int]]:
         for form in quantity.forms:
             rate = max((max(form.kept[k], form.recomputed[k], 0) for k in kinds), default=0)
             more = max(form.when_all, 0) + max(form.when_few, 0) + max((0, *form.when_none))
-            more += max((0, *form.last))
+            more += max((0, *form.last)) + max((0, *form.after))
             most = (abs(fixed) + more + rate * n for fixed, n in zip(form.fixed, blocks, strict=True))
             chunks = list(map(max, chunks, most))
         found.append(chunks)
@@ -157,6 +159,11 @@ def without_needless_recomputation(problem: StageProblem) -> StageProblem:
     """The problem with nothing recomputed, where every partition fits without it and it only takes time."""
     if not problem.recompute or problem.recomputed is not None or without_idle_rows(problem).memory:
         return problem
+    return replace(problem, recompute=False) if recomputation_takes_time(problem) else problem
+
+
+def recomputation_takes_time(problem: StageProblem) -> bool:
+    """Whether no path is shorter for what is recomputed."""
     on_paths = dict.fromkeys(quantity for row in problem.paths for quantity, _, _ in row.terms)
     forms = [form for quantity in on_paths for form in problem.quantities[quantity].forms]
     longer = all(
@@ -164,7 +171,7 @@ def without_needless_recomputation(problem: StageProblem) -> StageProblem:
         for form in forms
     )
     least = min((factor for row in problem.paths for _, _, factor in row.terms), default=0)
-    return replace(problem, recompute=False) if longer and least >= 0 else problem
+    return longer and least >= 0
 
 
 def with_less_room(problem: StageProblem, home: Sequence[int], lacking: Sequence[float]) -> StageProblem:
@@ -199,6 +206,7 @@ def piece_amount(
         + (form.when_few if len(kinds) <= 1 else 0)
         + (form.when_none[chunk] if form.when_none and not kinds else 0)
         + (form.last[kinds[-1]] if form.last and kinds else 0)
+        + (form.after[blocks.stop] if form.after else 0)
         for form in quantity.forms
     )
 

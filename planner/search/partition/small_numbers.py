@@ -54,4 +54,5 @@ def _divided(form: Form, unit: int) -> Form:
         kept=tuple(a // unit for a in form.kept), recomputed=tuple(a // unit for a in form.recomputed),
         fixed=tuple(a // unit for a in form.fixed), when_all=form.when_all // unit, when_few=form.when_few // unit,
         when_none=tuple(a // unit for a in form.when_none), last=tuple(a // unit for a in form.last),
+        after=tuple(a // unit for a in form.after),
     )  # fmt: skip

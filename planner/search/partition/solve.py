@@ -15,12 +15,13 @@ caller prepares all numbers (`planner/search/stages/inner.py`); nothing is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from ortools.sat.python import cp_model
 
+from autoparallel.planner.search.partition.enumeration import TooMany, best_of_all, can_be_cut
 from autoparallel.planner.search.partition.problem import (
     Form,
     Partition,
@@ -28,6 +29,7 @@ from autoparallel.planner.search.partition.problem import (
     StageAnswer,
     StageProblem,
     most_amounts,
+    partition_fits,
     partition_value,
     without_idle_rows,
 )
@@ -41,6 +43,9 @@ PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measur
 # Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a partition that is
 # excluded. Kind: measured
 PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.008, 0.01
+PER_NUMBER = (
+    1e-6  # and for each partition and term of a row, where all partitions are looked at. Kind: measured
+)
 FEW_CHUNKS = 4  # up to which presolving takes longer than the rest of the solve. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
 
@@ -56,9 +61,39 @@ def solve_stages(
 ) -> StageAnswer | None:
     """The best partition with a value below `below` that is not excluded; None where there is none.
 
+    Where few ways to cut the layers may be the best, by looking at all of them (`enumeration.py`), by CP-SAT otherwise.
     Deterministic: one worker, a fixed seed, and `effort` in deterministic time. `spend` is told how much work it was, about
     milliseconds, the same on every machine.
     """
+    known = _Known(excluded=tuple(excluded), below=below, effort=effort, spend=spend)
+    if not can_be_cut(problem):
+        return _by_cp_sat(problem, known, hint)
+    if spend is not None:
+        terms = sum(len(row.terms) for row in (*problem.paths, *problem.memory))
+        spend(PER_MODEL + PER_NUMBER * (len(problem.kinds) + 1) ** 2 * terms)
+
+    def ask(blocks: tuple[int, ...]) -> StageAnswer | None:
+        return _by_cp_sat(replace(problem, blocks=blocks), known)
+
+    try:
+        return best_of_all(problem, ask, excluded, _no_longer(problem, excluded, below, hint))
+    except TooMany:
+        return _by_cp_sat(problem, known, hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What is told of a problem beside itself: see `solve_stages`."""
+
+    excluded: tuple[Partition, ...] = ()
+    below: int | None = None
+    effort: float
+    spend: Callable[[float], None] | None
+
+
+def _by_cp_sat(problem: StageProblem, known: _Known, hint: Partition | None = None) -> StageAnswer | None:
+    """`solve_stages`, by CP-SAT."""
+    excluded, below, spend = known.excluded, known.below, known.spend
     small, unit = in_small_numbers(without_idle_rows(problem), below)
     model = cp_model.CpModel()
     builder = _Builder(model, small)
@@ -80,7 +115,7 @@ def solve_stages(
     solver.parameters.random_seed = 0
     solver.parameters.cp_model_presolve = problem.chunks > FEW_CHUNKS
     solver.parameters.cp_model_probing_level = 0  # takes longer than the rest of the solve. Kind: measured
-    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_deterministic_time = known.effort
     status = solver.solve(model)
     if spend is not None:
         terms = sum(len(row.terms) for row in (*small.paths, *small.memory))
@@ -99,6 +134,16 @@ def solve_stages(
     return StageAnswer(partition=partition, value=partition_value(problem, partition), bound=bound)
 
 
+def _no_longer(
+    problem: StageProblem, excluded: Sequence[Partition], below: int | None, hint: Partition | None
+) -> int | None:
+    """What the best partition surely stays below: `below`, and just above what is known of a `hint`."""
+    if hint is None or hint in excluded or not partition_fits(problem, hint):
+        return below
+    value = partition_value(problem, hint) + 1
+    return value if below is None else min(value, below)
+
+
 def solve_for_memory(
     problem: StageProblem,
     excluded: Sequence[Partition],
@@ -110,11 +155,12 @@ def solve_for_memory(
     peaks = tuple(row for row in problem.memory if row.capacity_bytes is None)
     others = tuple(row for row in problem.memory if row.capacity_bytes is not None)
     by_bytes = replace(problem, paths=peaks, memory=others)
-    least = solve_stages(by_bytes, excluded=excluded, below=below_bytes, effort=effort, spend=spend)
+    known = _Known(excluded=tuple(excluded), below=below_bytes, effort=effort, spend=spend)
+    least = _by_cp_sat(by_bytes, known)  # of which nearly all cuts have to be asked for what is recomputed
     if least is None or least.partition is None:
         return least
     tight = replace(problem, capacity_bytes=least.value)
-    fastest = solve_stages(tight, excluded=excluded, effort=effort, spend=spend)
+    fastest = _by_cp_sat(tight, replace(known, below=None))
     partition = fastest.partition if fastest is not None else None
     return least if partition is None else replace(least, partition=partition)
 
@@ -139,6 +185,8 @@ class _Builder:
         self.all: dict[int, cp_model.IntVar] = {}
         self.few: dict[tuple[int, int], cp_model.IntVar] = {}
         self.last: dict[tuple[int, tuple[int, ...]], Linear] = {}
+        self.after: dict[tuple[int, tuple[int, ...]], Linear] = {}
+        self.cuts = list[cp_model.IntVar]()
         if not self.uniform:
             self._positions()
 
@@ -146,16 +194,23 @@ class _Builder:
         """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end. And of each kind, how many blocks
         stand before these."""
         model, n = self.model, len(self.problem.kinds)
-        self.cuts = [model.new_int_var(0, n, f"s{c}") for c in range(self.problem.chunks + 1)]
+        self._cut()
         self.turns = [model.new_int_var(0, n, f"r{c}") for c in range(self.problem.chunks)]
-        model.add(self.cuts[0] == 0)
-        for c, (blocks, recomputed) in enumerate(zip(self.blocks, self.recomputed, strict=True)):
-            model.add(self.cuts[c + 1] == self.cuts[c] + blocks)
-            model.add(self.turns[c] == self.cuts[c] + recomputed)
+        for turn, cut, recomputed in zip(self.turns, self.cuts, self.recomputed, strict=False):
+            model.add(turn == cut + recomputed)
         self.before_cuts = [self._of_each_kind(cut) for cut in self.cuts]
         self.before_turns = (
             [self._of_each_kind(turn) for turn in self.turns] if self.problem.recompute else []
         )
+
+    def _cut(self) -> None:
+        """cuts[c], unless it is there."""
+        if not self.cuts:
+            every = len(self.problem.kinds)
+            self.cuts = [self.model.new_int_var(0, every, f"s{c}") for c in range(self.problem.chunks + 1)]
+            self.model.add(self.cuts[0] == 0)
+            for start, end, blocks in zip(self.cuts, self.cuts[1:], self.blocks, strict=False):
+                self.model.add(end == start + blocks)
 
     def _of_each_kind(self, position: cp_model.IntVar) -> dict[int, Linear]:
         """By kind, how many of the blocks before a position are of it; what is not of the others is of the last."""
@@ -184,6 +239,8 @@ class _Builder:
             amounts = [amount + form.when_all * self._all_recomputed(c) for c, amount in enumerate(amounts)]
         if form.last:
             amounts = [amount + self._of_last(c, form.last) for c, amount in enumerate(amounts)]
+        if form.after:
+            amounts = [amount + self._at_cut(c, form.after) for c, amount in enumerate(amounts)]
         if form.when_few:
             amounts = [amount + form.when_few * self._at_most(c, 1) for c, amount in enumerate(amounts)]
         return [
@@ -235,6 +292,14 @@ class _Builder:
                 here = some
             self.last[chunk, of_kind] = here
         return self.last[chunk, of_kind]
+
+    def _at_cut(self, chunk: int, table: tuple[int, ...]) -> Linear:
+        """What a table has where the chunk ends."""
+        if (chunk, table) not in self.after:
+            self._cut()
+            here = self.after[chunk, table] = self.model.new_int_var(0, max(table), "")
+            self.model.add_element(self.cuts[chunk + 1], list(table), here)
+        return self.after[chunk, table]
 
     def _counted(self, form: Form) -> list[Linear]:
         kind = self.problem.kinds[0]
