@@ -1,0 +1,225 @@
+"""Stage problems by looking at every way to cut the layers that may be the best: exact, and often sooner done than by CP-SAT.
+
+What a chunk needs depends on where it starts and ends, as long as no block of it is recomputed for memory's sake. So a row is a sum
+of one number for each chunk, and the least that the chunks from c on add to it is known for every place where they may start
+(dynamic programming, each row alone). Beginnings of cuts are laid side by side and made longer chunk by chunk; those of which some row
+is too long, or holds too much, whatever follows, are dropped. Cuts that fit without recomputation need none, where it takes time.
+Others take no less than without it (or, where it saves copies to the host, than whatever is recomputed), and are asked for one by
+one, the shortest first, as long as they lead. Numbers stay below 2^53, so that doubles are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from autoparallel.planner.search.partition.problem import (
+    Form,
+    Partition,
+    Row,
+    StageAnswer,
+    StageProblem,
+    most_amounts,
+    recomputation_takes_time,
+    starts_of,
+)
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+
+MOST_PIECES = 40_000  # of chunks and where they start and end: some ten milliseconds. Kind: measured
+MOST_NUMBERS = 400_000  # of beginnings of cuts and rows: likewise
+MOST_ASKED = 8  # cuts of which blocks have to be recomputed that one look asks for. Kind: choice
+EXACT = 2.0**53  # whole numbers that a double holds
+Ask = Callable[[tuple[int, ...]], StageAnswer | None]
+
+
+class TooMany(Exception):
+    """There are too many cuts to look at."""
+
+
+def can_be_cut(problem: StageProblem) -> bool:
+    """Whether all cuts of a problem may be looked at: it is small enough, and more is left than what is recomputed."""
+    if problem.chunks * (len(problem.kinds) + 1) ** 2 > MOST_PIECES:
+        return False
+    if problem.blocks is not None and problem.recompute and problem.recomputed is None:
+        return False
+    most, rows = most_amounts(problem), (*problem.paths, *problem.memory)
+    return all(abs(r.constant) + sum(abs(n) * most[q][c] for q, c, n in r.terms) < EXACT for r in rows)
+
+
+def best_of_all(
+    problem: StageProblem, ask: Ask, excluded: Sequence[Partition] = (), below: int | None = None
+) -> StageAnswer | None:
+    """The best partition with a value below `below` that is not excluded; None where there is none. For problems that
+    `can_be_cut`; raises `TooMany`. `ask` has the best partition, likewise, of so many blocks by chunk, some of which are
+    recomputed."""
+    again = np.array(problem.recomputed or (0,) * problem.chunks, dtype=np.int64)
+    chooses = problem.recompute and problem.recomputed is None
+    always = chooses and not recomputation_takes_time(
+        problem
+    )  # then any cut may be better with some blocks recomputed
+    pieces = _Pieces(problem, again)
+    cuts, value = _cuts_below(problem, pieces, inf if below is None else below, least=always, chooses=chooses)
+    if not len(cuts):
+        return None
+    fits = np.zeros(len(cuts), dtype=np.bool_) if always else _fit(problem, pieces, cuts)
+    open_ = fits.copy()
+    for one in excluded:
+        if one.recomputed == tuple(again.tolist()):
+            open_ &= (cuts[:, 1:] != np.cumsum(one.blocks)).any(axis=1)
+    at = int(np.argmin(np.where(open_, value, inf)))
+    found = None
+    if open_[at]:
+        blocks = tuple(np.diff(cuts[at]).tolist())
+        found = StageAnswer(
+            partition=Partition(blocks=blocks, recomputed=tuple(again.tolist())),
+            value=int(value[at]), bound=int(value[at]),
+        )  # fmt: skip
+    return _with_recomputation(cuts[~fits], value[~fits], ask, found) if chooses else found
+
+
+def _with_recomputation(cuts: Ints, value: Floats, ask: Ask, found: StageAnswer | None) -> StageAnswer | None:
+    """The better one of `found` and of what is `ask`ed for of cuts that take no less than their `value`."""
+    asked = [inf]  # bounds of cuts that were not decided
+    for n, at in enumerate(np.argsort(value, kind="stable").tolist()):
+        if found is not None and value[at] >= found.value:
+            break
+        if n == MOST_ASKED:
+            asked.append(value[at])
+            break
+        answer = ask(tuple(np.diff(cuts[at]).tolist()))
+        if answer is None:
+            continue
+        asked.append(max(answer.bound, value[at]))
+        if answer.partition is not None and (found is None or answer.value < found.value):
+            found = answer
+    bound = min(asked)
+    if found is None:
+        return None if bound == inf else StageAnswer(partition=None, value=int(bound), bound=int(bound))
+    return StageAnswer(partition=found.partition, value=found.value, bound=int(min(found.value, bound)))
+
+
+def _cuts_below(
+    problem: StageProblem, pieces: _Pieces, below: float, *, least: bool, chooses: bool
+) -> tuple[Ints, Floats]:
+    """Where the chunks of each partition start and where the last one ends, [cut, chunk + 1], of those that take less than
+    `below` and may fit; and what they take. `least` speaks of time, `chooses` of memory: whatever is recomputed."""
+    rows = [*problem.paths, *problem.memory]
+    timed = np.arange(len(rows)) < len(problem.paths)
+    room = np.array([below - 0.5] * len(problem.paths) + [problem.room(row) for row in problem.memory])
+    constant = np.array([float(row.constant) for row in rows])
+    each = [
+        np.stack([pieces.row(row, chunk, least=least if t else chooses) for row, t in zip(rows, timed, strict=True)])
+        for chunk in range(problem.chunks)
+    ] if rows else []  # fmt: skip
+    ways = _ways(problem)
+    after = [
+        np.zeros((len(rows), len(problem.kinds) + 1))
+    ]  # from the last chunk back: what is added at least
+    for chunk in range(problem.chunks - 1, 0, -1):
+        more = np.where(ways[chunk], each[chunk] + after[-1][:, None, :], inf) if rows else after[-1][:, None]
+        after.append(more.min(axis=2))
+    after.reverse()
+    cuts, sums = np.zeros((1, 1), dtype=np.int64), constant[None]
+    for chunk in range(problem.chunks):
+        which, end = np.nonzero(ways[chunk][cuts[:, -1]])
+        if len(which) * max(len(rows), 1) > 16 * MOST_NUMBERS:
+            raise TooMany
+        start = cuts[which, -1]
+        longer = sums[which] + each[chunk][:, start, end].T if rows else sums[which]
+        open_ = (longer + after[chunk][:, end].T <= room).all(axis=1)
+        if np.count_nonzero(open_) * max(len(rows), 1) > MOST_NUMBERS:
+            raise TooMany
+        cuts = np.concatenate([cuts[which[open_]], end[open_, None]], axis=1)
+        sums = longer[open_]
+    return cuts, np.max([np.zeros(len(cuts)), *sums[:, timed].T], axis=0)
+
+
+def _ways(problem: StageProblem) -> list[Bools]:
+    """Of each chunk, whether it may start and end there, [start, end]."""
+    if problem.blocks is not None:
+        places = [range(n, n + 1) for n in np.cumsum([0, *problem.blocks]).tolist()]
+    else:
+        places = starts_of(len(problem.kinds), problem.least, problem.most)
+    every = np.arange(len(problem.kinds) + 1)
+    blocks = every[None, :] - every[:, None]
+    found = []
+    for chunk, (start, end) in enumerate(pairwise(places)):
+        here = (blocks >= max(problem.least[chunk], 0)) & (blocks <= problem.most[chunk])
+        if problem.recomputed is not None:
+            here &= blocks >= problem.recomputed[chunk]
+        here &= np.isin(every, start)[:, None] & np.isin(every, end)[None, :]
+        found.append(here)
+    return found
+
+
+def _fit(problem: StageProblem, pieces: _Pieces, cuts: Ints) -> Bools:
+    """Which cuts have room in every memory without further recomputation."""
+    found = np.ones(len(cuts), dtype=np.bool_)
+    for row in problem.memory:
+        held = np.full(len(cuts), float(row.constant))
+        for chunk in dict.fromkeys(c for _, c, _ in row.terms):
+            held += pieces.row(row, chunk, least=False)[cuts[:, chunk], cuts[:, chunk + 1]]
+        found &= held <= problem.room(row)
+    return found
+
+
+class _Pieces:
+    """What a chunk needs by where it starts and ends, [start, end], added up once: with its first `again` blocks recomputed, or the
+    least of whatever is."""
+
+    def __init__(self, problem: StageProblem, again: Ints) -> None:
+        self._problem, self._again = problem, again
+        self._kinds = np.array(problem.kinds, dtype=np.int64)
+        every = np.arange(len(problem.kinds) + 1)
+        self._start, self._end = every[:, None], every[None, :]
+        self._blocks = np.maximum(self._end - self._start, 0)
+        self._known: dict[tuple[int, int, bool], Floats] = {}
+
+    def row(self, row: Row, chunk: int, *, least: bool) -> Floats:
+        """What a chunk adds to a row."""
+        found = np.zeros(self._blocks.shape)
+        for q, c, factor in row.terms:
+            if c == chunk:
+                found = found + factor * self._of(q, c, least=least)
+        return found
+
+    def _of(self, q: int, chunk: int, *, least: bool) -> Floats:
+        if (q, chunk, least) not in self._known:
+            form = self._least if least else self._kept
+            forms = [form(one, chunk) for one in self._problem.quantities[q].forms]
+            self._known[q, chunk, least] = np.asarray(np.max(forms, axis=0), dtype=np.float64)
+        found: Floats = self._known[q, chunk, least]
+        return found
+
+    def _kept(self, form: Form, chunk: int) -> Floats:
+        return self._with(form, chunk, np.minimum(self._again[chunk], self._blocks))
+
+    def _least(self, form: Form, chunk: int) -> Floats:
+        none, all_ = (
+            self._with(form, chunk, np.zeros_like(self._blocks)),
+            self._with(form, chunk, self._blocks),
+        )
+        at_least = np.minimum(none, all_ - max(form.when_all, 0) * (self._blocks > 0))
+        return np.asarray(at_least - max(-form.when_all, 0), dtype=np.float64)
+
+    def _with(self, form: Form, chunk: int, again: Ints) -> Floats:
+        """`problem.piece_amount` of one form."""
+        start, end, blocks = self._start, self._end, self._blocks
+        kept, recomputed = (
+            np.concatenate([[0], np.cumsum(np.array(each, dtype=np.int64)[self._kinds])])
+            for each in (form.kept, form.recomputed)
+        )
+        turn = start + again
+        found = form.fixed[chunk] + recomputed[turn] - recomputed[start] + kept[end] - kept[turn]
+        found = found + form.when_all * ((blocks == again) & (blocks > 0)) + form.when_few * (blocks <= 1)
+        if form.when_none:
+            found = found + form.when_none[chunk] * (blocks == 0)
+        if form.last:
+            last = np.array(form.last, dtype=np.int64)[self._kinds[np.maximum(end - 1, 0)]]
+            found = found + np.where(blocks > 0, last, 0)
+        if form.after:
+            found = found + np.array(form.after, dtype=np.int64)[end]
+        return np.asarray(found, dtype=np.float64)
