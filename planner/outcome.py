@@ -158,4 +158,9 @@ class InfeasiblePlan(ValueError):
 
 
 class SearchTimeout(TimeoutError):
-    """The time limit (or an interrupt) ended the search before any strategy was found."""
+    """The time limit (or an interrupt) ended the search before any strategy was found. Nothing is below `bound`, in the unit of the
+    objective."""
+
+    def __init__(self, message: str, *, bound: float = 0.0) -> None:
+        super().__init__(message)
+        self.bound = bound

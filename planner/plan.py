@@ -36,7 +36,7 @@ from autoparallel.planner.outcome import (
     Relaxation,
     SearchTimeout,
 )
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
 from autoparallel.planner.recovering import Expanders, with_recovery, without_recovery
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped, WorkDone
@@ -61,6 +61,7 @@ __all__ = [
 # left to find or prove, some ten where much may be.
 ENOUGH_WORK, MOST_WORK, LATELY = 4000.0, 10_000.0, 2000.0
 SMALL_GAP = 0.02
+TIERS_SHARE = 0.5  # of the time that a user gives, for embedding tables in tiers. Kind: choice
 RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
 REPORT_EVERY_S = 0.1
 
@@ -103,11 +104,11 @@ def plan(
     if tables:
         from autoparallel.planner.embedding.answer import plan_tiers
 
-        def on_devices(bare: Problem, *, tell: bool) -> PlanResult:
+        def on_devices(bare: Problem, rival: Value, *, tell: bool) -> PlanResult:
             told = advise and tell
-            return _plan(bare, watch, expander, processes, within, explain=explain, advise=told)
+            return _plan(bare, watch, expander, processes, within, explain=explain, advise=told, rival=rival)
 
-        result = plan_tiers(problem, expander, on_devices, watch.check_time)
+        result = plan_tiers(problem, expander, on_devices, partial(watch.check_time, share=TIERS_SHARE))
     elif has_parts(problem):
         result = plan_parts(
             without_tables(problem), watch.check, explain=explain, share=watch.share, within=within, advise=advise
@@ -151,12 +152,14 @@ def _plan(
     *,
     explain: bool,
     advise: bool,
+    rival: Value = NOTHING,
 ) -> PlanResult:
-    """One search; where nothing fits, `advise` asks for the reason and what would."""
+    """One search; where nothing fits, `advise` asks for the reason and what would. Where a `rival` is known of another space, it is
+    what the search is about to beat."""
     outer = outer_of(problem, expander, processes)
     if outer is None:
         raise explain_empty(problem)
-    search = Search(outer=outer, check=watch.check)
+    search = Search(outer=outer, check=watch.check, rival=rival)
     stopped = watch.ended_early(search.run)
     if search.incumbent is not None or not stopped:
 
@@ -169,7 +172,8 @@ def _plan(
     if search.incumbent is None:
         if stopped:  # not looked at is not infeasible
             raise SearchTimeout(
-                f"no strategy found within {time.monotonic() - watch.started_s:.1f} s; allow more time, or fix some keys"
+                f"no strategy found within {time.monotonic() - watch.started_s:.1f} s; allow more time, or fix some keys",
+                bound=search.bound()[0],
             )
         if search.errors and not search.seen:
             raise search.errors[0]
@@ -177,6 +181,7 @@ def _plan(
             raise InfeasiblePlan("memory of the devices")
         watch.say_advising(search)
         raise explain_infeasible(outer, lambda: watch.check_time(None))
+    search.sims.value = objective_value(problem, search.incumbent)
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     return result_of(
         outer,
@@ -239,9 +244,9 @@ class _Watch:
             told = _progress(search, time.monotonic() - self.started_s)
             self.progress(replace(told, phase=ADVISING))
 
-    def check_time(self, _: object) -> None:
-        """Called before every step of a search that counts its work itself."""
-        if self.limit_s is not None and time.monotonic() - self.started_s >= self.limit_s:
+    def check_time(self, _: object, share: float = 1.0) -> None:
+        """Called before every step of a search that counts its work itself, and has so much of the time."""
+        if self.limit_s is not None and time.monotonic() - self.started_s >= self.limit_s * share:
             raise Stopped
 
     @property

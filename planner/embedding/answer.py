@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import inf
 from typing import Protocol
 
 from autoparallel.costmodel.host_memory import host_capacity_bytes
@@ -29,7 +30,7 @@ from autoparallel.planner.outcome import (
     PlanResult,
     SearchTimeout,
 )
-from autoparallel.planner.problem import Problem, objective_value
+from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.driver import Stopped
 from autoparallel.planner.search.evaluate import TOLERANCE
@@ -43,9 +44,10 @@ SHARDED, SERVED, HOT = (
 
 
 class OnDevices(Protocol):
-    """Plans a problem with every table on the devices; `tell`: whether to look for what would fit where nothing does."""
+    """Plans a problem with every table on the devices, where it may be better than a `rival`; `tell`: whether to look for what would
+    fit where nothing does."""
 
-    def __call__(self, bare: Problem, *, tell: bool) -> PlanResult: ...
+    def __call__(self, bare: Problem, rival: Value, *, tell: bool) -> PlanResult: ...
 
 
 def plan_tiers(
@@ -55,37 +57,36 @@ def plan_tiers(
     check: Callable[[PlacementSearch], None],
 ) -> PlanResult:
     """The best strategy with tables in tiers or on the devices. `on_devices` plans a problem without tiers; `check` is
-    called before every step of the other search. Raises as `plan` does."""
+    called before every step of the other search, which is the smaller one, and comes first. Raises as `plan` does."""
     expander = expander or Expander(graph=problem.graph, cluster=problem.cluster)
-    devices, error = _devices(problem, without_tables(problem), on_devices)
     classes = classes_of(problem)
     search = PlacementSearch(
         problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(problem, expander, classes),
         check=check,
     )  # fmt: skip
-    if devices is not None:
-        search.value = objective_value(problem, devices.prediction)
     ended = False
     with suppress(Stopped, KeyboardInterrupt):
         search.run()
         ended = True
+    devices, error = _devices(problem, without_tables(problem), search.value, on_devices)
     if search.best is None and devices is None:
         if error is None:
             raise _nothing(problem, search, ended=ended)
-        on_devices(without_tables(problem), tell=True)  # says why
+        on_devices(without_tables(problem), NOTHING, tell=True)  # says why
         raise error
-    return _answer(problem, expander, devices, search)
+    open_ = error.bound if isinstance(error, SearchTimeout) else inf
+    return _answer(problem, expander, devices, search, open_)
 
 
 def _devices(
-    problem: Problem, bare: Problem, on_devices: OnDevices
+    problem: Problem, bare: Problem, rival: Value, on_devices: OnDevices
 ) -> tuple[PlanResult | None, Exception | None]:
     """The plan with every table on the devices, where the user allows that and it fits."""
     rules = (rule_of(given_rules(problem), table.module) for table in find_tables(problem.graph))
     if any(rule is not None and rule.tier not in (None, "device") for rule in rules):
         return None, None
     try:
-        return on_devices(bare, tell=False), None
+        return on_devices(bare, rival, tell=False), None
     except (InfeasiblePlan, SearchTimeout, UserError) as error:
         return None, error
 
@@ -110,17 +111,19 @@ def _nothing(problem: Problem, search: PlacementSearch, *, ended: bool) -> Excep
 
 
 def _answer(
-    problem: Problem, expander: Expander, devices: PlanResult | None, search: PlacementSearch
+    problem: Problem, expander: Expander, devices: PlanResult | None, search: PlacementSearch, open_: float
 ) -> PlanResult:
-    """The better of both, with the other among what was rejected."""
-    strategy = search.best.strategy if search.best is not None else None
-    if strategy is None:
-        assert devices is not None
+    """The better of both, with the other among what was rejected. Nothing that neither has found is below `open_`."""
+    if devices is not None and objective_value(problem, devices.prediction) < search.value:
         strategy = devices.strategy
+    else:
+        assert search.best is not None
+        strategy = search.best.strategy
     prediction = score(problem.graph, problem.cluster, strategy, expander)
     check_plan(problem, strategy, prediction)
     value = objective_value(problem, prediction)
-    least = min(value[0], search.bound()[0] if search.may_win(search.bound()) else value[0])
+    search.value = min(search.value, value)
+    least = min(value[0], open_, search.bound()[0] if search.may_win(search.bound()) else value[0])
     if devices is not None:
         least = min(least, objective_value(problem, devices.prediction)[0] * (1 - devices.gap))
     optimal = least >= value[0] * (1 - TOLERANCE)
@@ -181,7 +184,14 @@ def _others(
 ) -> Iterator[tuple[str, Strategy]]:
     """Kinds of strategies besides the chosen one, the best of each first."""
     if devices is not None:
-        yield ON_DEVICES, devices.strategy
+        # The search that has to beat another one ends soon: a rival of what it found may be better.
+        better = [
+            one
+            for one in devices.alternatives
+            if one.feasible and one.step_time_s < devices.prediction.step_time_s
+        ]
+        best = min(better, key=lambda one: one.rank, default=None)
+        yield ON_DEVICES, devices.strategy if best is None else best.strategy
         yield from ((other.kind, other.strategy) for other in devices.alternatives)
     for one in sorted(search.seen, key=lambda one: (not one.prediction.feasible, one.value)):
         kind = kind_of(one.strategy)

@@ -65,6 +65,9 @@ class Search:
     at_once: int = SHAPES_AT_ONCE
     most_groups: int | None = None  # sizes of pp, tp and cp that are looked at before the search proper
     below: InitVar[Value] = NOTHING  # of a strategy that is known elsewhere: what is no better is not wanted
+    rival: Value = (
+        NOTHING  # likewise, but some strategy is wanted all the same: it counts once there are starts
+    )
     sims: Simulations = field(init=False)
     dual: Dual = field(init=False)
     headway: Headway = field(default_factory=Headway)
@@ -108,6 +111,7 @@ class Search:
             self._begun = True
             if self.starts:
                 self._start()
+            self.sims.value = min(self.sims.value, self.rival)
         while True:
             self.sims.count_prices()
             self.check(self)
