@@ -169,6 +169,12 @@ class Dual:
             if len(part):
                 self._push(part.bound, part)
 
+    def _are_priced(self, run: FamilyRun) -> Bools:
+        """Which families have prices of where their blocks communicate."""
+        far, shapes, found = self.outer.far, self.outer.space.shapes, run.families
+        pairs = zip(found.shape.tolist(), found.placed.tolist(), strict=True)
+        return np.array([not at or self._by_memory or far.knows(shapes, row, at) for row, at in pairs])
+
     def _priced_far(self, run: FamilyRun) -> bool:
         """Price blocks where the run's first family has them communicate, and bound all families again that this tells of;
         False where nothing is told that is not known."""
@@ -190,11 +196,14 @@ class Dual:
         return True
 
     def _spread(self, run: FamilyRun) -> None:
-        """Bound the variants of the first families of a run; the rest of it goes back."""
+        """Bound the variants of the first families of a run whose blocks are priced where they communicate; the rest of it goes
+        back."""
         if self._priced_far(run):
             return
-        self._push_families(run.take(slice(FAMILIES_AT_ONCE, None)))
-        run = run.take(slice(FAMILIES_AT_ONCE))
+        priced = np.zeros(len(run), dtype=np.bool_)
+        priced[:FAMILIES_AT_ONCE] = self._are_priced(run.take(slice(FAMILIES_AT_ONCE)))
+        self._push_families(run.take(~priced))
+        run = run.take(priced)
         found, of = spread_families(self.outer, run.families)
         self.sims.work += spending.PER_PASS + spending.PER_VARIANT * len(found)
         bounds = quickly_bounded(self.outer, found)
