@@ -37,6 +37,7 @@ MOST_PLACED = (
 OTHERS = (
     0.4  # of the work of a search, for all placements but the most promising, which has all. Kind: formula
 )
+FEW = 3  # placements of one network up to which each is searched without a glance at all. Kind: formula
 GLANCE = 100.0  # work (`Search.work`) that tells which placements to search first. Kind: formula
 MOST_ASSIGNED = 8  # strategies that are placed to find them
 
@@ -102,10 +103,13 @@ def plan_parts(
 def _promising_first(
     found: tuple[Part, ...], expander: Expander, check: Callable[[Search], None]
 ) -> list[tuple[Part, Searched | None]]:
-    """Placements of one network by the best strategy that a glance finds, with what it saw; other parts stay where
-    they are."""
-    if sum(part.worth is not None for part in found) < 3:
-        return [(part, None) for part in found]
+    """Parts by the best strategy that a glance finds, with what it saw: what the first one finds is what the others have to beat.
+    Placements of one network come after other parts, and stay where they are if they are few."""
+    placed = sum(part.worth is not None for part in found)
+    others = sum(part.worth is None and not part.loose for part in found)
+
+    def glanced(part: Part) -> bool:
+        return placed >= FEW if part.worth is not None else others > 1 and not part.loose
 
     def glance(search: Search) -> None:
         check(search)
@@ -115,12 +119,17 @@ def _promising_first(
     glances: list[tuple[Part, Searched | None]] = []
     for part in found:
         seen = None
-        if part.worth is not None:
+        if glanced(part):
             with suppress(UserError, KeyboardInterrupt):
                 outer = _outer(part, expander)
                 seen = _search(part, outer, glance, NOTHING) if outer is not None else None
         glances.append((part, seen))
-    return sorted(glances, key=lambda one: one[1].search.value if one[1] is not None else (0.0, 0.0))
+
+    def promise(one: tuple[Part, Searched | None]) -> tuple[bool, Value]:
+        part, seen = one
+        return part.worth is not None, (0.0, 0.0) if seen is None else seen.search.value
+
+    return sorted(glances, key=promise)
 
 
 def _bound(done: list[Searched]) -> Value:
