@@ -178,6 +178,7 @@ def _search(
 ) -> Searched:
     """Search a part below a value; `seen` are strategies that are known of it."""
     search = Search(outer=outer, check=check, below=value)
+    search.seen.extend(seen)
     search.consider(*seen)
     search.ended()
     bound = search.bound()
