@@ -101,6 +101,7 @@ UNITS = {
     "parameters beside what they came in": ("bert-base", _sharded(Mesh(dp_shard=2, dp_replicate=2), 1, 1)),
     "gradients that are added at once": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 1, 3)),
     "two micro-batches, of which the first has no gradients and the last lets parameters go": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 2, 2)),
+    "two micro-batches, of which the first finds sums that share its reduction's dtype": ("llama-3.1-8b", _sharded(Mesh(dp_shard=4), 2, 2, SUMMED)),
     "copies in the dtype of compute": ("llama-3.1-8b", _sharded(Mesh(dp_replicate=2), 0, 3, CAST)),
     "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
     "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
