@@ -85,7 +85,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def backward_under_modes(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
     """`torch.autograd.backward`, whose second runs of blocks modes of torch functions see: that function leaves them."""
     given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
     engine = torch.autograd.Variable._execution_engine

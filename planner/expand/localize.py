@@ -81,6 +81,7 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         again = _all_but_products(passes)
     elif recompute == "full":
         again = list(chain(*passes.forward_of[: _last_keeper(units) + 1]))
+    whole_again = bool(again) and recompute != "selective"  # attention has no weights of its own
     saved = sum(kept.values())
     recomputed = max(sum(passes.kept.values()) - saved, 0)
     if recompute == "operators":  # which keeps values that only the second run of the others reads
@@ -106,7 +107,7 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         trainable_tensors=sum(trainable for _, trainable, _ in parameters),
         buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in block.buffers),
         weight_saved_bytes=memory.weight_saved_bytes(
-            local, units, passes.kept if again else kept, again=bool(again)
+            local, units, passes.kept if whole_again else kept, again=whole_again
         ),
     )
 

@@ -139,6 +139,14 @@ class LocalWorks:
         passes = self._passes_of(strategy, block, replace(key, recompute="", offloaded=0.0))
         return whole_storages_bytes(kept_storages(passes, key.recompute).values(), key.offloaded)
 
+    def kept_input_bytes(self, strategy: Strategy, block: int, recompute: str) -> int:
+        """Bytes of what a block is given that it keeps until its backward pass."""
+        mesh, plan = strategy.mesh, self.tensor_plan(strategy).blocks[block]
+        ep = mesh.ep if plan.has_experts else 1
+        key = _WorkKey(block, id(plan), strategy.batch.micro, mesh.tp, mesh.cp, ep, "", 0.0, strategy.execution)  # fmt: skip
+        kept = kept_storages(self._passes_of(strategy, block, key), recompute)
+        return sum(size for storage, size in kept.items() if storage.startswith("input:"))
+
     def backward(self, strategy: Strategy, block: int) -> BackwardBytes:
         """The memory of a block's backward pass where nothing is recomputed."""
         mesh, plan = strategy.mesh, self.tensor_plan(strategy).blocks[block]
