@@ -118,8 +118,8 @@ def activation_profile(
     Source: torch/distributed/fsdp/_flat_param.py, whose parameters are views of one, so that their gradients are joined.
     """
     links = [block for block, count in stage.blocks for _ in range(count)]
-    saved = stage.output_bytes + sum(block.saved_bytes for block in links)
-    weight_saved = sum(_weight_saved(block) for block in links)
+    saved = stage.input_bytes + stage.output_bytes + sum(block.saved_bytes for block in links)
+    weight_saved = stage.input_bytes + sum(_weight_saved(block) for block in links)
     reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]
     made = [block.made_bytes for block in links]
     weight = _weight_peak(links[::-1], weight_saved, reductions[::-1])
@@ -131,7 +131,7 @@ def activation_profile(
         saved=saved,
         weight_saved=weight_saved,
         unmade=sum(made),
-        forward=_forward_peak(links, sum(unmade)),
+        forward=_forward_peak(links, sum(unmade), stage.input_bytes),
         backward=backward,
         weight=weight,
     )
@@ -161,9 +161,10 @@ def _reduce_bytes(block: BlockWork) -> int:
     return sum(c.size_bytes for c in block.reduce if c.op is CollectiveOp.REDUCE_SCATTER)
 
 
-def _forward_peak(links: Sequence[BlockWork], unmade: int) -> Peak:
-    """Largest moment of a forward: a block runs on top of what the blocks before it saved, and before there are
-    gradients, of which `unmade` bytes are counted elsewhere, and parameters that come with later blocks."""
+def _forward_peak(links: Sequence[BlockWork], unmade: int, handed: int) -> Peak:
+    """Largest moment of a forward: a block runs on top of what the blocks before it saved and of what the stage was `handed`, which
+    the first block counts itself, and before there are gradients, of which `unmade` bytes are counted elsewhere, and parameters that
+    come with later blocks."""
     gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
     passing = [*(block.passing_bytes for block in links), 0]
     held, coming = 0, sum(passing[1:])  # but for those of the next block, which come beside this one
@@ -173,6 +174,7 @@ def _forward_peak(links: Sequence[BlockWork], unmade: int) -> Peak:
         coming -= passing[number + 1]
         beside = gathers[number + 1] + messages[number + 1]
         peaks.append(Peak(held + block.forward_temp_bytes, gathers[number] + beside, -unmade, -coming))
+        held += 0 if number else handed
     return max(peaks, key=_total)
 
 

@@ -184,6 +184,7 @@ class StageWork:
     output_bytes: int = (
         0  # of what it has handed on for a micro-batch, where that lives until its backward pass
     )
+    input_bytes: int = 0  # of what it was handed for a micro-batch, beside what its first block keeps of that: until its backward pass is over
     tied_reduce: tuple[
         Collective, ...
     ] = ()  # once a step: gradients of tensors tied across stages, and of shards over replicas

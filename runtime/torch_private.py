@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, placement_types
@@ -23,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 # What the names below were seen to work with; a test compares. Torch 2.11 does not keep the parts of a strided
 # shard apart in views: there capture offers no `shard(DIM, strided PARTS)`, and a strategy with one is refused.
@@ -83,7 +85,7 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def backward_under_modes(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
     """`torch.autograd.backward`, whose second runs of blocks modes of torch functions see: that function leaves them."""
     given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
     engine = torch.autograd.Variable._execution_engine
@@ -346,3 +348,21 @@ def adds_up_gradients(operator: Any) -> bool:
     """Whether it adds two gradients of one tensor, which autograd does by itself between two nodes of a backward pass."""
     in_backward = torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
     return in_backward and operator is torch.ops.aten.add.Tensor
+
+
+def when_gradients_came(tensors: Sequence[Tensor], act: Callable[[], None]) -> list[RemovableHandle]:
+    """Call `act` when all of these tensors that get a gradient in a backward pass have it: torch's `register_multi_grad_hook`
+    without the gradients, which that holds until then."""
+    nodes = [get_gradient_edge(tensor).node for tensor in tensors]
+    left: dict[int, int] = {}  # by pass
+
+    def came(_: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in left:
+            left[task] = sum(map(torch._C._will_engine_execute_node, nodes))
+        left[task] -= 1
+        if not left[task]:
+            del left[task]
+            act()
+
+    return [tensor.register_hook(came) for tensor in tensors]

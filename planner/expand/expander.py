@@ -160,7 +160,8 @@ class Expander:
             crossing = tuple(tie for s, tie in ties.crossing if s == stage)
             last = stage == chunks - 1
             back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
-            key = (links, placed, crossing, last, back, stage == 0)
+            handed = self._handed_bytes(strategy, positions, links)
+            key = (links, placed, crossing, last, back, handed, stage == 0)
             if key not in made:
                 each = tuple(zip(links, placed, strict=True))
                 for one in each:
@@ -174,7 +175,9 @@ class Expander:
                 )
                 if back and send is not None:
                     send = replace(send, wraps=True)
-                made[key] = replace(_stage(works, send, tied, gathered, strategy), received=received)
+                made[key] = replace(
+                    _stage(works, send, tied, gathered, strategy), received=received, input_bytes=handed
+                )
             here = tuple(p for p in self.placed if p.table.position in positions)
             cold = with_cold_rows(made[key], here, positions, strategy, self.cluster) if here else made[key]
             found.append(cold)
@@ -249,6 +252,14 @@ class Expander:
             gather = Collective(op=CollectiveOp.ALL_GATHER, axes=("tp",), size_bytes=size, label="pp")
             size = state.share(size, mesh.tp)
         return Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=size, label="pp"), gather
+
+    def _handed_bytes(self, strategy: Strategy, positions: range, links: Sequence[tuple[int, str]]) -> int:
+        """What a stage was handed, beside what its first block keeps of it: `auto_parallelize` holds it until the backward pass is
+        over, which collects its gradient (`runtime/pipeline/executor.py`)."""
+        if not strategy.execution.fsdp2 or not positions or not positions[0]:
+            return 0
+        sent, _ = self._send(strategy, positions[0] - 1)
+        return max(sent.size_bytes - self.works.kept_input_bytes(strategy, *links[0]), 0)
 
     def _gathered(self, strategy: Strategy, positions: range) -> int:
         """Megatron keeps one buffer for its sequence-parallel gathers, as large as the largest of them."""

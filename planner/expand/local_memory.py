@@ -58,7 +58,7 @@ def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, in
 
     `kept`: what is kept where nothing is recomputed, of which attention's statistics stay.
     """
-    index, found = local.index, _input_storages(local)
+    index, found = local.index, input_storages(local)
     for operator in index.block.operators:
         if operator.kind not in PRODUCTS and operator.kind is not OpKind.LEAF:
             continue
@@ -149,12 +149,8 @@ def _before_gather(local: LocalBlock, op: int, value: str) -> str:
     return "R"
 
 
-def input_bytes(local: LocalBlock) -> int:
-    """Bytes of the block's activation inputs that a gradient flows to: what full recomputation keeps."""
-    return sum(_input_storages(local).values())
-
-
-def _input_storages(local: LocalBlock) -> dict[str, int]:
+def input_storages(local: LocalBlock) -> dict[str, int]:
+    """The block's activation inputs that a gradient flows to, and their bytes: what full recomputation keeps."""
     names = [f"input:{i}" for i in range(len(local.index.block.inputs))]
     return {
         name: local.value_bytes(name, local.output_placement(name))

@@ -73,17 +73,15 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
     there); "operators" keeps what matrix products and attention return, too, and what tensor parallelism sums.
     """
     local, units, block = passes.local, passes.units, passes.local.index.block
-    kept, again = passes.kept, list[Step]()
+    kept, again = kept_storages(passes, recompute), list[Step]()
     if recompute == "selective":
-        kept = memory.saved_storages(local, units, core=False)
         again = [k for unit in units for op in unit.ops if block.operators[op].kind is OpKind.ATTENTION
                  for k in _unit_forward(local, Unit(ops=(op,), inputs=(), outputs=(), saved=()))]  # fmt: skip
     elif recompute == "operators":
-        kept = memory.product_storages(local, passes.kept)
         again = _all_but_products(passes)
     elif recompute == "full":
-        kept = {"input:": memory.input_bytes(local)}
         again = list(chain(*passes.forward_of[: _last_keeper(units) + 1]))
+    whole_again = bool(again) and recompute != "selective"  # attention has no weights of its own
     saved = sum(kept.values())
     recomputed = max(sum(passes.kept.values()) - saved, 0)
     if recompute == "operators":  # which keeps values that only the second run of the others reads
@@ -109,9 +107,18 @@ def localize(passes: Passes, recompute: str = "none") -> BlockWork:
         trainable_tensors=sum(trainable for _, trainable, _ in parameters),
         buffer_bytes=sum(local.spec_bytes(spec, "R") for _, spec in block.buffers),
         weight_saved_bytes=memory.weight_saved_bytes(
-            local, units, passes.kept if again else kept, again=bool(again)
+            local, units, passes.kept if whole_again else kept, again=whole_again
         ),
     )
+
+
+def kept_storages(passes: Passes, recompute: str) -> Mapping[str, int]:
+    """Storage -> bytes that are kept until the backward pass, in the order in which the forward keeps them."""
+    if recompute == "selective":
+        return memory.saved_storages(passes.local, passes.units, core=False)
+    if recompute == "operators":
+        return memory.product_storages(passes.local, passes.kept)
+    return memory.input_storages(passes.local) if recompute == "full" else passes.kept
 
 
 def _all_but_products(passes: Passes) -> list[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autoparallel.costmodel.kernels import HOST_COPY
@@ -13,13 +14,23 @@ def host_copy(moved: int, *, backward: bool = False, beside: bool = True) -> Ker
     return Kernel(kind=HOST_COPY, dtype="", flops=0, bytes_moved=moved, backward=backward, beside=beside)
 
 
-def with_offloaded(work: BlockWork, share: float) -> BlockWork:
-    """The block with a share of what it keeps on the host between its forward and its backward.
+def whole_storages_bytes(kept: Iterable[int], share: float) -> int:
+    """What moves of storages of these bytes, in the order in which they are kept: each as long as what has moved stays within the
+    share of what was kept so far (`runtime/memory/offload.py`)."""
+    seen = moved = 0
+    for size in kept:
+        seen += size
+        if moved + size <= share * seen:
+            moved += size
+    return moved
+
+
+def with_offloaded(work: BlockWork, moved: int) -> BlockWork:
+    """The block with so many bytes of what it keeps on the host between its forward and its backward.
 
     While it runs forward, what it keeps is still on the device; while it runs backward, its own is back already
     and that of the block before it is on its way.
     """
-    moved = round(work.saved_bytes * share)
     if not moved:
         return work
     kept = work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes

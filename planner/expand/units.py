@@ -254,8 +254,9 @@ def _made_share(reduced_bytes: int, strategy: Strategy) -> int:
 
 def _of_two(strategy: Strategy) -> bool:
     """Whether a step has two micro-batches, and parameters stay in between (ZeRO-2): shares of the first are not there before it,
-    and parameters go in the second."""
-    return strategy.micro_batches == 2 and state.zero_level(strategy) == 2
+    unless it finds buffers, and parameters go in the second."""
+    two = strategy.micro_batches == 2 and state.zero_level(strategy) == 2
+    return two and state.starts_without_gradients(strategy)
 
 
 def _coming(strategy: Strategy) -> Coming:

@@ -14,8 +14,8 @@ from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.chain import carried_inputs, first_positions
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting
-from autoparallel.planner.expand.localize import Passes, fused_units, localize, passes_of
-from autoparallel.planner.expand.offload import with_offloaded
+from autoparallel.planner.expand.localize import Passes, fused_units, kept_storages, localize, passes_of
+from autoparallel.planner.expand.offload import whole_storages_bytes, with_offloaded
 from autoparallel.planner.sharding.experts import unsolved_plan
 from autoparallel.planner.sharding.pareto import pareto_plan
 from autoparallel.planner.sharding.plan import BlockPlan, TensorPlan
@@ -126,11 +126,26 @@ class LocalWorks:
         if key not in self._works:
             if offloaded:
                 here = self.work(replace(strategy, offload=Offload()), block, recompute)
-                self._works[key] = with_offloaded(here, offloaded)
+                self._works[key] = with_offloaded(here, self._moved(strategy, block, key, here.saved_bytes))
             else:
                 passes = self._passes_of(strategy, block, replace(key, recompute=""))
                 self._works[key] = localize(passes, recompute)
         return self._works[key]
+
+    def _moved(self, strategy: Strategy, block: int, key: _WorkKey, saved_bytes: int) -> int:
+        """Bytes of what a block keeps that go to the host: a share of it, or under `auto_parallelize` whole storages."""
+        if not strategy.execution.fsdp2:
+            return round(saved_bytes * key.offloaded)
+        passes = self._passes_of(strategy, block, replace(key, recompute="", offloaded=0.0))
+        return whole_storages_bytes(kept_storages(passes, key.recompute).values(), key.offloaded)
+
+    def kept_input_bytes(self, strategy: Strategy, block: int, recompute: str) -> int:
+        """Bytes of what a block is given that it keeps until its backward pass."""
+        mesh, plan = strategy.mesh, self.tensor_plan(strategy).blocks[block]
+        ep = mesh.ep if plan.has_experts else 1
+        key = _WorkKey(block, id(plan), strategy.batch.micro, mesh.tp, mesh.cp, ep, "", 0.0, strategy.execution)  # fmt: skip
+        kept = kept_storages(self._passes_of(strategy, block, key), recompute)
+        return sum(size for storage, size in kept.items() if storage.startswith("input:"))
 
     def backward(self, strategy: Strategy, block: int) -> BackwardBytes:
         """The memory of a block's backward pass where nothing is recomputed."""

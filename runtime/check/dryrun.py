@@ -16,9 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.errors import UserError
@@ -34,7 +32,8 @@ from autoparallel.runtime.check.halves import (
     splits,
     whole_passes,
 )
-from autoparallel.runtime.check.inputs import on_cpu, one_micro_batch
+from autoparallel.runtime.check.handed import handed_on, received, ways_back
+from autoparallel.runtime.check.inputs import loss_of, on_cpu, one_micro_batch
 from autoparallel.runtime.check.live_bytes import Live, LiveBytes
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
@@ -58,7 +57,7 @@ from autoparallel.runtime.ranks.mesh import RankMesh, build_mesh
 from autoparallel.runtime.stages.alike import alike_stages
 from autoparallel.runtime.stages.cut import StageModule, cut
 from autoparallel.runtime.start import check_strategy
-from autoparallel.runtime.tensor.questions import local, to_plain
+from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import (
     as_one_of,
     backward_under_modes,
@@ -170,6 +169,15 @@ def _lowered(
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A micro-batch in a stage: what it received, where its backward pass begins, and what it hands on."""
+
+    received: list[Tensor]
+    ways: list[Any]
+    handed: list[Tensor]
+
+
 class _Step:
     """Runs the stages of a step in model order, and back, noting what each of them holds and sends.
 
@@ -261,23 +269,19 @@ class _Step:
 
     def _micro_batch(self, inputs: Any, *, last: bool = False, often: int = 1) -> None:
         """Forward and backward of one micro-batch, which stands for `often` equal ones."""
-        received: list[Tensor] = []
-        flights: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        handed: list[Tensor] = []
+        flights: dict[int, _Flight] = {}
         for stage, i in enumerate(self._alike):
             if i not in flights:
-                flights[i] = received, self._forward_of(i, received, inputs, last=last, often=often)
-            outputs = flights[i][1]
-            received = [value.detach().requires_grad_(value.requires_grad) for value in outputs]
-            self._sent(stage, stage + 1, [local(value) for value in outputs], often)
+                flights[i] = self._forward_of(i, handed, inputs, last=last, often=often)
+            handed = flights[i].handed
+            self._sent(stage, stage + 1, [local(value) for value in handed], often)
         gradients: list[Tensor | None] = [None]
         parts: dict[int, list[Tensor]] = {}
         for stage, i in reversed(list(enumerate(self._alike))):
-            received, outputs = flights[i]
-            wanted = [t for t in received if t.requires_grad]
+            wanted = [t for t in flights[i].received if t.requires_grad]
             if i not in parts:
-                parts[i] = self._backward_of(
-                    i, [t for t in outputs if t.requires_grad], gradients, wanted, often
-                )
+                parts[i] = self._backward_of(i, flights[i].ways, gradients, wanted, often)
                 self._gradients[i] = max(self._gradients[i], self._gradient_bytes(i))
             self._sent(stage, stage - 1, parts[i], often)
             gradients = [
@@ -287,7 +291,7 @@ class _Step:
     def _backward_of(
         self,
         index: int,
-        outputs: list[Tensor],
+        outputs: list[Any],
         gradients: list[Tensor | None],
         wanted: list[Tensor],
         often: int,
@@ -315,13 +319,18 @@ class _Step:
         return [gradient_part(g, t) for g, t in zip(found, wanted, strict=True)]
 
     def _forward_of(
-        self, index: int, received: list[Tensor], inputs: Any, *, last: bool, often: int
-    ) -> list[Tensor]:
+        self, index: int, handed: list[Tensor], inputs: Any, *, last: bool, often: int
+    ) -> _Flight:
         self._lowered[index].announce(last=last)
+        is_last = index == len(self._stages) - 1
         with self._counting(index, "F", often):
-            outputs = self._forward(index, received, inputs)
+            arrived = received(handed, self._live)
+            outputs = self._forward(index, arrived, inputs)
+            ways = ways_back(outputs, last=is_last)
+            flight = _Flight(arrived, ways, [] if is_last else handed_on(outputs, self._live))
+            del outputs
         self._gathered[index] = max(self._gathered[index], self._whole_bytes(index))
-        return outputs
+        return flight
 
     @contextmanager
     def _counting(self, stage: int, action: str, often: int = 1, *, half: str = "") -> Iterator[None]:
@@ -365,7 +374,7 @@ class _Step:
                     "the model's forward does not run on tensors without values "
                     f"({type(error).__name__}: {str(error).splitlines()[0]}): run it under torchrun instead"
                 ) from error
-            return [_loss(output)] if is_last else list(output)
+            return [loss_of(output)] if is_last else list(output)
 
     def _sent(self, source: int, target: int, parts: Sequence[Tensor], often: int) -> None:
         """Note a message between two stages, if they are on two ranks."""
@@ -383,16 +392,6 @@ class _Step:
         shares = [p.grad for p in own if p.grad is not None]
         whole = [p.grad for p in stage.parameters() if p.grad is not None and p not in own]
         return max(_bytes_of(shares), lowered.buffer_bytes()) + _bytes_of(whole) + accumulated_bytes(stage)
-
-
-def _loss(output: Any) -> Tensor:
-    """The output's loss, or a stand-in for one: the sum of the means of its floating-point tensors."""
-    if isinstance(loss := getattr(output, "loss", None), Tensor):
-        return to_plain(loss)  # type: ignore[no-any-return]
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return to_plain(output.reshape(()))  # type: ignore[no-any-return]
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([to_plain(leaf).float().mean() for leaf in leaves]).sum()
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner.expand.schedules import SOME_WHOLE, SPLIT_BACKWARD, compute_order
@@ -61,19 +62,19 @@ def as_scheduled(
 
 
 def first_half(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], received: Sequence[Tensor], weights: Sequence[Tensor],
+    outputs: Sequence[Any], gradients: Sequence[Tensor | None], received: Sequence[Tensor], weights: Sequence[Tensor],
     *, puts_off: bool, recomputed: bool,
 ) -> tuple[list[Tensor | None], PutOff | WeightHalf]:  # fmt: skip
     """Gradients of what a stage received, and what is left of the pass (`runtime/pipeline/executor.py`). `recomputed`: its blocks
     run again."""
     if puts_off:
         return backward_putting_off(outputs, gradients, received, weights, gradients_under_modes)
-    edges = [get_gradient_edge(t) for t in outputs]
+    edges = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in outputs]
     given = [torch.ones_like(t) if g is None else g for t, g in zip(outputs, gradients, strict=True)]
-    if not recomputed:
-        return backward_input(edges, given, received)
-    found, half = backward_input_recomputed(
-        edges, given, received, weights, partial(gradients_under_modes, retain_graph=True)
-    )
+    differentiate = partial(gradients_under_modes, retain_graph=True)
+    if recomputed:
+        found, half = backward_input_recomputed(edges, given, received, weights, differentiate)
+    else:  # but perhaps attention, whose second run is to see the same kernels
+        found, half = backward_input(edges, given, received, differentiate)
     half.accumulate = accumulated_under_modes
     return found, half

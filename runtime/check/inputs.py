@@ -1,4 +1,4 @@
-"""The inputs of a dry run."""
+"""The inputs of a dry run, and the loss of what comes of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autoparallel.runtime.tensor.questions import to_plain
 
 
 def one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
@@ -26,3 +28,13 @@ def one_micro_batch(example_inputs: Any, micro: int, casts: Mapping[torch.dtype,
 def on_cpu(inputs: Any) -> Any:
     """The inputs of zeros, on the CPU."""
     return tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), inputs)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The output's loss, or a stand-in for one: the sum of the means of its floating-point tensors."""
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return to_plain(loss)  # type: ignore[no-any-return]
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return to_plain(output.reshape(()))  # type: ignore[no-any-return]
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([to_plain(leaf).float().mean() for leaf in leaves]).sum()

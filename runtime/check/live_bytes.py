@@ -41,6 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self.now, self._begin, self._peak = 0, 0, 0
         self._where, self._module = where, ""
         self._in_dtensor: Any = None  # the operator whose parts come next
+        self._away = False
         self._sizes: dict[int, int] = {}
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -56,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
             self._resized(_key(args[0]), 0)
         if joined:  # without modes autograd adds in place, but to DTensors
             self._resized(_key(args[0]), 0)
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves(result) if not self._away else ():
             if isinstance(leaf, Tensor) and not leaf.is_meta and _key(leaf) not in given:
                 self._note(leaf.untyped_storage())
         return result
@@ -80,6 +81,19 @@ class LiveBytes(TorchDispatchMode):
         self._resized(key, 0)
         self._sizes.pop(key, None)
         self._held.pop(key, None)
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """What is made meanwhile counts only when it is shown (`see`)."""
+        self._away = True
+        try:
+            yield
+        finally:
+            self._away = False
+
+    def see(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor from now on."""
+        self._note(tensor.untyped_storage())
 
     def begin(self) -> None:
         """An action begins now."""

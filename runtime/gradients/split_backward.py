@@ -148,9 +148,14 @@ def _leaves(edges: Sequence[GradientEdge]) -> list[Tensor]:
 
 
 def backward_input(
-    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor | None], received: Sequence[Tensor]
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor | None],
+    received: Sequence[Tensor],
+    differentiate: Callable[..., Sequence[Tensor | None]] | None = None,
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """Gradients of `received` (leaves that want one), and the other half of the pass from the edges of `outputs` back."""
+    """Gradients of `received` (leaves that want one), and the other half of the pass from the edges of `outputs` back.
+    `differentiate(outputs, inputs, gradients)`: a stand-in for torch's own."""
+    differentiate = differentiate or _differentiate
     targets = {get_gradient_edge(t).node for t in received}
     inward, weighty = _divide([edge.node for edge in outputs], targets)
     half = WeightHalf(
@@ -166,18 +171,18 @@ def backward_input(
             half.junctions.append(_Junction(node=node, edges=leaving))
     if _meet(half.junctions):
         leaves = [m.variable for m in weighty if not m.next_functions and hasattr(m, "variable")]
-        return backward_input_recomputed(outputs, gradients, received, leaves)
+        return backward_input_recomputed(outputs, gradients, received, leaves, differentiate)
     handles = [junction.node.register_prehook(_note(junction)) for junction in half.junctions]
     used = [n for n, edge in enumerate(outputs) if edge.node in inward]
     found: Sequence[Tensor | None] = [None] * len(received)
     if used and received:
-        found = torch.autograd.grad(
-            [outputs[n] for n in used], received, [gradients[n] for n in used],
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip
+        found = differentiate([outputs[n] for n in used], received, [gradients[n] for n in used])
     for handle in handles:
         handle.remove()
     return list(found), half
+
+
+_differentiate = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 
 def _meet(junctions: Sequence[_Junction]) -> bool:
@@ -209,7 +214,7 @@ def backward_input_recomputed(
     """As `backward_input`, where the forward pass is run again for either half: the second half is a pass of its
     own, because every junction by itself would run the forward pass again. `differentiate(outputs, inputs, gradients)`:
     a stand-in for torch's own."""
-    differentiate = differentiate or partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
+    differentiate = differentiate or _differentiate
     found: Sequence[Tensor | None] = [None] * len(received)
     if received:
         found = differentiate(outputs, received, gradients)

@@ -174,6 +174,11 @@ def test_what_a_stage_hands_on_lives_until_its_backward() -> None:
     assert [rank.activations for rank in memory("1f1b", 2, 1, 4, work)] == [2 * 230 + 7, 230 + 7]
 
 
+def test_what_a_stage_was_handed_lives_until_its_backward_is_over() -> None:
+    work = stage((block(100, backward_temp_bytes=7), 2), input_bytes=30)
+    assert [rank.activations for rank in memory("1f1b", 2, 1, 4, work)] == [2 * 230 + 7, 230 + 7]
+
+
 SCATTER = Collective(op=CollectiveOp.REDUCE_SCATTER, axes=("dp_shard",), size_bytes=700)
 
 

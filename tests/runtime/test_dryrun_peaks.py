@@ -101,6 +101,7 @@ UNITS = {
     "parameters beside what they came in": ("bert-base", _sharded(Mesh(dp_shard=2, dp_replicate=2), 1, 1)),
     "gradients that are added at once": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 1, 3)),
     "two micro-batches, of which the first has no gradients and the last lets parameters go": ("llama-3.1-8b", _sharded(Mesh(dp_shard=2), 2, 2)),
+    "two micro-batches, of which the first finds sums that share its reduction's dtype": ("llama-3.1-8b", _sharded(Mesh(dp_shard=4), 2, 2, SUMMED)),
     "copies in the dtype of compute": ("llama-3.1-8b", _sharded(Mesh(dp_replicate=2), 0, 3, CAST)),
     "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
     "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
@@ -137,6 +138,7 @@ HALVES_OF_BACKWARDS = {
     "units that are cast": ("llama-3.1-8b", _split(Mesh(pp=2), 0, "zb1p", CAST, (1, 2))),
     "units that are cast, some backwards whole": ("llama-3.1-8b", _split(Mesh(pp=2), 0, "dualpipev", CAST, (0, 1, 1, 1))),
     "tensors in shares, nothing freed before the second half": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2))),
+    "attention that runs again, of whose weights nothing is": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2), recompute=Recompute(mode="selective"))),
     "experts": ("mixtral-8x7b", _split(Mesh(pp=2), 0, "zbv", BF16, (0, 1, 1, 1))),
 }  # fmt: skip
 
@@ -146,6 +148,19 @@ def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, stra
     sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "vocab_size": 8192}
     found = dry_run(name, {**sizes, "num_hidden_layers": 3}, strategy)
     assert_as_predicted(found, rel=0.03)
+
+
+def test_what_a_stage_was_handed_stays_and_what_it_hands_on_does_not() -> None:
+    """Of a second stage that holds all micro-batches at once; a first one with embeddings alone is priced as if it kept positions."""
+    strategy = replace(
+        _sharded(Mesh(pp=2), 0, 8), pipeline=Pipeline(schedule="gpipe", stage_blocks=(0, 2)), batch=Batch(global_=32, micro=4),
+    )  # fmt: skip
+    found = dry_run("llama-3.1-8b", {**LLAMA, "vocab_size": 512}, strategy, seq_len=256)
+    first, second = found.ranks
+    assert first.peak is not None
+    assert second.peak is not None
+    assert first.peak.bytes <= first.predicted_peak_bytes
+    assert second.peak.bytes == pytest.approx(second.predicted_peak_bytes, rel=0.01)
 
 
 def test_state_on_the_host_is_that_of_whole_tensors() -> None:

@@ -9,6 +9,7 @@ import pytest
 from autoparallel.costmodel.kernels import HOST_COPY
 from autoparallel.costmodel.program import Kernel
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.expand.offload import whole_storages_bytes
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Batch, Mesh, Offload, Pipeline, Strategy
@@ -74,3 +75,10 @@ def test_a_share_lies_between_nothing_and_all() -> None:
     assert strategy_problems(GRAPH, CLUSTER, with_offload(optimizer=1.5)) == [
         "offload.optimizer = 1.5: a share, from 0 to 1"
     ]
+
+
+def test_whole_storages_move_as_long_as_they_stay_within_the_share() -> None:
+    """In the order in which they are kept: the large one would be more than half of what was kept until then, and stays."""
+    assert whole_storages_bytes([4, 4, 54, 4, 20], 0.5) == 4 + 4 + 20
+    assert whole_storages_bytes([4, 4, 54], 1.0) == 62
+    assert whole_storages_bytes([8], 0.75) == 0
