@@ -63,6 +63,7 @@ def _until(true: Callable[[], bool], said: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 @pytest.mark.parametrize(("processes", "mesh"), [(1, ""), (2, "dp_shard = 2\n[shard]\nzero = 3\n")])
 def test_a_replica_drops_out_and_comes_back(tmp_path: Path, processes: int, mesh: str) -> None:
     pytest.importorskip("torchft")

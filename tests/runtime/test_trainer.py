@@ -154,6 +154,7 @@ def test_a_run_goes_on_under_the_strategy_that_it_is_given(
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_machines_come_and_go_and_ranks_are_killed(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
     run = Machines(tmp_path)
     (tmp_path / "strategy-2.toml").write_text(TENSORS)
