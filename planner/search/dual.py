@@ -59,7 +59,7 @@ ASKED_AT_ONCE = 32  # settings that are priced together
 VARIANTS_AT_ONCE = 1024  # variants bounded together rank by rank, those with the least bounds first
 MOST_WEIGHTS = 12  # of one schedule's paths, each the best ones for some variant
 TIGHTER = 0.005  # share by which a linear program must be above the paths' bound for its weights to be wanted
-MOST_CUTS = 12  # partitions of one candidate that are simulated for the paths that they show
+MOST_CUTS = 12  # partitions of one candidate that are simulated for the paths that they show, as long as others are open
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Dual:
     _heap: list[tuple[Value, int, Item]] = field(default_factory=list)
     _undecided: list[tuple[Value, int, Item]] = field(
         default_factory=list
-    )  # solved again when no other is open
+    )  # looked at again when no other is open
     _pushed: int = 0
     _current: Value = NOTHING
     _given_up: Value = NOTHING  # stage problems that the solver did not decide in its time
@@ -376,10 +376,10 @@ class Dual:
         if answer is None or not self.sims.may_win(value):
             return
         node = replace(node, bound=value, partition=answer.partition)
-        if answer.partition is None and share < 1.0:
-            self._push(value, node, self._undecided)
-        elif answer.partition is None or len(excluded) >= MOST_CUTS:
+        if answer.partition is None and share == 1.0:
             self._given_up = min(self._given_up, value)
+        elif answer.partition is None or len(excluded) >= MOST_CUTS:
+            self._push(value, node, self._undecided)
         else:
             self._push(value, node)
 

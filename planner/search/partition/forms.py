@@ -7,7 +7,7 @@ the first layer group (`head`) stands in the first chunk, glue after the last re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from autoparallel.costmodel.graph import ModelGraph, TensorSpec
@@ -138,13 +138,16 @@ class PricedChain:
             fixed=tuple(_down(a + b, PS) for a, b in zip(start, end, strict=True)),
         )
 
-    def beside(self, work: Work, communicate: Value) -> tuple[Form, ...]:
+    def beside(
+        self, work: Work, communicate: Value, alone: Sequence[float] | None = None
+    ) -> tuple[Form, ...]:
         """Computation w[i] of each block beside communication C on another stream, whatever overlaps: with both at once for
         o[i] seconds, the one slowed s[i] times and the other m[i] times,
 
             t = sum w[i] + C - sum k[i] o[i]    k = 1/s + 1/m - 1    o[i] <= w[i] s[i]    sum o[i] / m[i] <= C
 
-        which for every x >= 0 is no less than sum w (1 - max(k - x/m, 0) s) + (1 - x) C: the best x is 0 or a block's k m.
+        which for every x >= 0 is no less than sum w (1 - max(k - x/m, 0) s) + (1 - x) C: the best x is 0 or a block's k m. Of C
+        nothing is computed beside the seconds `alone` [chunk], which are taken from it and added whole: x of them more.
         """
 
         def rates(price: BlockPrice) -> tuple[float, float, float]:
@@ -161,7 +164,11 @@ class PricedChain:
                 hidden = max(gain - x / slow_comm, 0.0) * slow
                 return work(price)[0] * max(1.0 - hidden, 0.0) + max(1.0 - x, 0.0) * communicate(price)
 
-            return self.sums(value)
+            form = self.sums(value)
+            if alone is None:
+                return form
+            more = (_down(min(x, 1.0) * seconds, PS) for seconds in alone)
+            return replace(form, fixed=tuple(a + b for a, b in zip(form.fixed, more, strict=True)))
 
         every = (
             *self.head,
@@ -169,6 +176,21 @@ class PricedChain:
             *(price for prices in (*self.kept, *self.recomputed) for price in prices),
         )
         return tuple(least(x) for x in sorted({0.0, *map(worth, every)}, reverse=True))
+
+    def ending(self, value: Value, *, backward: bool) -> tuple[float, ...]:
+        """By chunk, what the last link of a pass through it has at least of a value."""
+        order = -1 if backward else 1
+        side, other = (self.head, self.tail) if backward else (self.tail, self.head)
+        links = [prices[::order][-1] for prices in (*self.kept, *self.recomputed)]
+        inside = min(map(value, links), default=0.0)
+        found = [inside] * self.chunks
+        if other:  # a chunk of nothing else ends with these
+            found[-1 if backward else 0] = (
+                min(inside, value(other[::order][-1])) if links else value(other[::order][-1])
+            )
+        if side:
+            found[0 if backward else -1] = value(side[::order][-1])
+        return tuple(found)
 
     def left(self, work: Work, communicate: Value) -> Form:
         """Communication that is left after a computation w beside it: C - w s/m at least (`beside`), negative where that may

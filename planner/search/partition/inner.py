@@ -161,8 +161,14 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     end: tuple[Form, ...]
     end_weight: tuple[Form, ...]
     if strategy.grad_sync.overlap:
-        end = (backward, *prices.beside(_backward, communicates))
-        end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s))
+        # ZeRO-3 waits for the first gather, and reduces what the last link has when all is computed.
+        last, whole = None, None
+        if state.zero_level(strategy) == 3:
+            last = prices.ending(lambda price: price.reduce_s, backward=True)
+            first = prices.ending(lambda price: price.gather_s, backward=False)
+            whole = [a + b for a, b in zip(last, first, strict=True)]
+        end = (backward, *prices.beside(_backward, communicates, whole))
+        end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s, last))
     else:
         end = (backward, prices.sums(lambda price: price.backward_s + price.reduce_s))
         end_weight = (weight, prices.sums(lambda price: price.weight_s + price.reduce_s))
