@@ -368,7 +368,7 @@ class Dual:
             to_solve = node.to_solve
             answer = solve_stages(
                 to_solve, excluded=excluded, below=below, effort=effort, spend=self.sims.spend,
-                hint=quick_partition(to_solve) if not excluded else None,
+                hint=quick_partition(to_solve) if not excluded else None, fitted=node.fits,
             )  # fmt: skip
             value = NOTHING
             if answer is not None:

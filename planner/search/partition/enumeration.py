@@ -3,7 +3,8 @@
 What a chunk needs depends on where it starts and ends, as long as no block of it is recomputed for memory's sake. So a row is a sum
 of one number for each chunk, and the least that the chunks from c on add to it is known for every place where they may start
 (dynamic programming, each row alone). Beginnings of cuts are laid side by side and made longer chunk by chunk; those of which some row
-is too long, or holds too much, whatever follows, are dropped. Cuts that fit without recomputation need none, where it takes time.
+is too long, or holds too much, whatever follows, are dropped. Cuts that fit without recomputation need none, where it takes time,
+unless they were simulated and did not fit: rows bound memory from below.
 Others take no less than without it (or, where it saves copies to the host, than whatever is recomputed), and are asked for one by
 one, the shortest first, as long as they lead. Numbers stay below 2^53, so that doubles are exact.
 """
@@ -50,16 +51,20 @@ def can_be_cut(problem: StageProblem) -> bool:
 
 
 def best_of_all(
-    problem: StageProblem, ask: Ask, excluded: Sequence[Partition] = (), below: int | None = None
+    problem: StageProblem,
+    ask: Ask,
+    excluded: Sequence[Partition] = (),
+    below: int | None = None,
+    *,
+    fitted: bool = False,
 ) -> StageAnswer | None:
     """The best partition with a value below `below` that is not excluded; None where there is none. For problems that
     `can_be_cut`; raises `TooMany`. `ask` has the best partition, likewise, of so many blocks by chunk, some of which are
-    recomputed."""
+    recomputed. Where what is excluded `fitted`, its cuts are not asked for again with more recomputation."""
     again = np.array(problem.recomputed or (0,) * problem.chunks, dtype=np.int64)
     chooses = problem.recompute and problem.recomputed is None
-    always = chooses and not recomputation_takes_time(
-        problem
-    )  # then any cut may be better with some blocks recomputed
+    # Whether any cut may be better with some blocks recomputed.
+    always = chooses and not recomputation_takes_time(problem)
     pieces = _Pieces(problem, again)
     cuts, value = _cuts_below(problem, pieces, inf if below is None else below, least=always, chooses=chooses)
     if not len(cuts):
@@ -77,7 +82,10 @@ def best_of_all(
             partition=Partition(blocks=blocks, recomputed=tuple(again.tolist())),
             value=int(value[at]), bound=int(value[at]),
         )  # fmt: skip
-    return _with_recomputation(cuts[~fits], value[~fits], ask, found) if chooses else found
+    if not chooses:
+        return found
+    asked = ~fits if fitted else ~open_
+    return _with_recomputation(cuts[asked], value[asked], ask, found)
 
 
 def _with_recomputation(cuts: Ints, value: Floats, ask: Ask, found: StageAnswer | None) -> StageAnswer | None:
@@ -115,9 +123,8 @@ def _cuts_below(
         for chunk in range(problem.chunks)
     ] if rows else []  # fmt: skip
     ways = _ways(problem)
-    after = [
-        np.zeros((len(rows), len(problem.kinds) + 1))
-    ]  # from the last chunk back: what is added at least
+    # From the last chunk back: what is added at least.
+    after = [np.zeros((len(rows), len(problem.kinds) + 1))]
     for chunk in range(problem.chunks - 1, 0, -1):
         more = np.where(ways[chunk], each[chunk] + after[-1][:, None, :], inf) if rows else after[-1][:, None]
         after.append(more.min(axis=2))

@@ -58,8 +58,10 @@ def solve_stages(
     effort: float = EFFORT,
     spend: Callable[[float], None] | None = None,
     hint: Partition | None = None,
+    fitted: bool = False,
 ) -> StageAnswer | None:
-    """The best partition with a value below `below` that is not excluded; None where there is none.
+    """The best partition with a value below `below` that is not excluded; None where there is none. Where all that is excluded `fitted`
+    when it was simulated, partitions that are the same with more recomputed may be left out.
 
     Where few ways to cut the layers may be the best, by looking at all of them (`enumeration.py`), by CP-SAT otherwise.
     Deterministic: one worker, a fixed seed, and `effort` in deterministic time. `spend` is told how much work it was, about
@@ -76,7 +78,7 @@ def solve_stages(
         return _by_cp_sat(replace(problem, blocks=blocks), known)
 
     try:
-        return best_of_all(problem, ask, excluded, _no_longer(problem, excluded, below, hint))
+        return best_of_all(problem, ask, excluded, _no_longer(problem, excluded, below, hint), fitted=fitted)
     except TooMany:
         return _by_cp_sat(problem, known, hint)
 
