@@ -11,16 +11,9 @@ settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that wait for minutes come first, so that nobody waits for them alone in the end. Others that start processes, which wait
-    for each other, are spread evenly among those that compute."""
-    files = list(dict.fromkeys(item.path for item in items))
-    long, starts = (
-        {item.path for item in items if item.get_closest_marker(name) is not None}
-        for name in ("long", "distributed")
-    )
-    kinds = [[path for path in files if (path in starts) == both] for both in (True, False)]
-    place = {path: number / len(kind) for kind in kinds for number, path in enumerate(kind)}
-    items.sort(key=lambda item: -1.0 if item.path in long else place[item.path])
+    """Files that wait for minutes come first, so that nobody waits for them alone in the end."""
+    long = {item.path for item in items if item.get_closest_marker("long") is not None}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:
