@@ -15,10 +15,9 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-# Files of tests run side by side, in one process more than a small machine has cores, as many tests wait; those that wait longest
-# begin first (tests/conftest.py).
+# Files of tests run side by side, one process per core: memory limits how many. Those that wait longest begin first (tests/conftest.py).
 test: lint types
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
