@@ -37,7 +37,7 @@ MOST_PLACED = (
 OTHERS = (
     0.4  # of the work of a search, for all placements but the most promising, which has all. Kind: formula
 )
-FEW = 3  # placements of one network up to which each is searched without a glance at all. Kind: formula
+FEW = 3  # fewer placements of one network are searched without a glance at all. Kind: formula
 GLANCE = 100.0  # work (`Search.work`) that tells which placements to search first. Kind: formula
 MOST_ASSIGNED = 8  # strategies that are placed to find them
 

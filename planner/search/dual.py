@@ -180,7 +180,7 @@ class Dual:
         False where nothing is told that is not known."""
         outer, shapes, found = self.outer, self.outer.space.shapes, run.families
         owner, at = int(found.shape[0]), int(found.placed[0])
-        if not at or self._by_memory or outer.far.knows(shapes, owner, at):
+        if self._are_priced(run.take(slice(1))).all():
             return False
         row = outer.far.widest(shapes, np.unique(found.shape[found.placed == at]), owner)
         told = outer.far.told_by(shapes, found.shape, found.placed, row, at)
