@@ -1,8 +1,10 @@
 """Families of variants, bounded as one: the least that any of them communicates.
 
 A family is a shape with a level of ZeRO and a schedule with its chunks. Its variants place the axes in different orders and
-compress differently, which decides what they communicate. *Alike* are shapes that differ in nothing but how many of their
-replicas share state: the one with the most shards holds the least. So a family of the most sharded one, communicating as
+compress differently, which decides what they communicate. What is near for one axis is far for another: messages between
+stages inside a node mean gradients between nodes. So a family has a few *alternatives*, one for each order that is faster in
+something than all others, and its bound is the least of theirs. *Alike* are shapes that differ in nothing but how many of
+their replicas share state: the one with the most shards holds the least. So a family of the most sharded one, communicating as
 little as any variant of any shape alike, is below all of them, and bounds of a space need no look at each of its variants.
 """
 
@@ -17,6 +19,24 @@ from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, joined
 
 ANYWHERE = -1  # as the number of where blocks communicate: all orders of the axes count
+MOST_ALTERNATIVES = 4  # of a group; the last one stands for all that are left. Kind: choice
+HARDLY = 0.01  # share by which an alternative must be faster in something to be one of its own. Kind: choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternatives:
+    """What some variants of each group communicate at least; every variant of a group is no faster than one of its alternatives."""
+
+    communication: Communication  # a row each, those of a group one after the other
+    group: Ints  # of each row, ascending
+
+    def of(self, groups: Ints) -> tuple[Ints, Ints]:
+        """The alternatives of each of these groups, one group after the other: which of `groups` it is of, and its row."""
+        first, last = (np.searchsorted(self.group, groups, side=side) for side in ("left", "right"))
+        number = last - first
+        at = np.repeat(np.arange(len(groups)), number)
+        within = np.arange(len(at)) - np.repeat(np.cumsum(number) - number, number)
+        return at, first[at] + within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +45,9 @@ class LeastCommunication:
 
     prices: CommunicationPrices
     number: Ints  # by shape: the same where the rates are
-    _rates: dict[tuple[int, int], Floats] = field(
+    _rates: dict[int, Floats] = field(
         default_factory=dict, repr=False
-    )  # by level of ZeRO and where blocks communicate, [number, RATES]; not a number where it is not known
+    )  # by level of ZeRO, [number, order, RATES]; not a number where it is not known, infinite where there is no such order
 
     @staticmethod
     def of(prices: CommunicationPrices) -> LeastCommunication:
@@ -37,45 +57,45 @@ class LeastCommunication:
         _, number = alike(shapes.mesh, prices.exchanges.offloaded, several, prices.exchanges.held)
         return LeastCommunication(prices=prices, number=number)
 
-    def price(self, shapes: Ints, zero: Ints, placed: Ints, group: Ints, groups: int) -> Communication:
-        """Of each of so many groups of shapes with their levels of ZeRO and where their blocks communicate; infinite where a
-        group has none."""
-        rates = np.empty((len(shapes), len(RATES)))
-        first, which = alike(zero, placed - ANYWHERE)
-        for number, row in enumerate(first.tolist()):
-            some = which == number
-            rates[some] = self._rates_of(shapes[some], int(zero[row]), int(placed[row]))
-        least = np.full((groups, len(RATES)), np.inf)
-        np.minimum.at(least, group, rates)
-        first, _ = alike(group, shapes, placed - ANYWHERE)  # messages ask for no level of ZeRO
-        sent = self._sends_s(shapes[first], placed[first])
-        sends_s = np.full((groups, sent.shape[1]), np.inf)
-        np.minimum.at(sends_s, group[first], sent)
-        return Communication(sends_s=sends_s, **dict(zip(RATES, least.T, strict=True)))
+    def price(self, shapes: Ints, zero: Ints, placed: Ints, group: Ints) -> Alternatives:
+        """The alternatives of each group of shapes with their levels of ZeRO and where their blocks communicate."""
+        rows, order = np.nonzero(self._there(shapes, placed))
+        rates = np.empty((len(rows), len(RATES)))
+        for level in np.unique(zero).tolist():
+            some = zero[rows] == level
+            rates[some] = self._rates_of(shapes[rows[some]], level)[np.arange(some.sum()), order[some]]
+        sends_s = self.prices.messages_s(shapes[rows], order)
+        found, of = least_of_each(np.concatenate([rates, sends_s], axis=1), group[rows])
+        columns = dict(zip(RATES, found.T, strict=False))
+        return Alternatives(
+            communication=Communication(sends_s=found[:, len(RATES) :], **columns), group=of,
+        )  # fmt: skip
 
-    def _rates_of(self, shapes: Ints, zero: int, placed: int) -> Floats:
-        """Columns RATES of some shapes, the least of all orders that place blocks there, and of all compressions."""
+    def _rates_of(self, shapes: Ints, zero: int) -> Floats:
+        """Columns RATES of some shapes by order, the least of all compressions."""
         numbers = self.number[shapes]
-        if (zero, placed) not in self._rates:
+        if zero not in self._rates:
             size = int(self.number.max(initial=0)) + 1
-            self._rates[zero, placed] = np.full((size, len(RATES)), np.nan)
-        known = self._rates[zero, placed]
-        unknown = np.isnan(known[numbers, 0])
+            orders = len(self.prices.space.meshes.orders)
+            self._rates[zero] = np.full((size, orders, len(RATES)), np.nan)
+        known = self._rates[zero]
+        unknown = np.isnan(known[numbers, 0, 0])
         first, _ = alike(numbers[unknown])
         if len(first):
             owners = shapes[unknown][first]
-            known[self.number[owners]] = self._made(owners, zero, placed)
+            known[self.number[owners]] = self._made(owners, zero)
         return known[numbers]
 
-    def _made(self, owners: Ints, zero: int, placed: int) -> Floats:
-        space, least = self.prices.space, np.full((len(owners), len(RATES)), np.inf)
-        at, order = np.nonzero(self._there(owners, np.full_like(owners, placed)))
+    def _made(self, owners: Ints, zero: int) -> Floats:
+        space = self.prices.space
+        least = np.full((len(owners), len(space.meshes.orders), len(RATES)), np.inf)
+        at, order = np.nonzero(space.meshes.placed[space.shapes.mesh[owners]])
         for compression in range(space.methods(zero)):
             found = Variants(
                 shape=owners[at], order=order, zero=np.full_like(at, zero), schedule=np.zeros_like(at),
                 virtual_stages=np.ones_like(at), compression=np.full_like(at, compression),
             )  # fmt: skip
-            np.minimum.at(least, at, self.prices.rates(found))
+            least[at, order] = np.minimum(least[at, order], self.prices.rates(found))
         return least
 
     def _there(self, shapes: Ints, placed: Ints) -> Bools:
@@ -86,16 +106,30 @@ class LeastCommunication:
         found[some] = self.prices.inner_of(meshes[some]) == placed[some][:, None]
         return found
 
-    def _sends_s(self, shapes: Ints, placed: Ints) -> Floats:
-        """The messages between neighbouring stages, the shortest ones of these orders, [shape, one of `Chain.messages`]."""
-        space, (_, message) = self.prices.space, self.prices.messages
-        first, which = alike(space.shapes.mesh[shapes], message[shapes], placed - ANYWHERE)
-        owners = shapes[first]
-        at, order = np.nonzero(self._there(owners, placed[first]))
-        each = self.prices.messages_s(owners[at], order)
-        least = np.full((len(owners), each.shape[1]), np.inf)
-        np.minimum.at(least, at, each)
-        return np.asarray(least[which])
+
+def least_of_each(rows: Floats, group: Ints) -> tuple[Floats, Ints]:
+    """For each group rows of which one is no larger than any row of it in any column, at most `MOST_ALTERNATIVES`; and the
+    group of each. Rows that are hardly better than another in anything are taken together with it."""
+    kept: list[tuple[Floats, Ints]] = []
+    scale = rows.max(axis=0, initial=0.0, where=np.isfinite(rows))
+    size = (rows / np.where(scale > 0, scale, 1.0)).sum(axis=1)
+    order = np.lexsort((size, group))
+    rows, group = rows[order], group[order]
+    while len(group):
+        first = np.flatnonzero(np.diff(group, prepend=-1))
+        which = np.cumsum(np.diff(group, prepend=-1) != 0) - 1
+        best = rows[first]
+        last = len(kept) + 1 == MOST_ALTERNATIVES
+        covered = (rows >= best[which] * (1 - HARDLY)).all(axis=1) | last
+        least = best.copy()
+        np.minimum.at(least, which[covered], rows[covered])
+        kept.append((least, group[first]))
+        rows, group = rows[~covered], group[~covered]
+    if not kept:
+        return rows, group
+    found, of = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    order = np.argsort(of, kind="stable")
+    return found[order], of[order]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.communication import Communication, CommunicationPrices
-from autoparallel.planner.search.bounds.families import ANYWHERE, Alike, LeastCommunication
+from autoparallel.planner.search.bounds.families import ANYWHERE, Alike, Alternatives, LeastCommunication
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
 from autoparallel.planner.search.bounds.prices import PriceBook
@@ -198,8 +198,8 @@ def bound_families(outer: Outer, found: Families, below_s: float) -> Floats:
     long."""
     first, which = alike(found.shape, found.zero, found.placed)  # schedules communicate alike
     few = found.take(first)
-    communication = outer.least.price(few.shape, few.zero, few.placed, np.arange(len(few)), len(few))
-    return _bound_families(outer, found, communication.take(which), below_s, FAMILY_CLOSE)
+    alternatives = outer.least.price(few.shape, few.zero, few.placed, np.arange(len(few)))
+    return _bound_families(outer, found, alternatives, which, below_s, FAMILY_CLOSE)
 
 
 def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
@@ -218,9 +218,8 @@ def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
     level, at = np.nonzero(np.stack([outer.space.zero_fits(shapes, zero) for zero in outer.space.zeros]))
     zero, levels = zeros[level], int(zeros.max()) + 1
     number, placed = group[at] * levels + zero, np.full_like(at, ANYWHERE)
-    communication = outer.least.price(members[at], zero, placed, number, len(first) * levels)
-    communication = communication.take(own * levels + found.zero)
-    time_s = _bound_families(outer, found, communication, below_s, ALIKE_CLOSE)
+    alternatives = outer.least.price(members[at], zero, placed, number)
+    time_s = _bound_families(outer, found, alternatives, own * levels + found.zero, below_s, ALIKE_CLOSE)
     least_s = np.full(len(first), np.inf)
     np.minimum.at(least_s, own, time_s)
     outer.families_s[members] = np.maximum(outer.families_s[members], least_s[group])
@@ -237,15 +236,19 @@ def _placements(outer: Outer, rows: Ints) -> tuple[Ints, Ints]:
 
 
 def _bound_families(
-    outer: Outer, found: Families, communication: Communication, below_s: float, close: float
+    outer: Outer, found: Families, alternatives: Alternatives, group: Ints, below_s: float, close: float
 ) -> Floats:
-    shapes = outer.space.shapes.take(found.shape)
-    table = outer.far.apply(outer.prices.table(found.shape), shapes, found.placed)
-    rows = _rows(outer, found, table, communication)
+    """Seconds that no variant of each family goes below, which communicates like one of the alternatives of its `group`."""
+    at, row = alternatives.of(group)
+    each, least_s = found.take(at), np.full(len(found), np.inf)
+    shapes = outer.space.shapes.take(each.shape)
+    table = outer.far.apply(outer.prices.table(each.shape), shapes, each.placed)
+    rows = _rows(outer, each, table, alternatives.communication.take(row))
     bounds = variant_bounds(outer.problem, rows, outer.capacity_bytes, below_s, memory=False, close=close)
     if outer.pace is not None:
-        bounds = no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, found.shape])
-    return bounds.time_s
+        bounds = no_faster_than(bounds, rows.shapes, rows.table, outer.pace[:, each.shape])
+    np.minimum.at(least_s, at, bounds.time_s)
+    return least_s
 
 
 def bound_variants(outer: Outer, found: Variants, below_s: float, *, memory: bool = False) -> Bounds:

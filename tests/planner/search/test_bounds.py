@@ -8,9 +8,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds import settings
+from autoparallel.planner.search.bounds.families import HARDLY, MOST_ALTERNATIVES, least_of_each
 from autoparallel.planner.search.bounds.outer import (
     Outer,
     bound_alike,
@@ -33,6 +37,7 @@ from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
+from autoparallel.planner.search.space.meshes import Floats
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -283,3 +288,19 @@ def test_what_cannot_fit_has_no_time() -> None:
     outer = outer_for("h100-sxm:1x4", 8, "fused")
     _, bounds = expand_shapes(replace(outer, capacity_bytes=1e4), np.arange(len(outer.space.shapes)), FOREVER)
     assert np.all(np.isinf(bounds.time_s))
+
+
+@given(
+    rows=arrays(np.float64, st.tuples(st.integers(1, 40), st.integers(1, 4)), elements=st.integers(0, 5)),
+    groups=st.integers(1, 5),
+)
+def test_every_variant_is_no_faster_than_one_of_its_groups_alternatives(rows: Floats, groups: int) -> None:
+    group = np.arange(len(rows)) % groups
+    found, of = least_of_each(rows, group)
+    assert (np.diff(of) >= 0).all()
+    assert np.bincount(of).max() <= MOST_ALTERNATIVES
+    for number in range(groups):
+        own, least = rows[group == number], found[of == number]
+        assert all((least <= row).all(axis=1).any() for row in own)
+        if len(least) < MOST_ALTERNATIVES:  # then each is about one of them, not the least of several
+            assert all((row >= own * (1 - HARDLY)).all(axis=1).any() for row in least)
