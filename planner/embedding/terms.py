@@ -19,7 +19,7 @@ from autoparallel.planner.expand.cold import cold_state, exchange_steps, host_by
 from autoparallel.planner.expand.expander import Expander, mesh_axes
 from autoparallel.planner.expand.tables import TablePlace, hot_graph
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.space.syncs import VARIED_MIB, open_algorithms
+from autoparallel.planner.search.space.syncs import BUCKETS_MIB, open_algorithms
 from autoparallel.planner.strategy.types import Strategy
 
 BELOW = 1 - 1e-6  # rounding of buckets to whole bytes
@@ -276,7 +276,7 @@ def _reduce_s(priced: Pricing, numbers: int) -> float:
 def _bucket_mib(priced: Pricing, end: Callable[..., float]) -> float:
     """The least (`min`) or largest bucket that a strategy may have."""
     fixed = priced.catalogue.problem.fixed.grad_sync.bucket_mib is not None
-    return end(priced.strategy.grad_sync.bucket_mib, *(() if fixed else VARIED_MIB))
+    return end(priced.strategy.grad_sync.bucket_mib, *(() if fixed else BUCKETS_MIB))
 
 
 def chord(price: Callable[[int], float], low: int, high: int, floor: float = 0.0) -> Line:

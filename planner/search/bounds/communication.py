@@ -25,7 +25,7 @@ from autoparallel.planner.strategy.types import Mesh
 
 Axes = tuple[Axis, ...]
 REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
-LEAST = ("reduce_s", "reduce_expert_s", *STEPPED)
+LEAST = ("reduce_s", "reduce_expert_s", "step_s", "step_expert_s")
 RATES = (*EXCHANGED, *STEPPED, "tied_s")  # columns of `Communication` that are numbers
 
 
@@ -33,10 +33,12 @@ RATES = (*EXCHANGED, *STEPPED, "tied_s")  # columns of `Communication` that are 
 class Communication:
     """Seconds by variant; per parameter nothing is faster than more of them at once."""
 
-    reduce_s: Floats  # to reduce the gradient of one trainable parameter
+    reduce_s: Floats  # to reduce the gradient of one trainable parameter,
+    reduce_least_s: Floats  # and of any at all, not ZeRO-3
     gather_s: Floats  # to gather the parameters of the smallest layer group, ZeRO-3
     gather_each_s: Floats  # to gather one parameter, when all are gathered at once
-    step_s: Floats  # to update one parameter and gather it again
+    step_s: Floats  # to update one parameter and gather it again,
+    step_least_s: Floats  # and any at all
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
     gather_expert_s: Floats
     step_expert_s: Floats
@@ -131,7 +133,7 @@ class CommunicationPrices:
                 at = shapes.mesh[found.shape], found.order
                 exchanges = self.exchanges
                 each = exchanges.at_once(found) if zero == 3 else exchanges.rates(found)[:, REDUCED]
-                np.minimum.at(least, at, np.concatenate([each, exchanges.steps(found)], axis=1))
+                np.minimum.at(least, at, np.concatenate([each, exchanges.steps(found)[:, :2]], axis=1))
         least[~np.isfinite(least)] = 0.0  # where no level is legal
         return Least(**{name: least[:, :, i] for i, name in enumerate(LEAST)})
 

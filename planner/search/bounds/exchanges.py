@@ -16,7 +16,7 @@ from autoparallel.planner.expand.expander import MIB, mesh_axes
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.placements import Groups, sizes_shared
-from autoparallel.planner.search.bounds.prices import PriceBook
+from autoparallel.planner.search.bounds.prices import Line, PriceBook, line_below
 from autoparallel.planner.search.bounds.settings import SettingPrices
 from autoparallel.planner.search.bounds.tables import SINGLE
 from autoparallel.planner.search.space.build import Space, Variants
@@ -29,8 +29,8 @@ Axes = tuple[Axis, ...]
 Known = dict[int, tuple[float, ...]]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
 GATHERED = ("gather_s", "gather_each_s")
-EXCHANGED = ("reduce_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
-STEPPED = ("step_s", "step_expert_s")
+EXCHANGED = ("reduce_s", "reduce_least_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
+STEPPED = ("step_s", "step_expert_s", "step_least_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ class ExchangePrices:
 
         def reduced(row: int) -> tuple[float, ...]:
             # Shards of experts and of the rest are summed over replicas by one collective.
-            return (self._reduce_s(self._example(found, row), int(self.most_at_once[most[row]])),)
+            line = self._reduced_line(self._example(found, row), int(self.most_at_once[most[row]]))
+            return line.each_s, line.least_s
 
         def of_experts(row: int) -> tuple[float, ...]:
             strategy, count = self._example(found, row), int(experts[row])
@@ -98,14 +99,14 @@ class ExchangePrices:
                 return 0.0, 0.0
             axes = mesh_axes(strategy)
             gather_s = gather_at_once_s(self.book, strategy, axes, count, count) / count
-            return self._reduce_s(strategy, count, experts=True), gather_s
+            return self._reduced_line(strategy, count, experts=True).each_s, gather_s
 
         third = found.zero == 3  # alone asks how large a layer group is
         keys = self._keys(found, self.groups.shards, np.where(third, most, 0))
         own = np.where(third, self.experts[found.shape], 0)
         return np.concatenate(
             [
-                looked_up(self._reduced, keys, reduced, 1),
+                looked_up(self._reduced, keys, reduced, 2),
                 self._gathers(found),
                 self._of_experts(self._experts, found, of_experts, 2, own),
             ],
@@ -140,16 +141,21 @@ class ExchangePrices:
             where = np.where(gathered, sizes * 4 + placed[at], alone)
             return np.asarray(where * several + self.offloaded[found.shape])
 
-        def price(row: int, experts: int) -> tuple[float, ...]:
+        def price(row: int) -> tuple[float, ...]:
             strategy = self._example(found, row)
-            return (update_s(self.book, strategy, mesh_axes(strategy), whole, experts) / whole,)
+            line = update_line(self.book, strategy, mesh_axes(strategy), whole)
+            return line.each_s, line.least_s
+
+        def of_experts(row: int) -> tuple[float, ...]:
+            strategy = self._example(found, row)
+            return (update_s(self.book, strategy, mesh_axes(strategy), whole, whole) / whole,)
 
         prices = np.zeros((len(found), len(STEPPED)))
-        prices[:, 0] = looked_up(self._stepped, keys(self.groups.shards), lambda row: price(row, 0), 1)[:, 0]
+        prices[:, [0, 2]] = looked_up(self._stepped, keys(self.groups.shards), price, 2)
         rows = np.flatnonzero(self._column("all_experts", found) > 0)  # then their shards are elsewhere
         if len(rows):
             known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
-            prices[rows, 1] = looked_up(known, own, lambda row: price(int(rows[row]), whole), 1)[:, 0]
+            prices[rows, 1] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 1)[:, 0]
         return prices
 
     def _column(self, name: str, found: Variants) -> Floats:
@@ -188,16 +194,18 @@ class ExchangePrices:
         prices[rows] = looked_up(known, keys, lambda row: price(int(rows[row])), columns)
         return prices
 
-    def _reduce_s(self, strategy: Strategy, most: int, *, experts: bool = False) -> float:
-        """To reduce the gradient of one parameter: in the widest bucket, or of `most` at once, ZeRO-3."""
+    def _reduced_line(self, strategy: Strategy, most: int, *, experts: bool = False) -> Line:
+        """To reduce gradients, each of one parameter: in buckets up to the widest, or of `most` at once, ZeRO-3."""
         if not experts and not _reduces(strategy):
-            return 0.0
+            return Line(least_s=0.0, each_s=0.0)
         axes = mesh_axes(strategy)
         if state.zero_level(strategy) == 3:
-            return at_once_s(self.book, strategy, axes, most, most if experts else 0)
+            each_s = at_once_s(self.book, strategy, axes, most, most if experts else 0)
+            return Line(least_s=0.0, each_s=each_s)
         item = state.dtype_bytes(strategy.execution.grad_dtype)
         bucket = round(widest_bucket_mib(self.problem) * MIB)
-        return self.book.reduce_rate(strategy, axes, bucket, experts=experts) * item
+        line = self.book.reduce_line(strategy, axes, bucket, experts=experts)
+        return Line(least_s=line.least_s, each_s=line.each_s * item)
 
     def _keys(self, found: Variants, shards: Ints, own: Ints | int = 0) -> Ints:
         """Where parameters of a kind are sharded and their gradients reduced, at what level of ZeRO (1 and 2 exchange the same, if
@@ -246,6 +254,11 @@ def update_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, e
     gathers = () if strategy.execution.late_gathers else state.updated_gather(parameters, strategy, experts)
     step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
     return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
+
+
+def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> Line:
+    """To update parameters that are no experts' and gather them again, up to so many: each stage does so once."""
+    return line_below(lambda count: update_s(book, strategy, axes, count, 0), most)
 
 
 def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:

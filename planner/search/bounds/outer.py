@@ -302,6 +302,8 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         gather_each_s=communication.gather_each_s,
         step_s=communication.step_s,
         reduce_s=communication.reduce_s,
+        reduce_least_s=communication.reduce_least_s,
+        step_least_s=communication.step_least_s,
         sends_s=communication.sends_s,
         send_s=_shortest(communication.sends_s, outer.chain),
         tied_s=communication.tied_s,

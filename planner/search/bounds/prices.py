@@ -71,7 +71,33 @@ class BlockPrice:
         return self.trainable - self.expert_trainable
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds that no exchange of a number goes below: so many for any at all, and for each."""
+
+    least_s: float
+    each_s: float
+
+
+def line_below(seconds: Callable[[int], float], most: int) -> Line:
+    """The line through what one and `most` of something take, lowered to what some numbers in between do: latencies count once,
+    however many they are, and larger messages are no slower per byte. That of `most` alone where it would begin below zero."""
+    whole_s = seconds(most)
+    if most <= 1:
+        return Line(least_s=0.0, each_s=whole_s)
+    one_s = seconds(1)
+    each_s = (whole_s - one_s) / (most - 1)
+    between = {max(most // part, 1) for part in BETWEEN}
+    least_s = min(one_s - each_s, *(seconds(count) - each_s * count for count in sorted(between)))
+    if least_s <= 0.0 or each_s < 0.0:
+        return Line(least_s=0.0, each_s=whole_s / most)
+    return Line(least_s=least_s, each_s=each_s)
+
+
 _UNPLACED = ""  # no device's name
+
+
+BETWEEN = (2, 8, 64, 1024, 16384)  # parts of the largest message that a line is held against. Kind: choice
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,7 @@ class PriceBook:
     bucket_mib: float = 400.0  # the widest that is tried
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
-    _rates: dict[object, float] = field(default_factory=dict, repr=False)
+    _lines: dict[object, Line] = field(default_factory=dict, repr=False)
     _reductions: dict[object, float] = field(default_factory=dict, repr=False)
     _crossed: dict[tuple[Axis, ...], object] = field(default_factory=dict, repr=False)
     _block_prices: dict[object, BlockPrice] = field(default_factory=dict, repr=False)
@@ -101,7 +127,7 @@ class PriceBook:
         if _UNPLACED not in self._others:
             loose = replace(cluster, network=replace(cluster.network, unplaced=True))
             self._others[_UNPLACED] = replace(
-                self, pricer=Pricer(loose), _blocks={}, _weights={}, _rates={}, _reductions={},
+                self, pricer=Pricer(loose), _blocks={}, _weights={}, _lines={}, _reductions={},
                 _block_prices={}, _others={},
             )  # fmt: skip
         return self._others[_UNPLACED]
@@ -116,7 +142,7 @@ class PriceBook:
                 device=device,
                 _blocks={},
                 _weights={},
-                _rates={},
+                _lines={},
                 _block_prices={},
                 _moments={},
                 _others={},
@@ -285,28 +311,32 @@ class PriceBook:
             return self.reduction_s(trainable, strategy, axes, experts, together=True)
         item, found = state.dtype_bytes(strategy.execution.grad_dtype), 0.0
         if trainable > experts:
-            found += (trainable - experts) * item * self.reduce_rate(strategy, axes, bucket)
+            found += (trainable - experts) * item * self.reduce_line(strategy, axes, bucket).each_s
         if experts:
-            found += experts * item * self.reduce_rate(strategy, axes, bucket, experts=True)
+            found += experts * item * self.reduce_line(strategy, axes, bucket, experts=True).each_s
         return found
 
-    def reduce_rate(
+    def reduce_line(
         self, strategy: Strategy, axes: tuple[Axis, ...], bucket: int, *, experts: bool = False
-    ) -> float:
-        """Seconds per byte of gradient (of experts or of the rest) in a full bucket."""
+    ) -> Line:
+        """Seconds that a bucket of gradients (of experts or of the rest) takes at least, by its bytes, up to `bucket` of them."""
         names = ("dp_replicate", EXPERT_SHARD) if experts else ("dp_replicate", "dp_shard", "cp")
         spanned = tuple(a for a in axes if a.name in names and a.size > 1)
         at_end = state.replicas_at_end(strategy)
         key = (
-            spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype, at_end,
+            spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype, at_end, bucket,
         )  # fmt: skip
-        if key not in self._rates:
+        if key not in self._lines:
             item = state.dtype_bytes(strategy.execution.grad_dtype)
-            count = max(bucket // item, 1)
-            full = state.reduction_of(count, strategy, count if experts else 0)
-            size = max((c.size_bytes for c in full), default=1)
-            self._rates[key] = self.reduction_s(count, strategy, axes, count if experts else 0) / size
-        return self._rates[key]
+
+            def seconds(count: int) -> float:
+                return self.reduction_s(count, strategy, axes, count if experts else 0)
+
+            most = max(bucket // item, 1)
+            # What experts exchange with others in one bucket may be one message with the rest's.
+            line = Line(least_s=0.0, each_s=seconds(most) / most) if experts else line_below(seconds, most)
+            self._lines[key] = Line(least_s=line.least_s, each_s=line.each_s / item)
+        return self._lines[key]
 
     def reduction_s(
         self,

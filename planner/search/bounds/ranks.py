@@ -23,13 +23,13 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.ends import InLine, Passed, least_of_stages
 from autoparallel.planner.search.bounds.flight import InFlight, in_flight
-from autoparallel.planner.search.bounds.rows import Rows, passes
+from autoparallel.planner.search.bounds.rows import EPSILON, Rows, passes
 from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.build import SCHEDULES, Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
-EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 ROUNDS = 4  # of looking whether one block less is enough
 
 
@@ -138,6 +138,13 @@ class RankBounds:
         self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += tied_s * first
+        stepped_s, reduces = least_of_stages(rows, rank, pp)
+        left_least_s = rows.reduce_least_s * reduces
+        every_s = left_least_s * np.where((rows.zero == 2) & alone, m, 1)
+        self.base_s += stepped_s + every_s
+        at_end_s = stepped_s + step_s * ends
+        self.in_line = InLine.of(rows, rank, slower, reduces & alone, before * others_f + sends_s + at_end_s)
+        self.passed = Passed.of(rows, rank, left_least_s * alone + at_end_s)
         # After its last backward the stages before have theirs, of which a split one need not wait for weight gradients.
         back, others_back = (
             np.where(plain, whole, rows.beside(u.group_input_s * pace, rows.group_gather_s))
@@ -163,6 +170,7 @@ class RankBounds:
         flight = in_flight(rows.schedule, rows.chunks, m, rank, pp)
         self.late_per_block_s = m * b + (m - flight.most) * f + rows.group_step_s
         self.late_base_s = u.all_forward_s + step_s * ends + np.where(last, u.tail_s - u.tail_forward_s, 0.0)
+        self.late_base_s += stepped_s + every_s
         self.late_s = np.where(alone, u.group_input_s, 0.0)  # for each layer group on the ranks behind
         # What is left of the reductions after the last backwards beside which they run stands in line on the rank's link.
         beside_s = np.where(plain, u.group_backward_s, u.group_weight_s) * (rows.slow / rows.slow_comm)
@@ -173,6 +181,7 @@ class RankBounds:
         self.reduced_base_s = (
             before * others_f + sends_s + step_s * ends + head_left_s * first + tail_left_s * last
         )
+        self.reduced_base_s += stepped_s + left_least_s
         self.recompute_s = m * u.recompute_s
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:
@@ -251,6 +260,7 @@ class RankBounds:
                     break
                 further, behind = before, after
                 n = self.most_blocks(time_s, room, further, behind)
+            n = self.passed.most_blocks(time_s, n) if len(n) > 1 else n
         return np.asarray((n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated))
 
     def room(self, capacity_bytes: float | Floats) -> Room:
@@ -277,6 +287,7 @@ class RankBounds:
         round_s = (time_s - self.round_base_s) / self.round_per_block_s
         n = np.where(self.round_per_block_s > 0, np.minimum(n, round_s), n)
         n = np.minimum(n, (time_s - self.reduced_base_s) / self.reduced_per_block_s)
+        n = np.minimum(n, self.in_line.most_blocks(time_s - further * self.fill_s))
         late_base_s = self.late_base_s + behind * self.late_s
         n = np.minimum(n, (time_s - late_base_s) / self.late_per_block_s)
         # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed

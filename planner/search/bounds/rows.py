@@ -11,6 +11,8 @@ from autoparallel.planner.search.bounds.tables import PriceTable, take_rows
 from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
 
+EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -33,6 +35,8 @@ class Rows:
     gather_each_s: Floats  # of one parameter, when all are gathered at once
     step_s: Floats  # likewise per trainable parameter, experts aside
     reduce_s: Floats  # the gradient of one
+    reduce_least_s: Floats  # gradients of a stage, however few
+    step_least_s: Floats  # likewise its update
     sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     send_s: Floats  # the shortest of them
     tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
@@ -62,7 +66,7 @@ class Rows:
         columns = (
             "zero", "schedule", "chunks", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
             "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
-            "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s",
+            "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s", "reduce_least_s", "step_least_s",
         )  # fmt: skip
         return Rows(
             shapes=self.shapes.take(index), table=take_rows(self.table, index),
@@ -104,15 +108,18 @@ class Rows:
         return np.asarray(others + held * (ended_s - b + self.group_step_s) + u.head_trainable * self.step_s)
 
     def ends_left_s(self) -> tuple[Floats, Floats]:
-        """What the last backward of the model's head, and of its tail, leaves of the reductions of their gradients; nothing
-        where layer groups may hide it."""
+        """What the last backward of the model's head, and of its tail, leaves of the reductions of their gradients: the head's are
+        the last to be made, the tail's nothing where layer groups may hide them."""
         u, hidden = self.table, self.slow / self.slow_comm
         again_s = u.of_kinds("backward_s") + u.of_kinds("recompute_s")
         hides_s = np.where(self.plain[:, None], again_s, u.of_kinds("weight_s"))
-        some = (self.kind_reduce_s > hides_s * hidden).all(axis=1) & (self.zero < 2)
+        left = self.zero < 2
+        never = left & (self.kind_reduce_s > hides_s * hidden).all(axis=1)
         copied = np.where((self.shapes.pp > 1) & ~self.v_shaped, u.tail_tied, 0.0)
         ends = []
-        for numbers, side in ((u.head_trainable, "head"), (u.tail_trainable + copied, "tail")):
+        for numbers, side, some in (
+            (u.head_trainable, "head", left), (u.tail_trainable + copied, "tail", never),
+        ):  # fmt: skip
             whole_s, forward_s = getattr(u, f"{side}_s"), getattr(u, f"{side}_forward_s")
             beside_s = whole_s - forward_s - np.where(self.plain, 0.0, getattr(u, f"{side}_input_s"))
             ends.append(np.where(some, np.maximum(numbers * self.reduce_s - beside_s * hidden, 0.0), 0.0))

@@ -196,11 +196,12 @@ class PricedChain:
         """Communication that is left after a computation w beside it: C - w s/m at least (`beside`), negative where that may
         hide all of it."""
 
-        def value(price: BlockPrice) -> float:
-            slow, slow_comm = self._slow(*work(price))
-            return communicate(price) - work(price)[0] * slow / slow_comm
+        return self.sums(lambda price: self.left_s(price, work, communicate(price)))
 
-        return self.sums(value)
+    def left_s(self, price: BlockPrice, work: Work, communicate_s: float) -> float:
+        """`left` of one block."""
+        slow, slow_comm = self._slow(*work(price))
+        return communicate_s - work(price)[0] * slow / slow_comm
 
     def _slow(self, compute_s: float, contended_s: float) -> tuple[float, float]:
         """How many times as long a computation takes beside communication, and that beside it."""

@@ -160,6 +160,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     weight = prices.sums(lambda price: price.weight_s)
     end: tuple[Form, ...]
     end_weight: tuple[Form, ...]
+    left_s, left_weight_s = (_head_left_s(prices, work) for work in (_backward, _weight))
     if strategy.grad_sync.overlap:
         # ZeRO-3 waits for the first gather, and reduces what the last link has when all is computed.
         last, whole = None, None
@@ -169,6 +170,9 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
             whole = [a + b for a, b in zip(last, first, strict=True)]
         end = (backward, *prices.beside(_backward, communicates, whole))
         end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s, last))
+        if not every:
+            end = (*end, _more_first(prices.sums(lambda price: price.backward_s), left_s))
+            end_weight = (*end_weight, _more_first(weight, left_weight_s))
     else:
         end = (backward, prices.sums(lambda price: price.backward_s + price.reduce_s))
         end_weight = (weight, prices.sums(lambda price: price.weight_s + price.reduce_s))
@@ -187,8 +191,8 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         Quantity(forms=(_sends(problem, chain, book, strategy, prices),)),
         Quantity(forms=(_tied(book, chain, priced),)),
         *(
-            _left(prices, work, none=every, beside=strategy.grad_sync.overlap)
-            for work in (_backward, _weight)
+            _left(prices, work, head_s, none=every, beside=strategy.grad_sync.overlap)
+            for work, head_s in ((_backward, left_s), (_weight, left_weight_s))
         ),
         Quantity(forms=(prices.sums(gather) if late else prices.constant(0),)),
     )
@@ -206,8 +210,20 @@ def _weight(price: BlockPrice) -> tuple[float, float]:
     return price.weight_s, 0.0
 
 
-def _left(prices: PricedChain, work: Work, *, none: bool, beside: bool) -> Quantity:
-    """What is left of a chunk's reduction after such a pass, beside which it may run; `none` where each pass ends with it."""
+def _head_left_s(prices: PricedChain, work: Work) -> float:
+    """What such a pass leaves at least of the reduction of the head's gradients, which are the last to be made."""
+    return max(sum(prices.left_s(price, work, price.reduce_s) for price in prices.head), 0.0)
+
+
+def _more_first(form: Form, seconds: float) -> Form:
+    """A form, and so many seconds more of the first chunk."""
+    first, *others = form.fixed
+    return replace(form, fixed=(first + floor(seconds * PS), *others))
+
+
+def _left(prices: PricedChain, work: Work, head_s: float, *, none: bool, beside: bool) -> Quantity:
+    """What is left of a chunk's reduction after such a pass, beside which it may run, of the head's `head_s` at least; `none` where
+    each pass ends with it."""
     nothing = prices.constant(0)
     if none:
         return Quantity(forms=(nothing,))
@@ -216,9 +232,8 @@ def _left(prices: PricedChain, work: Work, *, none: bool, beside: bool) -> Quant
         if beside
         else prices.sums(lambda price: price.reduce_s)
     )
-    return Quantity(
-        forms=(nothing, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (nothing,)
-    )
+    least = _more_first(nothing, head_s)
+    return Quantity(forms=(least, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (least,))
 
 
 def _input(price: BlockPrice) -> tuple[float, float]:

@@ -12,16 +12,17 @@ from autoparallel.costmodel.compression import BITS
 from autoparallel.costmodel.compression import WEIGHTS as PARAMETERS
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import mesh_axes
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import GradSync, Strategy
 
 MIB = 2**20
-# Bucket sizes tried unasked, MiB: torch's own (DistributedDataParallel), and larger ones for many ranks, where the
-# hops of a collective cost more than the bytes of a small bucket. Kind: formula.
-BUCKETS_MIB = (GradSync().bucket_mib, 100.0, 400.0)
-# Of one strategy, varied when it is as good as the best. Kind: chosen; steps of about two.
-VARIED_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
-NO_WORSE = 1.02  # times what the best bucket leaves: a smaller one is then taken. Kind: choice
+# Bucket sizes tried, MiB: torch's own (25, DistributedDataParallel) among them; larger ones for many ranks, where the hops of a
+# collective cost more than the bytes of a small bucket. Kind: chosen; steps of about two.
+BUCKETS_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
+NO_WORSE = (
+    1.002  # times what the best bucket takes: torch's own, or a smaller one, is then taken. Kind: choice
+)
 LIKELY_EFFICIENCY = 0.5  # of arithmetic, to tell what a backward may hide. Kind: choice
 # Methods tried where lossy ones are allowed and none is named: those that cost a small Llama less than 0.1 % of its loss
 # (benchmarks/compressed_training.py) and are no longer on the wire than another (fp16, fp8). Kind: measured.
@@ -79,7 +80,7 @@ def other_syncs(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
         if algorithm != sync.algorithm:
             yield replace(strategy, grad_sync=replace(sync, algorithm=algorithm))
     has_buckets = state.zero_level(strategy) < 3 and problem.fixed.grad_sync.bucket_mib is None
-    for mib in VARIED_MIB if has_buckets else ():
+    for mib in BUCKETS_MIB if has_buckets else ():
         if mib != sync.bucket_mib:
             yield replace(strategy, grad_sync=replace(sync, bucket_mib=mib))
 
@@ -103,27 +104,37 @@ def widest_bucket_mib(problem: Problem) -> float:
 
 
 def with_bucket(problem: Problem, strategy: Strategy) -> Strategy:
-    """The strategy with the bucket that is likely to leave least of the reduction after the last backward: all that this backward
-    cannot hide, and the last bucket in any case. ZeRO-3 has no buckets."""
+    """The strategy with the bucket with which a stage's last backward and the reduction beside it are likely to end first: a small
+    one is on its way early, and is the last to be waited for; of large ones there are few. ZeRO-3 has no buckets."""
     mesh, sync = strategy.mesh, strategy.grad_sync
     if state.zero_level(strategy) == 3 or mesh.data_parallel * mesh.cp == 1:
         return strategy
     item = state.dtype_bytes(strategy.execution.grad_dtype)
-    held, axes = max(problem.graph.parameter_count // (mesh.pp * mesh.tp), 1), mesh_axes(strategy)
-    backward_s = _last_backward_s(problem, strategy)
+    stages, axes = mesh.pp * strategy.pipeline.virtual_stages, mesh_axes(strategy)
+    held, backward_s = (
+        max(problem.graph.parameter_count // (stages * mesh.tp), 1),
+        _last_backward_s(problem, strategy),
+    )
 
-    def left_s(mib: float) -> float:
+    def ends_s(mib: float) -> float:
         count = min(round(mib * MIB) // item, held)
         last_s = sum(collective_s(c, axes, problem.cluster) for c in state.reduction_of(count, strategy))
-        return max(last_s * held / count - backward_s, last_s)
+        return max(backward_s * count / held + last_s * held / count, backward_s + last_s)
 
-    left = [left_s(mib) for mib in BUCKETS_MIB]
-    fits = (mib for mib, seconds in zip(BUCKETS_MIB, left, strict=True) if seconds <= min(left) * NO_WORSE)
-    return replace(strategy, grad_sync=replace(sync, bucket_mib=next(fits)))
+    ends = {mib: ends_s(mib) for mib in (GradSync().bucket_mib, *BUCKETS_MIB)}
+    enough_s = min(ends.values()) * NO_WORSE
+    return replace(
+        strategy,
+        grad_sync=replace(sync, bucket_mib=next(mib for mib, end_s in ends.items() if end_s <= enough_s)),
+    )
 
 
 def _last_backward_s(problem: Problem, strategy: Strategy) -> float:
-    """About how long the last micro-batch's backward takes a rank: two thirds of its arithmetic, at half of the peak."""
+    """About how long the last backward of a stage takes, or its weight gradients where these are apart: two thirds or one of its
+    arithmetic, at half of the peak."""
     peak = max(problem.cluster.device.peak_flops.values())
-    flops = problem.step_flops / strategy.micro_batches / strategy.mesh.devices
-    return flops * (2.0 / 3.0) / (peak * LIKELY_EFFICIENCY)
+    flops = (
+        problem.step_flops / strategy.micro_batches / strategy.mesh.devices / strategy.pipeline.virtual_stages
+    )
+    share = 1.0 if strategy.pipeline.schedule in SPLIT_BACKWARD else 2.0
+    return flops * (share / 3.0) / (peak * LIKELY_EFFICIENCY)
