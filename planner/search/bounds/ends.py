@@ -52,12 +52,14 @@ class InLine:
         f, _, _, b = passes(rows, slower)
         made = np.maximum(u.of_kinds("dense_trainable"), 1.0)
         each_s = np.where(
-            rows.plain, *((u.of_kinds(name) / made).min(axis=1) for name in ("backward_s", "weight_s"))
+            rows.plain,
+            *((u.of_kinds(name) / made).min(axis=1, initial=np.inf) for name in ("backward_s", "weight_s")),
         )
         tail_s = u.tail_s - u.tail_forward_s - np.where(rows.plain, 0.0, u.tail_input_s)
         with np.errstate(divide="ignore", invalid="ignore"):
             of_tail_s = np.where(last & (u.tail_trainable > 0), tail_s / u.tail_trainable, np.inf)
-        made_s = np.maximum(np.minimum(each_s, of_tail_s), 0.0) * u.group_trainable
+        made_s = np.minimum(each_s, of_tail_s)
+        made_s = np.where(np.isfinite(made_s), np.maximum(made_s, 0.0), 0.0) * u.group_trainable
         some = reduces & (u.all_expert_trainable == 0)  # which fill buckets, too
         input_s = np.where(rows.plain, 0.0, u.group_input_s)
         line_s = m * f + (m - times) * b + times * (input_s + rows.group_reduce_s) + rows.group_step_s
@@ -90,7 +92,9 @@ class Passed:
     def of(rows: Rows, rank: Ints, after_s: Floats) -> Passed:
         """`after_s`: of what comes after it, what does not depend on layer groups."""
         u, alone = rows.table, rows.chunks == 1
-        each_s = np.where(rows.plain, *(u.of_kinds(one).max(axis=1) for one in ("backward_s", "input_s")))
+        each_s = np.where(
+            rows.plain, *(u.of_kinds(one).max(axis=1, initial=0.0) for one in ("backward_s", "input_s"))
+        )
         back_s = np.where(rows.plain, u.all_backward_s, u.all_input_s)
         head_s = np.where(rows.plain, u.head_s - u.head_forward_s, u.head_input_s)
         hops = 2 * (rows.shapes.pp * rows.chunks - 1 - rows.v_shaped) - rank

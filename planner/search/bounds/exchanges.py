@@ -258,7 +258,15 @@ def update_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, e
 
 def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> Line:
     """To update parameters that are no experts' and gather them again, up to so many: each stage does so once."""
-    return line_below(lambda count: update_s(book, strategy, axes, count, 0), most)
+    whole_s = update_s(book, strategy, axes, most, 0)
+
+    def gather_s(count: int) -> float:
+        gathers = () if strategy.execution.late_gathers else state.updated_gather(count, strategy)
+        return sum(book.pricer.collective_s(c, axes) for c in gathers)
+
+    gather = line_below(gather_s, most)  # a kernel is launched while others run: its bytes alone count
+    kernel_s = whole_s - gather_s(most)
+    return Line(least_s=gather.least_s, each_s=kernel_s / most + gather.each_s)
 
 
 def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:

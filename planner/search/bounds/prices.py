@@ -333,8 +333,9 @@ class PriceBook:
                 return self.reduction_s(count, strategy, axes, count if experts else 0)
 
             most = max(bucket // item, 1)
-            # What experts exchange with others in one bucket may be one message with the rest's.
-            line = Line(least_s=0.0, each_s=seconds(most) / most) if experts else line_below(seconds, most)
+            # What experts exchange may be one message with the rest's; to encode a few numbers takes no longer than to wait.
+            apart = not experts and not any(one not in ("", "none") for one in strategy.grad_sync.compression)
+            line = line_below(seconds, most) if apart else Line(least_s=0.0, each_s=seconds(most) / most)
             self._lines[key] = Line(least_s=line.least_s, each_s=line.each_s / item)
         return self._lines[key]
 
