@@ -163,7 +163,7 @@ def _attention(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tupl
         flops=fit.size(flops),
         bytes_moved=fit.size(moved),
     )
-    if not made.meta["requires_grad"]:
+    if not call.meta["backward"]:  # no gradient reaches it
         return (kernel,), ()
     # Backward reads what forward moved and the output's gradient, and writes the inputs' gradients.
     back = replace(
@@ -216,7 +216,7 @@ def _grouped(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tuple[
     backward = [
         replace(kernel, gradient_of=of, product=product)
         for (of, product), want in zip(halves, wanted, strict=True)
-        if want and made.meta["requires_grad"]
+        if want and call.meta["backward"]
     ]
     return (kernel,), tuple(backward)
 

@@ -7,6 +7,7 @@ that of an accelerator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,8 @@ def ctc_loss(
 ) -> torch.Tensor:
     """Same signature as torch.ctc_loss, whose reductions are none, mean and sum."""
     losses: torch.Tensor = CtcLoss.apply(log_probs, targets)
+    if zero_infinity:  # no loss of a text that does not fit into its sound
+        losses = torch.where(losses == math.inf, losses.new_zeros(()), losses)
     if reduction == 1:  # the mean of the losses by the lengths of their targets
         losses = losses / losses.new_empty(losses.shape)
     return (losses.clone, losses.mean, losses.sum)[reduction]()
