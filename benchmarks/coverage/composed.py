@@ -1,7 +1,8 @@
 """Runs a model on a CPU with what is priced, where torch's own kernels for CPUs do the same in another way.
 
 - Attention whose keys and values are of unlike widths, or whose bias is trained: torch has no fused kernel for that on a
-  CPU and writes it out, which keeps what no kernel of a GPU keeps.
+  CPU and writes it out, which keeps what no kernel of a GPU keeps. Under a mask the kernel of GPUs writes heads side by side,
+  that of CPUs as the query lies: what follows copies here and not there.
 - Recurrent layers: a kernel of a library runs all steps, keeps what is its own affair, and `flop_counter` does not see it.
 """
 
@@ -35,15 +36,19 @@ class Composed(OpenedFunctions):
         return super().__torch_function__(func, types_, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._fused and func is F.scaled_dot_product_attention and _is_written_out(*args, **kwargs):
+        if self._fused and func is F.scaled_dot_product_attention and _is_other(*args, **kwargs):
             self.replaced.add("attention")
             return fused_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _is_written_out(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **settings: Any) -> bool:
-    """Whether torch has no fused kernel for this call of attention on a CPU."""
-    return bool(torch._fused_sdp_choice(query, key, value, *rest, **settings) == SDPBackend.MATH.value)
+def _is_other(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **settings: Any
+) -> bool:
+    """Whether a CPU has no fused kernel for this call of attention, or one that lays out its result in another way."""
+    chosen = torch._fused_sdp_choice(query, key, value, attn_mask, *rest, **settings)
+    side_by_side = query.transpose(-3, -2).is_contiguous()
+    return bool(chosen == SDPBackend.MATH.value or (attn_mask is not None and not side_by_side))
 
 
 def fused_attention(

@@ -27,9 +27,9 @@ class Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-        if query.shape[-1] == value.shape[-1]:
+        if query.shape[-1] == value.shape[-1] and mask is None:
             out = torch.empty_like(query)  # the flash kernels return the query's layout
-        else:
+        else:  # the memory-efficient one heads side by side (meta__scaled_dot_product_efficient_attention in torch)
             out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(
                 -3, -2
             )

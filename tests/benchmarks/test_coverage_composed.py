@@ -52,28 +52,39 @@ def test_attention_keeps_what_the_kernel_of_gpus_keeps(width: int, mask: str) ->
 
 
 class Unlike(nn.Module):
-    """Attention with keys and values of unlike widths under a bias that is trained, between recurrent layers."""
+    """Attention with keys and values of unlike widths under a bias that is trained, or with a masked query that lies head by
+    head, after a recurrent layer; and every sample multiplied with every other one."""
 
-    def __init__(self, *, narrow: bool, biased: bool, recurrent: bool) -> None:
+    def __init__(
+        self, *, narrow: bool = False, biased: bool = False, by_head: bool = False, recurrent: bool = False,
+        contrastive: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         width = 4 if narrow else 8
         self.parts = nn.ModuleList(nn.Linear(16, 2 * w) for w in (8, 8, width))
         self.out = nn.Linear(2 * width, 16)
         self.bias = nn.Parameter(torch.randn(2, STEPS, STEPS)) if biased else None
+        self.by_head = by_head
+        self.against = nn.Linear(16, 16) if contrastive else None
         self.steps = nn.LSTM(16, 16, batch_first=True) if recurrent else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.steps is None else self.steps(x)[0]
         query, key, value = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in self.parts)
         bias = None if self.bias is None else self.bias + query.mean(-1, keepdim=True)
+        if self.by_head:
+            query, bias = query.contiguous(), torch.zeros(STEPS, STEPS)
         mixed = F.scaled_dot_product_attention(query, key, value, bias)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        mixed = self.out(mixed.transpose(1, 2).flatten(2))
+        return mixed if self.against is None else self.against(mixed[:, 0]) @ mixed[:, 1].t()
 
 
 CASES: Mapping[str, tuple[dict[str, Any], set[str]]] = {
     "as a CPU has it": ({}, set()),
     "unlike widths": ({"narrow": True}, {"attention"}),
     "a trained bias": ({"biased": True}, {"attention"}),
+    "a masked query that lies head by head": ({"by_head": True}, {"attention"}),
+    "samples against samples": ({"contrastive": True}, set()),
     "a recurrent layer": ({"recurrent": True}, {"lstm"}),
     "all of it": ({"narrow": True, "biased": True, "recurrent": True}, {"attention", "lstm"}),
 }
@@ -82,7 +93,7 @@ CASES: Mapping[str, tuple[dict[str, Any], set[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_captured_is_what_the_composition_keeps_and_computes(case: str) -> None:
     settings, replaced = CASES[case]
-    module = Unlike(**{"narrow": False, "biased": False, "recurrent": False} | settings)
+    module = Unlike(**settings)
     inputs = {"x": torch.randn(2, STEPS, 16)}
     graph, mode = capture(module, inputs, name=case), Composed(fused=True)
     assert graph_saved_bytes(graph, 2) == saved_bytes(module, inputs, mode)
@@ -90,3 +101,4 @@ def test_what_is_captured_is_what_the_composition_keeps_and_computes(case: str) 
     # Without it a CPU keeps other things, or there was nothing to replace.
     assert (graph_saved_bytes(graph, 2) == saved_bytes(module, inputs)) is (not replaced)
     assert graph.model_flops(2) == counted_flops(module, inputs)
+    assert not graph.warnings or "recurrent" in settings
