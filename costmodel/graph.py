@@ -29,19 +29,26 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """An affine function of the micro-batch: `const + per_sample * micro_batch`."""
+    """A function of the micro-batch: `const + per_sample * micro_batch + per_pair * micro_batch**2`.
+
+    Shapes are affine, `per_pair` is 0 there. FLOPs and bytes are not where every sample meets every other one, as in a
+    contrastive loss.
+    """
 
     const: int = 0
     per_sample: int = 0
+    per_pair: int = 0
 
     def at(self, micro_batch: int) -> int:
-        return self.const + self.per_sample * micro_batch
+        return self.const + (self.per_sample + self.per_pair * micro_batch) * micro_batch
 
     def __add__(self, other: Size) -> Size:
-        return Size(self.const + other.const, self.per_sample + other.per_sample)
+        return Size(
+            self.const + other.const, self.per_sample + other.per_sample, self.per_pair + other.per_pair
+        )
 
     def __mul__(self, factor: int) -> Size:
-        return Size(self.const * factor, self.per_sample * factor)
+        return Size(self.const * factor, self.per_sample * factor, self.per_pair * factor)
 
 
 ONCE = Size(1)

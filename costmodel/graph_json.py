@@ -95,10 +95,12 @@ def graph_hash(graph: ModelGraph) -> str:
     return digest.hexdigest()[:16]
 
 
-# -- writing: sizes are an integer where they are constant, else [const, per_sample] ------------------------------
+# -- writing: sizes are an integer where they are constant, else [const, per_sample], with per_pair where that is not 0
 
 
 def _size(size: Size) -> Any:
+    if size.per_pair:
+        return [size.const, size.per_sample, size.per_pair]
     return [size.const, size.per_sample] if size.per_sample else size.const
 
 

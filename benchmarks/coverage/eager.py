@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph
 from autoparallel.planner.capture.trees import mapped, plain, tensors
+from benchmarks.coverage.composed import Composed
 
 
 def with_numbers(inputs: Any) -> Any:
@@ -37,8 +39,9 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([t.sum() for t in differentiated(output)]).sum()
 
 
-def saved_bytes(module: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """Bytes of the distinct storages that autograd keeps in one forward, without parameters and buffers."""
+def saved_bytes(module: nn.Module, inputs: Mapping[str, Any], mode: Composed | None = None) -> int:
+    """Bytes of the distinct storages that autograd keeps in one forward, without parameters and buffers; with a `mode` those
+    of what it runs in the place of what torch has for CPUs alone."""
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, tuple[int, Tensor]] = {}
 
@@ -48,19 +51,20 @@ def saved_bytes(module: nn.Module, inputs: Mapping[str, Any]) -> int:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), mode or nullcontext():
         output = module(**inputs)
     del output
     return sum(size for size, _ in kept.values())
 
 
 def counted_flops(module: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """FLOPs of forward and backward as torch counts them, attention by the math kernel."""
+    """FLOPs of forward and backward as torch counts them, attention by the math kernel, recurrent layers step by step."""
     with (
         torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):
-        found = differentiated(module(**inputs))
+        with Composed(fused=False):
+            found = differentiated(module(**inputs))
         torch.autograd.backward(found, [torch.ones_like(t) for t in found])
     return int(counter.get_total_flops())
 

@@ -79,6 +79,9 @@ def _steps(by_step: Mapping[str, Sequence[Result]]) -> Iterable[tuple[str, int, 
         ("saved bytes equal to an eager run on a CPU", "saved"),
     ):
         yield name, len(exact), sum(r[key][0] == r[key][1] for r in exact if key in r)
+    composed = [r for r in exact if "composed" in r]
+    alike = sum(r["saved"][0] == r["saved"][1] for r in composed)
+    yield "… where a CPU has other kernels than those that are priced", len(composed), alike
     captured = {r["model"] for r in found}
     planned = [r for r in by_step.get("plan", ()) if r["model"] in captured]
     yield "of those captured, planned on 8 and on 64 devices", len(planned), sum(r["ok"] for r in planned)

@@ -17,6 +17,7 @@ from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.profiles import load_cluster
 from benchmarks.coverage import ranks
+from benchmarks.coverage.composed import Composed
 from benchmarks.coverage.defaults import with_proof
 from benchmarks.coverage.eager import counted_flops, graph_saved_bytes, saved_bytes, with_numbers
 from benchmarks.coverage.libraries import make
@@ -173,7 +174,8 @@ def _small(full: dict[str, Any], by: Smaller) -> tuple[nn.Module, Any, nn.Module
 
 
 def exact(entry: Entry) -> Result:
-    """FLOPs and saved bytes of a small model against what torch counts of the same model on the CPU."""
+    """FLOPs and saved bytes of a small model against what torch counts of the same model on the CPU. Where that has other
+    kernels than those that are priced (`composed.py`), the bytes of its own are told, too."""
     try:
         module, inputs, real, numbers = small_model(entry)
     except ValueError as error:
@@ -182,7 +184,9 @@ def exact(entry: Entry) -> Result:
     # torch's counter does not know products of experts.
     flops = graph.model_flops(SAMPLES) - _grouped_flops(graph)
     expected_flops = counted_flops(real, numbers)
-    saved, expected_saved = graph_saved_bytes(graph, SAMPLES), saved_bytes(real, numbers)
+    mode = Composed(fused=True)
+    saved, expected_saved = graph_saved_bytes(graph, SAMPLES), saved_bytes(real, numbers, mode)
+    apart = {"composed": sorted(mode.replaced), "saved_on_cpu": saved_bytes(real, numbers)}
     return {
         "ok": flops == expected_flops and saved == expected_saved,
         "ran": True,
@@ -193,6 +197,7 @@ def exact(entry: Entry) -> Result:
         ),
         "flops": [flops, expected_flops],
         "saved": [saved, expected_saved],
+        **(apart if mode.replaced else {}),
         "parameters": sum(p.numel() for p in real.parameters()),
     }
 

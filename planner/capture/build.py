@@ -91,7 +91,7 @@ def to_model_graph(
 def _warnings(fit: Fit, rules: Rules) -> tuple[str, ...]:
     found = []
     if fit.misses:
-        found.append(f"{fit.misses} sizes are not affine in the micro-batch; they are extrapolated")
+        found.append(f"{fit.misses} sizes are no known function of the micro-batch; they are extrapolated")
     if rules.missing:
         found.append(f"operators without a sharding rule are replicated: {', '.join(sorted(rules.missing))}")
     return tuple(found)

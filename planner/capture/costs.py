@@ -119,8 +119,8 @@ def _launched(row: Sequence[Launch], of: str, owner: OpKind, sizes: dict[str, in
         KernelSpec(
             kind=kind,
             dtype=row[0].outputs[0].dtype if row[0].outputs else row[0].inputs[0].dtype,
-            flops=fit.size([kernels.launch_flops(x) for x in row]),
-            bytes_moved=fit.size([kernels.launch_bytes(x) for x in row]),
+            flops=fit.cost([kernels.launch_flops(x) for x in row]),
+            bytes_moved=fit.cost([kernels.launch_bytes(x) for x in row]),
             product=product,
             gradient_of=of,
         ),
@@ -136,8 +136,8 @@ def _convolution_backward(row: Sequence[Launch], fit: Fit) -> _Kernels:
                 KernelSpec(
                     kind=OpKind.CONV,
                     dtype=row[0].inputs[0].dtype,
-                    flops=fit.size([p[0] for p in parts if p]),
-                    bytes_moved=fit.size([p[1] for p in parts if p]),
+                    flops=fit.cost([p[0] for p in parts if p]),
+                    bytes_moved=fit.cost([p[1] for p in parts if p]),
                     product=product,
                     gradient_of=of,
                 )
@@ -160,15 +160,15 @@ def _attention(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tupl
     kernel = KernelSpec(
         kind=OpKind.ATTENTION,
         dtype=tensor(made).dtype,
-        flops=fit.size(flops),
-        bytes_moved=fit.size(moved),
+        flops=fit.cost(flops),
+        bytes_moved=fit.cost(moved),
     )
-    if not made.meta["requires_grad"]:
+    if not call.meta["backward"]:  # no gradient reaches it
         return (kernel,), ()
     # Backward reads what forward moved and the output's gradient, and writes the inputs' gradients.
     back = replace(
         kernel,
-        flops=fit.size(gradient_flops),
+        flops=fit.cost(gradient_flops),
         bytes_moved=kernel.bytes_moved * 2,
         gradient_of="input",
     )
@@ -181,14 +181,14 @@ def _leaf(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
     forward = KernelSpec(
         kind=OpKind.LEAF,
         dtype=tensor(made[0]).dtype if made else "float32",
-        flops=fit.size([c.forward_flops for c in costs]),
-        bytes_moved=fit.size([c.moved_bytes for c in costs]),
+        flops=fit.cost([c.forward_flops for c in costs]),
+        bytes_moved=fit.cost([c.moved_bytes for c in costs]),
     )
     if not any(node.meta["requires_grad"] for node in made):
         return (forward,), ()
     backward = replace(
         forward,
-        flops=fit.size([c.backward_flops for c in costs]),
+        flops=fit.cost([c.backward_flops for c in costs]),
         bytes_moved=forward.bytes_moved * 2,
         gradient_of="input",
     )
@@ -207,8 +207,8 @@ def _grouped(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tuple[
     kernel = KernelSpec(
         kind=OpKind.GROUPED_GEMM,
         dtype=tensor(made).dtype,
-        flops=fit.size(flops),
-        bytes_moved=fit.size(moved),
+        flops=fit.cost(flops),
+        bytes_moved=fit.cost(moved),
         product="emnk",
     )
     wanted = [node.meta["requires_grad"] for node in tensor_inputs(call)[:2]]
@@ -216,7 +216,7 @@ def _grouped(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tuple[
     backward = [
         replace(kernel, gradient_of=of, product=product)
         for (of, product), want in zip(halves, wanted, strict=True)
-        if want and made.meta["requires_grad"]
+        if want and call.meta["backward"]
     ]
     return (kernel,), tuple(backward)
 

@@ -22,9 +22,10 @@ _NO_OVERRIDE = {
 _READ = frozenset({"__format__"})
 
 
-def _is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is that of one turn of `torch.vmap`, which has no storage of its own."""
-    return bool(torch._C._functorch.is_batchedtensor(tensor))
+def _is_mapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor among the arguments is that of one turn of `torch.vmap`, which has no storage of its own."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return inside and any(map(torch._C._functorch.is_batchedtensor, tensors((args, kwargs))))
 
 
 class OpenedFunctions(TorchFunctionMode):
@@ -49,7 +50,7 @@ class OpenedFunctions(TorchFunctionMode):
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_closed() or any(map(_is_mapped, tensors((args, kwargs)))):
+        if self.is_closed() or _is_mapped(args, kwargs):
             return func(
                 *args, **kwargs
             )  # inside of vmap: its operators are seen below, as constants of the trace

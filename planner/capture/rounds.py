@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.planner.capture.trees import mapped, tensors
+from autoparallel.planner.capture.trees import given_tensors, mapped, tensors
 
 # Equal rounds that are traced before the rest is counted. Kind: chosen; a loop over layers or levels has fewer.
 TRACED_ROUNDS = 16
@@ -35,6 +35,7 @@ class Made:
     given: Sequence[torch.Tensor]
     out: Any
     of_numbers: bool = False  # its results are numbers that the model's code may look at
+    func: Any = None  # what the model's code calls, where it is run as it is called
 
 
 @dataclass(slots=True)
@@ -89,11 +90,31 @@ class Skipped:
     calls: int = 0
     _results: dict[int, Any] = field(default_factory=dict)
     _hands_on: set[int] = field(default_factory=set)  # calls that return what they are given
+    _shapes: list[list[torch.Size]] = field(init=False)  # of what each call is given
+
+    def __post_init__(self) -> None:
+        self._shapes = [[t.shape for t in made.given] for made in self.last]
+
+    def repeated(self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the next call returns, where another of the rounds that are not run has returned it before; NotImplemented for
+        every other call. A scan makes hundred thousands of these: nothing else is done for them."""
+        if func is torch.Tensor.to and len(args) == 2 and args[1] is args[0].dtype and not kwargs:
+            return args[0]  # no call of any round: nothing is converted
+        place = self.calls % len(self.last)
+        made = self.last[place]
+        if made.func != func or self.calls < len(self.last) or made.of_numbers or place in self._hands_on:
+            return NotImplemented
+        if made.key[1:] != (path, *code_place()):
+            return NotImplemented
+        if [t.shape for t in given_tensors(args, kwargs)] != self._shapes[place]:
+            return NotImplemented
+        self.calls += 1
+        return self._results[place]
 
     def goes_on(self, key: Key, given: Sequence[torch.Tensor]) -> bool:
         """Whether a call is the next of the round."""
         made = self.last[self.calls % len(self.last)]
-        return made.key == key and [t.shape for t in made.given] == [t.shape for t in given]
+        return made.key == key and [t.shape for t in given] == self._shapes[self.calls % len(self.last)]
 
     def result(self, given: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
         """What the next call returns: what it is given where the traced one returned that, else tensors of the shapes;

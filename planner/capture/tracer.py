@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from autoparallel.planner.capture.nodes import Frame, Launch, SavedStorage, tens
 from autoparallel.planner.capture.opened import OpenedFunctions
 from autoparallel.planner.capture.pieces import JOINS, Pieces
 from autoparallel.planner.capture.rounds import Key, Made, Rounds, code_place
-from autoparallel.planner.capture.trees import leaves, mapped, named_arguments, plain, tensors
+from autoparallel.planner.capture.trees import given_tensors, leaves, mapped, named_arguments, plain, tensors
 from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.capture.whole import known_index, replacement
 from autoparallel.planner.capture.writer import Pending, Writer, meta_of
@@ -88,8 +89,21 @@ class Tracer(OpenedFunctions):
         """Inside a call that is noted, and in the backward pass."""
         return self._pending is not None or self._runs_backward
 
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        skipped = self.rounds.skipped if self.rounds else None
+        if skipped is not None and not self.is_closed():
+            result = skipped.repeated(func, self._frame.path, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return super().__torch_function__(func, types_, args, kwargs)
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model's code, and note it."""
+        called: Any = (
+            None if isinstance(func, types.FunctionType) else func
+        )  # Python is opened where it is called
         name = func.__name__
         if name in {"__get__", "__set__"}:
             name = getattr(func.__self__, "__name__", name)
@@ -97,11 +111,11 @@ class Tracer(OpenedFunctions):
             return self.meta_mode.numbers(name, *args)
         args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
         if name in JOINS and (joined := self.pieces.joined(name, args, kwargs)) is not None:
-            (func, args), kwargs = joined, {}
+            (func, args), kwargs, called = joined, {}, None
             name = func.__name__
         if name == "__getitem__":
             args = (args[0], known_index(args[1]))
-        given = tensors((args, kwargs))
+        given = given_tensors(args, kwargs)
         place = (name, self._frame.path, *code_place()) if self.rounds else ()
         run = partial(replacement(name) or func, *args, **kwargs)
         if (result := self._skipped(place, given, run)) is not NotImplemented:
@@ -137,7 +151,8 @@ class Tracer(OpenedFunctions):
             if not of_numbers and any(t.numel() and known(t) is not None for t in fresh):
                 self.rounds.stop()  # the model's code may look at the values
             else:
-                self.rounds.add(Made(key=place, call=call, given=given, out=out, of_numbers=of_numbers))
+                made = Made(key=place, call=call, given=given, out=out, of_numbers=of_numbers, func=called)
+                self.rounds.add(made)
         return out
 
     def _skipped(self, place: Key, given: list[torch.Tensor], run: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def _collect(tree: Any, found: list[Any]) -> None:
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, _CONTAINERS):
         for item in tree:
             _collect(item, found)
     elif isinstance(tree, dict):
@@ -29,8 +29,13 @@ def _collect(tree: Any, found: list[Any]) -> None:
         found.append(tree)
 
 
-# What has no tensors in it, by far the most of what is asked.
-_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+# In what no tensor is looked for, by far the most of what is asked.
+_ATOMS = frozenset(
+    {int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, torch.layout}
+)
+
+
+_CONTAINERS = (tuple, list)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -40,13 +45,22 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def given_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call."""
+    found: list[torch.Tensor] = []
+    _collect_tensors(args, found)
+    if kwargs:
+        _collect_tensors(kwargs.values(), found)
+    return found
+
+
 def _collect_tensors(items: Iterable[Any], found: list[torch.Tensor]) -> None:
     for item in items:
+        if type(item) in _ATOMS:
+            continue
         if isinstance(item, torch.Tensor):
             found.append(item)
-        elif type(item) in _ATOMS:
-            continue
-        elif isinstance(item, tuple | list):
+        elif isinstance(item, _CONTAINERS):
             _collect_tensors(item, found)
         elif isinstance(item, dict):
             _collect_tensors(item.values(), found)

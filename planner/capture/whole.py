@@ -7,6 +7,7 @@ that of an accelerator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,9 @@ class Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
-        if query.shape[-1] == value.shape[-1]:
+        if query.shape[-1] == value.shape[-1] and mask is None:
             out = torch.empty_like(query)  # the flash kernels return the query's layout
-        else:
+        else:  # the memory-efficient one heads side by side (meta__scaled_dot_product_efficient_attention in torch)
             out = query.new_empty((*batch, query.shape[-2], query.shape[-3], value.shape[-1])).transpose(
                 -3, -2
             )
@@ -156,6 +157,8 @@ def ctc_loss(
 ) -> torch.Tensor:
     """Same signature as torch.ctc_loss, whose reductions are none, mean and sum."""
     losses: torch.Tensor = CtcLoss.apply(log_probs, targets)
+    if zero_infinity:  # no loss of a text that does not fit into its sound
+        losses = torch.where(losses == math.inf, losses.new_zeros(()), losses)
     if reduction == 1:  # the mean of the losses by the lengths of their targets
         losses = losses / losses.new_empty(losses.shape)
     return (losses.clone, losses.mean, losses.sum)[reduction]()

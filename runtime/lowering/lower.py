@@ -163,13 +163,14 @@ def lower_module(
 ) -> Lowered:
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
-    `blocks` are the paths of its repeated blocks in model order, `recomputed_in_full` of which are recomputed
-    wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
+    `blocks` are the paths of its repeated blocks in the order in which they run (one that runs twice stands there twice),
+    `recomputed_in_full` of which are recomputed wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
     the model of which `module` is a stage. Every rank must hold the same values before (see
     `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
     `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
     get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
     """
+    blocks, recomputed_in_full = tuple(dict.fromkeys(blocks)), len(set(blocks[:recomputed_in_full]))
     sharded, zero = _units(strategy, mesh, dtypes)
     if dtypes.param != next((p.dtype for p in module.parameters() if p.is_floating_point()), dtypes.param):
         module.to(dtypes.param)

@@ -91,6 +91,9 @@ def recompute_blocks(
     """
     if mode not in MODES:
         raise UserError(f'recompute.mode = "{mode}": choose one of {", ".join(MODES)}')
+    assert len(set(blocks)) == len(blocks), (
+        "a checkpoint in a checkpoint of the same attention has wrong gradients"
+    )
     for position, path in enumerate(blocks):
         block = module.get_submodule(path)
         own = "full" if position < full else mode

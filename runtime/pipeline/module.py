@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.on_meta import with_batch
 from autoparallel.planner.expand.schedules import build_schedule, rank_of_stage
 from autoparallel.planner.strategy.types import GradSync, Strategy, TensorRule
 from autoparallel.runtime.experts.parallel import Sharing, experts_within
@@ -118,14 +119,12 @@ def _check_stages(strategy: Strategy, stages: int) -> None:
 
 
 def _one_micro_batch(example_inputs: Any, strategy: Strategy) -> Any:
-    """What one forward pass gets, where the examples hold this rank's share of the batch."""
-    micro = strategy.batch.micro
-    share = micro * strategy.micro_batches
-
-    def part(leaf: Tensor) -> Tensor:
-        return leaf[:micro] if leaf.dim() and leaf.shape[0] == share else leaf
-
-    return tree_map_only(Tensor, part, example_inputs)
+    """What one forward pass gets, of however many samples the example is: a model that counts its samples in Python (the labels
+    of a contrastive loss) is traced with as many as it is run with. Of one sample alone nobody knows which tensors have samples."""
+    sizes = [t.shape[0] for t in tree_leaves(example_inputs) if isinstance(t, Tensor) and t.dim()]
+    if sizes[:1] in ([], [1]):
+        return example_inputs
+    return with_batch(example_inputs, strategy.batch.micro, numbers=True)
 
 
 def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorRule, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autoparallel.costmodel.graph import ITEM_BYTES, ModelGraph, OpKind
-from benchmarks.coverage.eager import graph_saved_bytes as saved_bytes
-from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
+from autoparallel.costmodel.graph import OpKind
+from benchmarks.coverage import eager
+from benchmarks.coverage.composed import Composed
+from tests.capture.measured import counted_flops, show_saved
 from tests.capture.models import EXAMPLES, NAMES, SAMPLES, SEQ, captured
 
 EVERY = (*NAMES, *EXAMPLES)
@@ -14,28 +15,16 @@ EVERY = (*NAMES, *EXAMPLES)
 
 def test_saved_bytes_of_bert_with_one_sample_more_follow_the_affine_sizes() -> None:
     _, _, graph = captured("bert")
-    one, two, three = (saved_bytes(graph, b) for b in (1, 2, 3))
+    one, two, three = (eager.graph_saved_bytes(graph, b) for b in (1, 2, 3))
     assert three - two == two - one
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_saved_bytes_are_what_autograd_keeps(name: str) -> None:
     module, inputs, graph = captured(name)
-    expected = eager_saved_bytes(module, inputs) - _kept_by_the_math_kernel(graph)
-    assert saved_bytes(graph, SAMPLES) == expected, show_saved(graph)
-
-
-def _kept_by_the_math_kernel(graph: ModelGraph) -> int:
-    """On a CPU attention under a mask that needs a gradient (the position bias of T5's self-attention) runs
-    unfused: it keeps the probabilities, where a fused kernel keeps its output and one statistic a row."""
-    extra = 0
-    for link in graph.chain:
-        for op in graph.blocks[link.block].operators:
-            if op.kind is OpKind.ATTENTION and graph.name == "t5" and op.module.endswith("SelfAttention"):
-                size = {letter: size.at(SAMPLES) for letter, size in op.sizes}
-                rows = size["b"] * size["h"] * size["s"]
-                extra += rows * (size["t"] - size["v"] - 1) * ITEM_BYTES["float32"]
-    return extra
+    # Attention under a bias that is trained (of positions, in T5) has no fused kernel on a CPU.
+    expected = eager.saved_bytes(module, inputs, Composed(fused=True))
+    assert eager.graph_saved_bytes(graph, SAMPLES) == expected, show_saved(graph)
 
 
 @pytest.mark.parametrize("name", EVERY)

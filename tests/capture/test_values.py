@@ -86,6 +86,8 @@ def test_masks_over_the_square_of_a_long_sequence_and_samples_that_are_not_empty
 
 
 class _Recognised(nn.Module):
+    zero_infinity = False
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 5)
@@ -93,7 +95,8 @@ class _Recognised(nn.Module):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         scores = F.log_softmax(self.linear(x), dim=-1).transpose(0, 1)
         lengths = torch.full((len(x),), x.shape[1])
-        return F.ctc_loss(scores, targets, lengths, torch.full((len(x),), targets.shape[1]))
+        ends = torch.full((len(x),), targets.shape[1])
+        return F.ctc_loss(scores, targets, lengths, ends, zero_infinity=self.zero_infinity)
 
 
 def test_a_loss_over_alignments_keeps_what_torch_keeps() -> None:
@@ -236,11 +239,33 @@ def test_the_gradient_of_an_input_that_autograd_is_made_to_follow_counts() -> No
     assert capture(module, inputs, name="x").model_flops(2) == counted_flops(module, inputs)
 
 
-def test_a_loss_over_alignments_keeps_its_targets() -> None:
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_a_loss_over_alignments_keeps_its_targets_and_which_losses_are_infinite(zero_infinity: bool) -> None:
     class Twice(_Recognised):
         def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            self.zero_infinity = zero_infinity
             return super().forward(x, targets * 2)
 
     inputs = {"x": torch.randn(2, 6, 4), "targets": torch.ones(2, 3, dtype=torch.int64)}
     graph = capture(Twice(), inputs, name="x")
     assert graph_saved_bytes(graph, 2) == eager_saved_bytes(Twice(), inputs), show_saved(graph)
+
+
+class _Unread(nn.Module):
+    """Attention that follows parameters, but hands no gradient on: what it gives is rounded (a tokenizer of sound)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.trained = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, rounds in ((self.codes, True), (self.trained, False)):
+            heads = layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            x = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+            x = (x > 0).float() if rounds else x
+        return x
+
+
+def test_attention_that_no_gradient_reaches_has_no_backward_pass() -> None:
+    module, inputs = _Unread(), {"x": torch.randn(2, 6, 8)}
+    assert capture(module, inputs, name="x").model_flops(2) == counted_flops(module, inputs)

@@ -28,6 +28,7 @@ from autoparallel.costmodel.graph_json import GraphFileError, graph_from_json, g
 NAMES = st.text("abc.:_0", min_size=1, max_size=6)
 VALUES = NAMES.map("param:{}".format)  # others have to be made by an operator
 SIZES = st.builds(Size, st.integers(0, 9), st.integers(0, 9))
+COSTS = st.builds(Size, st.integers(0, 9), st.integers(0, 9), st.integers(0, 2))
 SPECS = st.builds(
     TensorSpec, shape=st.lists(SIZES, max_size=3).map(tuple), dtype=st.sampled_from(["float32", "int64"])
 )
@@ -42,8 +43,8 @@ KERNELS = st.builds(
     KernelSpec,
     kind=st.sampled_from(OpKind),
     dtype=st.just("float32"),
-    flops=SIZES,
-    bytes_moved=SIZES,
+    flops=COSTS,
+    bytes_moved=COSTS,
     product=st.sampled_from(["", "bmnk"]),
     gradient_of=st.sampled_from(["", "input", "weight"]),
 )
