@@ -145,20 +145,7 @@ class RankBounds:
         at_end_s = stepped_s + step_s * ends
         self.in_line = InLine.of(rows, rank, slower, reduces & alone, before * others_f + sends_s + at_end_s)
         self.passed = Passed.of(rows, rank, left_least_s * alone + at_end_s)
-        # After its last backward the stages before have theirs, of which a split one need not wait for weight gradients.
-        back, others_back = (
-            np.where(plain, whole, rows.beside(u.group_input_s * pace, rows.group_gather_s))
-            for whole, pace in ((b, slower), (others_b, 1.0))
-        )
-        head_s, tail_s = (
-            np.where(plain, whole, forward + inputs)
-            for whole, forward, inputs in (
-                (u.head_s, u.head_forward_s, u.head_input_s), (u.tail_s, u.tail_forward_s, u.tail_input_s),
-            )
-        )  # fmt: skip
-        self.drained_per_block_s = m * (f + back)
-        self.drained_base_s = m * (head_s * first + tail_s * last) + np.where(first, 0.0, head_s)
-        self.drained_base_s += before * (others_f + others_back) + 2 * sends_s + rows.ending_s()
+        self._drain(rows, slower, (f, b), (others_f, others_b), sends_s)
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
         whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
@@ -183,6 +170,26 @@ class RankBounds:
         )
         self.reduced_base_s += stepped_s + left_least_s
         self.recompute_s = m * u.recompute_s
+
+    def _drain(
+        self, rows: Rows, slower: Floats | float, own: tuple[Floats, Floats], others: tuple[Floats, Floats], sends_s: Floats,
+    ) -> None:  # fmt: skip
+        """After its last backward the stages before have theirs, of which a split one need not wait for weight gradients."""
+        u, m, plain, first = rows.table, rows.shapes.micro_batches, rows.plain, self.first
+        (f, b), (others_f, others_b) = own, others
+        back, others_back = (
+            np.where(plain, whole, rows.beside(u.group_input_s * pace, rows.group_gather_s))
+            for whole, pace in ((b, slower), (others_b, 1.0))
+        )
+        head_s, tail_s = (
+            np.where(plain, whole, forward + inputs)
+            for whole, forward, inputs in (
+                (u.head_s, u.head_forward_s, u.head_input_s), (u.tail_s, u.tail_forward_s, u.tail_input_s),
+            )
+        )  # fmt: skip
+        self.drained_per_block_s = m * (f + back)
+        self.drained_base_s = m * (head_s * first + tail_s * self.last) + np.where(first, 0.0, head_s)
+        self.drained_base_s += self.before * (others_f + others_back) + 2 * sends_s + rows.ending_s()
 
     def _memory(self, problem: Problem, rows: Rows, rank: Ints, pp: int) -> None:
         u, (rates, expert_rates) = rows.table, rates_of(problem, rows.shapes, rows.zero)
