@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.space.certificate import SpaceKey, space_of
 from autoparallel.planner.strategy.types import Strategy
 from benchmarks.random_problems.graphs import ROOT
 
@@ -78,7 +79,7 @@ def answer(problem: Problem, *, processes: int = 1) -> Answer:
     try:
         result = plan(problem, advise=False, progress=seen, processes=processes)
     except InfeasiblePlan as error:
-        return Answer(status="infeasible", message=str(error))
+        return Answer(status="infeasible", message=str(error), left_out=left_out_of(space_of(problem)))
     except SearchTimeout as error:
         return Answer(status="nothing found", message=str(error))
     except UserError as error:
@@ -92,17 +93,16 @@ def answer(problem: Problem, *, processes: int = 1) -> Answer:
         status=result.status, strategy=result.strategy, step_time_s=step, peak_bytes=result.prediction.peak_bytes,
         devices=result.prediction.devices, lower_bound_s=result.lower_bound_s, gap=result.gap,
         candidates=result.candidates, near_s=near, seconds=seconds,
-        left_out=left_out_of(result),
+        left_out=left_out_of(result.space),
     )  # fmt: skip
 
 
-def left_out_of(result: object) -> tuple[str, ...]:
-    """Keys that the answer's `space` says were left out: entries with `key` and `how`, "left-out: REASON"."""
+def left_out_of(space: Iterable[SpaceKey]) -> tuple[str, ...]:
+    """Keys that an answer's `space` says were left out: entries with `key` and `how`, "left-out: REASON"."""
     found = []
-    for entry in getattr(result, "space", ()):
-        said = entry if isinstance(entry, dict) else {"key": entry.key, "how": entry.how}
-        if str(said["how"]).startswith("left-out"):
-            found.append(str(said["key"]))
+    for entry in space:
+        if entry.how.startswith("left-out"):
+            found.append(entry.key)
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.errors import UserError
 from autoparallel.planner.explain.alternatives import smallest
 from autoparallel.planner.explain.constraints import without
@@ -102,6 +103,8 @@ def _devices_lack(outer: Outer, closest: Closest, given: str) -> str:
     if filled > problem.cluster.devices:
         state = "" if optimizer_offloaded(problem) else ", with the optimizer state,"
         text += f"; parameters and gradients{state} alone fill {filled:,} such devices"
+    if not host_capacity_bytes(problem.cluster):
+        text += "; nothing was offloaded, as the cluster does not state how much memory every host has (host.memory_bytes)"
     return text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.build import MAX_VIRTUAL_STAGES
 from autoparallel.planner.search.space.meshes import LEAST_TOKENS
@@ -71,6 +72,9 @@ def _left_out(problem: Problem, *, tables: bool) -> Mapping[str, str]:
         found["grad_sync.compression"] = "compression loses digits: allow_lossy permits it"
     if not problem.allow_lossy and "grad_sync.weights" not in problem.constraints:
         found["grad_sync.weights"] = "compression loses digits: allow_lossy permits it"
+    if not host_capacity_bytes(cluster):
+        unknown = "the cluster does not state how much memory every host has (host.memory_bytes)"
+        found |= dict.fromkeys(("offload.optimizer", "offload.activations"), unknown)
     if cluster.failures is None:
         found |= dict.fromkeys(_RECOVERY, "the cluster states no failures")
     if not tables:

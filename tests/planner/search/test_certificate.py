@@ -55,6 +55,15 @@ def test_each_key_says_what_was_done_about_it() -> None:
     assert (free["grad_sync.weights"].how[:8], lossy["grad_sync.weights"].how) == ("left-out", "searched")
 
 
+def test_offloading_is_left_out_where_a_hosts_memory_is_not_stated() -> None:
+    def told(cluster: str) -> list[str]:
+        problem = replace(PROBLEM, cluster=load_cluster(cluster))
+        return [one.how for one in space_of(problem) if one.key.startswith("offload.")]
+
+    assert told("a100-pcie-80gb:2x4") == ["searched"] * 2
+    assert all("host.memory_bytes" in how for how in told("l40s:1x4"))
+
+
 def test_compression_pays_below_its_break_even_and_not_above() -> None:
     strategy = plan(replace(PROBLEM, constraints={"mesh.tp": 1, "mesh.pp": 1})).strategy
     found = break_evens(replace(PROBLEM, lossy=("int8", "topk:0.01")), strategy)
