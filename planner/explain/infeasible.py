@@ -103,7 +103,8 @@ def _devices_lack(outer: Outer, closest: Closest, given: str) -> str:
     if filled > problem.cluster.devices:
         state = "" if optimizer_offloaded(problem) else ", with the optimizer state,"
         text += f"; parameters and gradients{state} alone fill {filled:,} such devices"
-    if not host_capacity_bytes(problem.cluster):
+    asked = any(key.startswith("offload.") for key in problem.constraints)
+    if not asked and not host_capacity_bytes(problem.cluster):
         text += "; nothing was offloaded, as the cluster does not state how much memory every host has (host.memory_bytes)"
     return text
 

@@ -25,6 +25,7 @@ from autoparallel.planner.strategy.types import Mesh
 
 Axes = tuple[Axis, ...]
 REDUCED = [EXCHANGED.index(name) for name in ("reduce_s", "reduce_expert_s")]
+UPDATED = [STEPPED.index(name) for name in ("step_s", "step_expert_s")]
 LEAST = ("reduce_s", "reduce_expert_s", "step_s", "step_expert_s")
 RATES = (*EXCHANGED, *STEPPED, "tied_s")  # columns of `Communication` that are numbers
 
@@ -133,7 +134,7 @@ class CommunicationPrices:
                 at = shapes.mesh[found.shape], found.order
                 exchanges = self.exchanges
                 each = exchanges.at_once(found) if zero == 3 else exchanges.rates(found)[:, REDUCED]
-                np.minimum.at(least, at, np.concatenate([each, exchanges.steps(found)[:, :2]], axis=1))
+                np.minimum.at(least, at, np.concatenate([each, exchanges.steps(found)[:, UPDATED]], axis=1))
         least[~np.isfinite(least)] = 0.0  # where no level is legal
         return Least(**{name: least[:, :, i] for i, name in enumerate(LEAST)})
 

@@ -151,7 +151,9 @@ class ExchangePrices:
             return (update_s(self.book, strategy, mesh_axes(strategy), whole, whole) / whole,)
 
         prices = np.zeros((len(found), len(STEPPED)))
-        prices[:, [0, 2]] = looked_up(self._stepped, keys(self.groups.shards), price, 2)
+        prices[:, [STEPPED.index(name) for name in ("step_s", "step_least_s")]] = looked_up(
+            self._stepped, keys(self.groups.shards), price, 2
+        )
         rows = np.flatnonzero(self._column("all_experts", found) > 0)  # then their shards are elsewhere
         if len(rows):
             known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
@@ -249,24 +251,27 @@ def _reduces(strategy: Strategy) -> bool:
 def update_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
     """To update so many parameters at once and to gather them again: experts and others are updated by one kernel, so
     that the rate of either is that of all."""
-    mode = strategy.execution.kernels
+    updated_s = _kernels_s(book, strategy, parameters, experts)
+    return updated_s + _gather_updated_s(book, strategy, axes, parameters, experts)
+
+
+def _kernels_s(book: PriceBook, strategy: Strategy, parameters: int, experts: int = 0) -> float:
     updates = state.optimizer_kernel(parameters, strategy, experts)
+    return sum(book.pricer.kernel_s(kernel, book.device, strategy.execution.kernels) for kernel in updates)
+
+
+def _gather_updated_s(
+    book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0
+) -> float:
     gathers = () if strategy.execution.late_gathers else state.updated_gather(parameters, strategy, experts)
-    step_s = sum(book.pricer.kernel_s(kernel, book.device, mode) for kernel in updates)
-    return step_s + sum(book.pricer.collective_s(c, axes) for c in gathers)
+    return sum(book.pricer.collective_s(c, axes) for c in gathers)
 
 
 def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> Line:
     """To update parameters that are no experts' and gather them again, up to so many: each stage does so once."""
-    whole_s = update_s(book, strategy, axes, most, 0)
-
-    def gather_s(count: int) -> float:
-        gathers = () if strategy.execution.late_gathers else state.updated_gather(count, strategy)
-        return sum(book.pricer.collective_s(c, axes) for c in gathers)
-
-    gather = line_below(gather_s, most)  # a kernel is launched while others run: its bytes alone count
-    kernel_s = whole_s - gather_s(most)
-    return Line(least_s=gather.least_s, each_s=kernel_s / most + gather.each_s)
+    gather = line_below(lambda count: _gather_updated_s(book, strategy, axes, count), most)
+    # A kernel is launched while others run: its bytes alone count.
+    return Line(least_s=gather.least_s, each_s=gather.each_s + _kernels_s(book, strategy, most) / most)
 
 
 def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:

@@ -160,7 +160,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     weight = prices.sums(lambda price: price.weight_s)
     end: tuple[Form, ...]
     end_weight: tuple[Form, ...]
-    left_s, left_weight_s = (_head_left_s(prices, work) for work in (_backward, _weight))
+    left, left_weight = (_head_left(prices, work) for work in (_backward, _weight))
     if strategy.grad_sync.overlap:
         # ZeRO-3 waits for the first gather, and reduces what the last link has when all is computed.
         last, whole = None, None
@@ -171,8 +171,8 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         end = (backward, *prices.beside(_backward, communicates, whole))
         end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s, last))
         if not every:
-            end = (*end, _more_first(prices.sums(lambda price: price.backward_s), left_s))
-            end_weight = (*end_weight, _more_first(weight, left_weight_s))
+            end = (*end, _more(prices.sums(lambda price: price.backward_s), left))
+            end_weight = (*end_weight, _more(weight, left_weight))
     else:
         end = (backward, prices.sums(lambda price: price.backward_s + price.reduce_s))
         end_weight = (weight, prices.sums(lambda price: price.weight_s + price.reduce_s))
@@ -191,8 +191,8 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         Quantity(forms=(_sends(problem, chain, book, strategy, prices),)),
         Quantity(forms=(_tied(book, chain, priced),)),
         *(
-            _left(prices, work, head_s, none=every, beside=strategy.grad_sync.overlap)
-            for work, head_s in ((_backward, left_s), (_weight, left_weight_s))
+            _left(prices, work, head, none=every, beside=strategy.grad_sync.overlap)
+            for work, head in ((_backward, left), (_weight, left_weight))
         ),
         Quantity(forms=(prices.sums(gather) if late else prices.constant(0),)),
     )
@@ -210,19 +210,14 @@ def _weight(price: BlockPrice) -> tuple[float, float]:
     return price.weight_s, 0.0
 
 
-def _head_left_s(prices: PricedChain, work: Work) -> float:
-    """What such a pass leaves at least of the reduction of the head's gradients, which are the last to be made."""
-    return max(sum(prices.left_s(price, work, price.reduce_s) for price in prices.head), 0.0)
+def _head_left(prices: PricedChain, work: Work) -> tuple[int, ...]:
+    """By chunk, what such a pass leaves at least of the reduction of the head's gradients, which are the last to be made."""
+    left_s = sum(prices.left_s(price, work, price.reduce_s) for price in prices.head)
+    return (floor(max(left_s, 0.0) * PS), *(0,) * (prices.chunks - 1))
 
 
-def _more_first(form: Form, seconds: float) -> Form:
-    """A form, and so many seconds more of the first chunk."""
-    first, *others = form.fixed
-    return replace(form, fixed=(first + floor(seconds * PS), *others))
-
-
-def _left(prices: PricedChain, work: Work, head_s: float, *, none: bool, beside: bool) -> Quantity:
-    """What is left of a chunk's reduction after such a pass, beside which it may run, of the head's `head_s` at least; `none` where
+def _left(prices: PricedChain, work: Work, head: Sequence[int], *, none: bool, beside: bool) -> Quantity:
+    """What is left of a chunk's reduction after such a pass, beside which it may run, of the `head`'s so much at least; `none` where
     each pass ends with it."""
     nothing = prices.constant(0)
     if none:
@@ -232,7 +227,7 @@ def _left(prices: PricedChain, work: Work, head_s: float, *, none: bool, beside:
         if beside
         else prices.sums(lambda price: price.reduce_s)
     )
-    least = _more_first(nothing, head_s)
+    least = _more(nothing, head)
     return Quantity(forms=(least, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (least,))
 
 

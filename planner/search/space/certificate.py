@@ -97,7 +97,7 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "offload.optimizer": "other shares than 0, 0.5 and 1 but for the plan itself",
         "offload.activations": "other shares than 0 and 1 but for the plan itself",
         "grad_sync.algorithm": "all but auto, unless for the plan itself, which may be hierarchical or have a parameter server",
-        "grad_sync.bucket_mib": "sizes but the smallest that wastes little of the network, unless for the plan itself",
+        "grad_sync.bucket_mib": "sizes but the one with which a stage's last backward and its reduction are likely to end first, unless for the plan itself",
         "grad_sync.overlap": "reductions that wait for the end, unless for the plan itself",
         "grad_sync.compression": f"methods other than {', '.join(problem.lossy or METHODS)}, and several at once",
         "grad_sync.weights": f"methods other than {', '.join(open_weights(problem))}",
