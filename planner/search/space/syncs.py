@@ -20,9 +20,8 @@ MIB = 2**20
 # Bucket sizes tried, MiB: torch's own (25, DistributedDataParallel) among them; larger ones for many ranks, where the hops of a
 # collective cost more than the bytes of a small bucket. Kind: chosen; steps of about two.
 BUCKETS_MIB = (5.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0)
-NO_WORSE = (
-    1.002  # times what the best bucket takes: torch's own, or a smaller one, is then taken. Kind: choice
-)
+# Times what the best bucket takes: torch's own, or a smaller one, is then taken. Kind: choice
+NO_WORSE = 1.002
 LIKELY_EFFICIENCY = 0.5  # of arithmetic, to tell what a backward may hide. Kind: choice
 # Methods tried where lossy ones are allowed and none is named: those that cost a small Llama less than 0.1 % of its loss
 # (benchmarks/compressed_training.py) and are no longer on the wire than another (fp16, fp8). Kind: measured.
@@ -111,10 +110,8 @@ def with_bucket(problem: Problem, strategy: Strategy) -> Strategy:
         return strategy
     item = state.dtype_bytes(strategy.execution.grad_dtype)
     stages, axes = mesh.pp * strategy.pipeline.virtual_stages, mesh_axes(strategy)
-    held, backward_s = (
-        max(problem.graph.parameter_count // (stages * mesh.tp), 1),
-        _last_backward_s(problem, strategy),
-    )
+    held = max(problem.graph.parameter_count // (stages * mesh.tp), 1)
+    backward_s = _last_backward_s(problem, strategy)
 
     def ends_s(mib: float) -> float:
         count = min(round(mib * MIB) // item, held)
@@ -123,10 +120,8 @@ def with_bucket(problem: Problem, strategy: Strategy) -> Strategy:
 
     ends = {mib: ends_s(mib) for mib in (GradSync().bucket_mib, *BUCKETS_MIB)}
     enough_s = min(ends.values()) * NO_WORSE
-    return replace(
-        strategy,
-        grad_sync=replace(sync, bucket_mib=next(mib for mib, end_s in ends.items() if end_s <= enough_s)),
-    )
+    best = next(mib for mib, end_s in ends.items() if end_s <= enough_s)
+    return replace(strategy, grad_sync=replace(sync, bucket_mib=best))
 
 
 def _last_backward_s(problem: Problem, strategy: Strategy) -> float:
