@@ -2,7 +2,8 @@
 
 A rank that waits for another knows nothing but that it waits. What the others are doing stands in their status files
 (`status.py`). Who is to blame is, in this order: who failed for a reason of its own, who is dead or silent, who cannot be
-reached (`reach.py`), who is furthest behind. A thread watches the time, as the main thread may be inside of a collective that never ends; it then ends the process.
+reached (`reach.py`), whom those name that gave up before, who is furthest behind. A rank that gave up because of others is
+never to blame, though it is gone. A thread watches the time, as the main thread may be inside of a collective that never ends; it then ends the process.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def from_peers(error: BaseException) -> bool:
 
 def verdict(statuses: Sequence[Status], rank: int | None = None) -> str | None:
     """Who is to blame, in words, with whom `rank` cannot reach; None where nobody stands out."""
-    failed = [s for s in statuses if s.problem]
-    dead = [s for s in statuses if not s.alive]
+    failed = [s for s in statuses if _failed(s)]
+    dead = [s for s in statuses if _dead(s)]
     if failed:
         return "; ".join(f"rank {s.rank} failed in {s.where}: {s.problem}" for s in failed)
     if dead:
@@ -60,13 +61,24 @@ def verdict(statuses: Sequence[Status], rank: int | None = None) -> str | None:
         )
     if rank is not None and (lost := not_reached(statuses, rank)):
         return _parted(statuses, rank, lost)
-    if not statuses:
+    if said := dict.fromkeys(s.problem for s in statuses if s.gave_up and s.problem):
+        return "; ".join(said)
+    here = [s for s in statuses if not s.gave_up]
+    if not here:
         return None
-    first = min((s.step, s.order) for s in statuses)
-    behind = [s for s in statuses if (s.step, s.order) == first]
-    if len(behind) == len(statuses):
+    first = min((s.step, s.order) for s in here)
+    behind = [s for s in here if (s.step, s.order) == first]
+    if len(behind) == len(here):
         return None
     return "; ".join(f"rank {s.rank} has not come further than {s.where}" for s in behind)
+
+
+def _failed(status: Status) -> bool:
+    return bool(status.problem) and not status.gave_up
+
+
+def _dead(status: Status) -> bool:
+    return not status.alive and not status.gave_up
 
 
 def _parted(statuses: Sequence[Status], rank: int, lost: Sequence[int]) -> str:
@@ -115,10 +127,12 @@ class Deadline:
         end = time.monotonic() + _LAST_WORDS_S
         while True:
             others = [s for s in read_statuses(self._folder) if s.rank != self._rank]
-            if any(s.problem or not s.alive for s in others) or time.monotonic() > end:
+            if any(s.problem or _dead(s) for s in others) or time.monotonic() > end:
                 break
             time.sleep(0.05)
-        said = verdict(others, self._rank) or f"no rank says why ({str(error).splitlines()[0]})"
+        said = verdict(others, self._rank)
+        self._status.gives_up(said or "")
+        said = said or f"no rank says why ({str(error).splitlines()[0]})"
         return RunBroken(f"{said}; the run goes on from its last checkpoint when it is started again")
 
     def _goes_on(self, limit: float) -> bool:
@@ -142,10 +156,9 @@ class Deadline:
             if limit is not None and self._by_action and self._goes_on(limit):
                 continue
             if limit is not None and self._limit == limit and time.monotonic() > limit:
-                said = (
-                    verdict(read_statuses(self._folder), self._rank)
-                    or "no rank is behind the others: a collective hangs in all"
-                )
+                found = verdict(read_statuses(self._folder), self._rank)
+                self._status.gives_up(found or "")
+                said = found or "no rank is behind the others: a collective hangs in all"
                 text = (
                     f"error: no {'action' if self._by_action else 'step'} in {self._timeout_s:.0f} s: {said}; the run goes on from its last checkpoint when it "
                     "is started again"

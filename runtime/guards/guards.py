@@ -75,9 +75,7 @@ class Guards:
         except Exception as error:
             self._deadline.over()
             if from_peers(error):
-                broken = self._deadline.broken(error)
-                self._status.failed("")
-                raise broken from error
+                raise self._deadline.broken(error) from error
             said = str(error).splitlines()[0] if str(error) else ""
             self._status.failed(f"{type(error).__name__}: {said}")
             raise

@@ -62,6 +62,8 @@ def _connects(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except ConnectionRefusedError:  # its host answers: the process is gone, the link is not
+        return True
     except OSError:
         return False
     return True

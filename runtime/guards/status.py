@@ -1,6 +1,7 @@
 """What every rank is doing, in one small file each: written without a system call, and still there when the rank is not.
 
-seconds since 1970 of the last sign of life, step, actions begun in it, stage, process, host, address, action, problem
+seconds since 1970 of the last sign of life, step, actions begun in it, stage, process, whether it gave up, host, address,
+action, problem
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from pathlib import Path
 
 from autoparallel.runtime.guards.reach import Beacon
 
-_LAYOUT = struct.Struct("<dqqqq64s64s64s512s")
+_LAYOUT = struct.Struct("<dqqqq?64s64s64s512s")
 # Signs of life a second, and after how long without one a rank is taken for dead, seconds. Kind: choice.
 BEAT_S, SILENT_S = 0.5, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """One rank: in `step`, `order` actions after its beginning, it began `action` of pipeline stage `stage`."""
+    """One rank: in `step`, `order` actions after its beginning, it began `action` of pipeline stage `stage`. Where it `gave_up`
+    because of others, `problem` is what it says of them; otherwise a problem is its own."""
 
     rank: int
     beat: float
@@ -31,6 +33,7 @@ class Status:
     order: int
     stage: int
     pid: int
+    gave_up: bool
     host: str
     address: str  # where it can be connected to (`reach.py`), or empty
     action: str
@@ -62,7 +65,7 @@ class StatusFile:
         self._beacon = Beacon()
         self._host, self._address = socket.gethostname().encode()[:64], self._beacon.address.encode()[:64]
         self._step = self._order = self._stage = 0
-        self._action, self._problem = b"start", b""
+        self._action, self._problem, self._gave_up = b"start", b"", False
         self._ended = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="signs of life")
@@ -83,6 +86,11 @@ class StatusFile:
         self._problem = problem.encode()[:512]
         self._write()
 
+    def gives_up(self, said: str) -> None:
+        """This rank ends because of others, as `said`: whoever finds it gone must not take it for the reason."""
+        self._gave_up = True
+        self.failed(said)
+
     def close(self) -> None:
         """No more signs of life."""
         self._ended.set()
@@ -90,7 +98,7 @@ class StatusFile:
         self._beacon.close()
 
     def _write(self) -> None:
-        now = time.time(), self._step, self._order, self._stage, os.getpid()
+        now = time.time(), self._step, self._order, self._stage, os.getpid(), self._gave_up
         _LAYOUT.pack_into(self._map, 0, *now, self._host, self._address, self._action, self._problem)
 
     def _beat(self) -> None:
@@ -104,12 +112,12 @@ def read_statuses(folder: Path) -> list[Status]:
     for path in sorted(folder.glob("rank-*")):
         content = path.read_bytes()
         if len(content) == _LAYOUT.size:
-            beat, step, order, stage, pid, *texts = _LAYOUT.unpack(content)
+            beat, step, order, stage, pid, gave_up, *texts = _LAYOUT.unpack(content)
             host, address, action, problem = (t.rstrip(b"\0").decode(errors="replace") for t in texts)
             found.append(
                 Status(
                     rank=int(path.name.removeprefix("rank-")), beat=beat, step=step, order=order, stage=stage, pid=pid,
-                    host=host, address=address, action=action, problem=problem,
+                    gave_up=gave_up, host=host, address=address, action=action, problem=problem,
                 )
             )  # fmt: skip
     return found

@@ -3,6 +3,7 @@ says of links that are slow, and down."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -105,8 +106,10 @@ def test_a_slow_link_is_named_with_what_it_costs_and_a_parted_network_on_every_r
     reached = [("0", "rank 1"), ("1", "ranks 0, 2"), ("2", "rank 1")]
     for (code, output), (rank, lost) in zip(outputs, reached, strict=True):
         assert code == 1
-        assert f"error: no step in {timeout_s} s: rank {rank} in step " in output
-        assert f" cannot reach {lost} (" in output
+        # whoever is first closes its connections: to the others the step has failed before its time is over
+        assert re.search(
+            rf"error: (no step in {timeout_s} s: )?rank {rank} in step [^;]* cannot reach {lost} \(", output
+        )
 
 
 def test_rank_correlation() -> None:

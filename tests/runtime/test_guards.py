@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -238,3 +241,24 @@ def test_who_is_behind_is_named_and_the_process_ends(
     assert broken.startswith("rank 1 failed in step 7, stage 2, F19: ValueError: no such token")
     for each in (deadline, ahead, behind):
         each.close()
+
+
+def test_who_gave_up_because_of_others_is_not_to_blame(tmp_path: Path) -> None:
+    files = [StatusFile(tmp_path, rank) for rank in range(4)]
+    files[2].gives_up("rank 3 has not come further than step 7, stage 0, F0")
+    statuses = read_statuses(tmp_path)
+    for file in files:
+        file.close()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    gave_up = replace(statuses[2], pid=gone.pid)
+    assert not gave_up.alive
+    reachable = [replace(status, address="") for status in statuses[:2]]
+    assert verdict([*reachable, gave_up], 0) == gave_up.problem
+    dead = replace(statuses[3], pid=gone.pid, step=7, action="F0")
+    said = verdict([*reachable, gave_up, dead], 0)
+    assert said is not None
+    assert said.startswith("rank 3 (process ")
+    assert "rank 2" not in said
+    # its port is closed, its host answers: the link is not down
+    assert verdict([*reachable, replace(gave_up, problem="")], 0) is None
