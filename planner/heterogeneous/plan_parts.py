@@ -29,6 +29,8 @@ from autoparallel.planner.score import completed, score
 from autoparallel.planner.search.bounds.outer import Outer, outer_of
 from autoparallel.planner.search.driver import Search, Stopped
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
+from autoparallel.planner.search.space.candidates import Candidate
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
 MOST_PLACED = (
@@ -40,6 +42,12 @@ OTHERS = (
 FEW = 3  # fewer placements of one network are searched without a glance at all. Kind: formula
 GLANCE = 100.0  # work (`Search.work`) that tells which placements to search first. Kind: formula
 MOST_ASSIGNED = 8  # strategies that are placed to find them
+BOUND_SHARE = 0.5  # of the work, for the bound of placements that are too many to look at; the rest is theirs. Kind: choice
+MOST_BEGINS = (
+    24  # strategies of that bound's search, the best ones, that are simulated on each placement. Kind: choice
+)
+
+Begins = tuple[tuple[Candidate, Strategy], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +72,24 @@ def plan_parts(
 ) -> PlanResult:
     """Search every part; the best of all, against the least of their bounds."""
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
-    waiting = deque(_promising_first(every_part(problem), expander, check))
+    promising = _promising_first(every_part(problem), expander, check)
+    waiting = deque[tuple[Part, Searched | None, Begins]]((*one, ()) for one in promising)
     done: list[Searched] = []
     errors: list[UserError] = []
     stopped, value = False, NOTHING
     while waiting:
-        part, glanced = waiting.popleft()
+        part, glanced, begins = waiting.popleft()
         try:
             outer = glanced.outer if glanced is not None else _outer(part, expander)
             if outer is None:
                 continue
             if part.worth is None:
-                share(1 + len(waiting), sum(one.search.work for one in done))
+                parts = 1 + len(waiting)
+                share(parts / BOUND_SHARE if part.loose else parts, sum(one.search.work for one in done))
             else:
                 share(1.0 if not done else (1 + len(waiting)) / OTHERS, 0.0)
             seen = glanced.search.seen if glanced is not None else ()
-            found = _search(part, outer, check, NOTHING if part.loose else value, seen)
+            found = _search(part, outer, check, NOTHING if part.loose else value, seen, begins)
         except UserError as error:  # such as a device that does not compute in the dtype
             errors.append(error)
             continue
@@ -88,16 +98,36 @@ def plan_parts(
             break
         done.append(found)
         if part.loose:
-            waiting.extendleft((one, None) for one in _placed(found))
+            waiting.extendleft((one, None, begins) for one, begins in _placed(found))
         else:
             value = min(value, found.search.value)
+    if not stopped:
+        _go_on(done, value, share)
     winners = [one for one in done if one.search.incumbent is not None and not one.part.loose]
     if not winners:
         raise _nothing(problem, done, errors, stopped=stopped, advise=advise)
     bound = (0.0, 0.0) if stopped and waiting else _bound(done)
     work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
     told = explain and not stopped
-    return _whole(problem, winners[-1], done, bound, work=work, explain=told, within=within)
+    return _whole(problem, min(winners, key=_value), done, bound, work=work, explain=told, within=within)
+
+
+def _value(winner: Searched) -> Value:
+    assert winner.search.incumbent is not None
+    return objective_value(winner.outer.problem, winner.search.incumbent)
+
+
+def _go_on(done: list[Searched], value: Value, share: Callable[[float, float], None]) -> None:
+    """What is left of the work goes to the parts that were stopped, the one with the least bound first."""
+    for before in sorted(done, key=lambda one: one.bound):
+        others = sum(one.search.work for one in done if one is not before)
+        if before.part.loose or not before.search.may_win(before.bound):
+            continue
+        share(1.0, others)
+        found = _run(before.part, before.search, value)
+        done.remove(before)
+        done.append(found)
+        value = min(value, found.search.value)
 
 
 def _promising_first(
@@ -146,8 +176,9 @@ def _same_nodes(one: Cluster, other: Cluster) -> bool:
     return one.groups == other.groups and one.network is not None and other.network is not None
 
 
-def _placed(loose: Searched) -> Iterator[Part]:
-    """The part on the nodes that suit its best strategies, as each of them talks."""
+def _placed(loose: Searched) -> Iterator[tuple[Part, Begins]]:
+    """The part on the nodes that suit its best strategies, as each of them talks; and the best of each candidate, to begin with
+    there."""
     network, outer = loose.part.problem.cluster.network, loose.outer
     assert network is not None
     fitting = sorted(filter(outer.fits, loose.search.seen), key=partial(objective_value, outer.problem))
@@ -156,7 +187,10 @@ def _placed(loose: Searched) -> Iterator[Part]:
         found.setdefault(assign(network, talks(outer.book.expander.program(one.strategy), network)))
         if len(found) == MOST_PLACED:
             break
-    yield from (on_nodes(loose.part, placement) for placement in reversed(found))
+    known = loose.search.sims.candidates
+    best = sorted(known, key=lambda one: objective_value(outer.problem, known[one]))[:MOST_BEGINS]
+    begins = tuple((one, known[one].strategy) for one in best)
+    yield from ((on_nodes(loose.part, placement), begins) for placement in reversed(found))
 
 
 def _outer(part: Part, expander: Expander) -> Outer | None:
@@ -175,11 +209,20 @@ def _search(
     check: Callable[[Search], None],
     value: Value,
     seen: Sequence[Evaluation] = (),
+    begins: Begins = (),
 ) -> Searched:
-    """Search a part below a value; `seen` are strategies that are known of it."""
+    """Search a part below a value; `seen` are strategies that are known of it, `begins` such as are simulated first."""
     search = Search(outer=outer, check=check, below=value)
     search.seen.extend(seen)
     search.consider(*seen)
+    for chosen, strategy in begins:
+        search.sims.try_elsewhere(chosen, strategy)
+    return _run(part, search, value)
+
+
+def _run(part: Part, search: Search, value: Value) -> Searched:
+    """Search a part below a value, from where an earlier search of it was stopped."""
+    outer, search.sims.value = search.outer, min(search.sims.value, value)
     search.ended()
     bound = search.bound()
     value_of = partial(objective_value, outer.problem)

@@ -37,6 +37,9 @@ TRIES = 4  # variants of one size tried until one fits
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 LAST_POLISHES = 3  # at the end of a search that proved its answer
 AGAIN = 4.0  # looks at what was looked at before get so much less of the work. Kind: choice
+MOST_SMALLEST = (
+    2000.0  # work on further ones of them, of each schedule, as long as nothing fits. Kind: choice
+)
 STARTS = 12  # strategies simulated before the search proper
 DUAL_SHARE = 1.0  # work of the dual half for each unit of the local search. Kind: measured
 SMALL = 512  # actions of a schedule that is simulated in a millisecond or two. Kind: measured
@@ -189,12 +192,19 @@ class Search:
                     break
         if left <= self.starts - ENOUGH:
             return
-        for chosen, bound_s in smallest_first(self.dual.upcoming, self.only, self.most_actions):
+        args = self.dual.upcoming, self.only, self.most_actions
+        for chosen, bound_s in smallest_first(*args):
             self.check(self)
             if left and chosen.size not in found and bound_s < self.sims.below_s(chosen.mesh.devices):
                 left -= 1
                 if self.sims.try_quickly(chosen) is not None:
                     found.add(chosen.size)
+        begun = self.work
+        for chosen, _ in smallest_first(*args, by_schedule=True) if self.sims.nothing_fits else ():
+            self.check(self)
+            if not self.sims.nothing_fits or self.work - begun > MOST_SMALLEST:
+                return
+            self.sims.try_quickly(chosen)
 
     def ended(self, rows: Ints | None = None) -> bool:
         """Search as `run` does; whether to the end."""

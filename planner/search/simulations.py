@@ -30,9 +30,11 @@ from autoparallel.planner.search.partition.problem import (
     with_less_room,
 )
 from autoparallel.planner.search.partition.quick import proportional, quick_partition
+from autoparallel.planner.search.partition.smallest import smallest_partition
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools
+from autoparallel.planner.strategy.types import Strategy
 
 FURTHER = 1.3  # times the incumbent up to which weights are sought, as other variants are to be bounded by them, too
 WORTH = (
@@ -58,6 +60,7 @@ class Simulations:
     errors: list[UserError] = field(default_factory=list)  # why candidates are no strategies at all
     weights: dict[object, list[PathWeights]] = field(default_factory=dict)  # of each schedule's paths
     broken: list[str] = field(default_factory=list)  # simulations below their bounds
+    _is_short: bool = False  # of memory: easily found partitions do not fit where others do
     _priced: int = 0  # settings whose prices are counted in the work
     _paths: dict[object, SchedulePaths] = field(default_factory=dict)
     _simulated: dict[tuple[Candidate, Partition], Evaluation] = field(default_factory=dict)
@@ -74,6 +77,11 @@ class Simulations:
     def spend(self, work: float) -> None:
         """Count work that was done elsewhere."""
         self.work += work
+
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether nothing is known that fits."""
+        return self.incumbent is None and self.value == NOTHING
 
     def may_win(self, bound: Value) -> bool:
         """Whether something with this bound could be better than the incumbent."""
@@ -135,9 +143,7 @@ class Simulations:
         """Simulate one partition of a candidate of which a bound is known; it is the incumbent if it fits and is better."""
         if (chosen, partition) in self._simulated:
             return self._simulated[chosen, partition]
-        self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions
-        self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
-        self.work += spending.PER_STAGE_SIMULATED * chosen.chunks
+        self._count_simulation(chosen)
         strategy = strategy_of(self.outer.problem, chosen, partition)
         found = evaluate(self.outer.book.expander, strategy, self._paths[chosen.schedule_key])
         self._simulated[chosen, partition] = found
@@ -145,6 +151,11 @@ class Simulations:
         self.seen.append(found)
         self.consider(found, chosen=chosen)
         return found
+
+    def _count_simulation(self, chosen: Candidate) -> None:
+        self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions
+        self.work += spending.PER_BLOCK_SIMULATED * len(self.outer.chain.kinds)
+        self.work += spending.PER_STAGE_SIMULATED * chosen.chunks
 
     def _hold_against(
         self, found: Evaluation, problem: StageProblem, partition: Partition, bound: Value
@@ -181,6 +192,17 @@ class Simulations:
             return other
         return found
 
+    def try_elsewhere(self, chosen: Candidate, strategy: Strategy) -> None:
+        """Simulate what was the best strategy of a candidate in another search, of the same devices otherwise placed."""
+        self._count_simulation(chosen)
+        try:
+            found = evaluate(self.outer.book.expander, strategy)
+        except UserError as error:
+            self.errors.append(error)
+            return
+        self.seen.append(found)
+        self.consider(found, chosen=chosen)
+
     def weigh(self, chosen: Candidate, problem: StageProblem) -> None:
         """Weigh the paths of a candidate's schedule as bounds it best, for all of its schedule to be bounded by; how its
         layers are divided then is a good start for all of them, too."""
@@ -199,6 +221,9 @@ class Simulations:
         whole = problem
         for _ in range(ROOMS_TRIED):
             partition = quick_partition(problem)
+            if partition is None and (self.nothing_fits or self._is_short):
+                partition = smallest_partition(problem, self.spend)
+                self._is_short |= partition is not None
             if partition is None:
                 return None
             found = self.simulate(chosen, whole, partition, bound)

@@ -11,7 +11,7 @@ from autoparallel.planner.search.bounds.outer import bound_variants, expand_quic
 from autoparallel.planner.search.open import Upcoming
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
-from autoparallel.planner.search.space.meshes import Bools, Ints, joined
+from autoparallel.planner.search.space.meshes import Bools, Ints, alike, joined
 
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
 VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
@@ -86,10 +86,14 @@ def unpipelined(
 
 
 def smallest_first(
-    upcoming: Upcoming, only: Callable[[Variants, Shapes], Bools] | None, most_actions: int | None
+    upcoming: Upcoming,
+    only: Callable[[Variants, Shapes], Bools] | None,
+    most_actions: int | None,
+    *,
+    by_schedule: bool = False,
 ) -> list[tuple[Candidate, float]]:
-    """Where memory is short: of the sizes of pp, tp and cp the variants that need least of it, with their bounds on time;
-    the least bound of a size first."""
+    """Where memory is short: of the sizes of pp, tp and cp (and of each schedule, where `by_schedule` asks for it) the variants that
+    need least of it, with their bounds on time; the least bound of a size first."""
     outer, space = upcoming.outer, upcoming.outer.space
     rows = outer.best_first(upcoming.rows, len(upcoming.rows), by_memory=True)
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
@@ -102,7 +106,10 @@ def smallest_first(
     found = found.take(np.flatnonzero(open_))
     least = bound_variants(outer, found, inf, memory=True)
     order = np.argsort(least.memory_bytes, kind="stable")
-    order = first_of_each(sizes[found.shape[order]], order, SMALLEST_EACH)
+    groups = sizes[found.shape]
+    if by_schedule:
+        groups = alike(groups, found.schedule, found.virtual_stages)[1]
+    order = first_of_each(groups[order], order, SMALLEST_EACH)
     order = order[np.argsort(least.time_s[order], kind="stable")]
     return [(candidate(space, found, int(row)), float(least.time_s[row])) for row in order]
 

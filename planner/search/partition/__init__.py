@@ -4,6 +4,7 @@
 - `forms.py`: what a chunk needs, as integer sums over its blocks; `peaks.py`: likewise its peaks of memory;
 - `paths.py`: paths through the timetable of a schedule; `moments.py`: rows of memory;
 - `sizes.py`: how many blocks a chunk may have; `unlike.py`: quantities of each device, where devices are unlike.
-- `quick.py`: partitions found quickly; `relaxation.py`: what none goes below, as a linear program; `solve.py`: the best one, by
-  looking at all that may be (`enumeration.py`), or by CP-SAT in numbers that it can multiply (`small_numbers.py`).
+- `quick.py`: partitions found quickly, `smallest.py`: likewise where memory is short; `relaxation.py`: what none goes below, as a
+  linear program; `solve.py`: the best one, by looking at all that may be (`enumeration.py`), or by CP-SAT in numbers that it can
+  multiply (`small_numbers.py`).
 """

@@ -74,7 +74,7 @@ def _fitting(problem: StageProblem, tried: Sequence[tuple[int, ...]]) -> list[Pa
     for blocks in dict.fromkeys(tried):
         partition = Partition(blocks=blocks, recomputed=problem.recomputed or (0,) * problem.chunks)
         if problem.recompute and problem.recomputed is None:
-            partition = _recomputed(problem, partition)
+            partition = recomputed_until_fit(problem, partition)
         if partition_fits(problem, partition):
             found.append(partition)
     return found
@@ -147,7 +147,7 @@ def _filled_from_behind(
     return tuple(blocks) if not left else None
 
 
-def _recomputed(problem: StageProblem, partition: Partition) -> Partition:
+def recomputed_until_fit(problem: StageProblem, partition: Partition) -> Partition:
     """Raise each chunk's number of recomputed blocks until every row over it fits, or nothing is left."""
     chunks_of = [sorted({chunk for _, chunk, _ in row.terms}) for row in problem.memory]
     most, known = list(partition.blocks), dict[tuple[int, int, int], int]()

@@ -47,6 +47,9 @@ FEW: dict[str, Any] = {
 }  # what is left takes no time
 
 
+LITTLE_WORK = 20.0  # less than the bound of placements alone takes
+
+
 def problem_of(cluster: Cluster, graph: Any = SMALL, batch: int = 8, **constraints: object) -> Problem:
     named = {key.replace("__", "."): value for key, value in constraints.items()}
     return Problem(graph=graph, cluster=cluster, global_batch=batch, constraints=named, execution=EAGER)
@@ -256,7 +259,11 @@ def test_more_nodes_than_can_be_tried_are_placed_by_the_solver_under_a_bound() -
         "mesh__cp": 1,
         "mesh__dp_replicate": 1,
     }
-    found = plan(problem_of(cluster, LARGE, 16, pipeline__schedule="1f1b", mesh__tp=1, **named))
+    problem = problem_of(cluster, LARGE, 16, pipeline__schedule="1f1b", mesh__tp=1, **named)
+    hurried = plan(problem, most_work=LITTLE_WORK)  # of which the bound leaves some to placements
+    assert hurried.strategy.mesh.placement
+    found = plan(problem)
+    assert found.prediction.step_time_s <= hurried.prediction.step_time_s
     assert found.lower_bound_s <= found.prediction.step_time_s
     assert found.prediction.step_time_s == pytest.approx(score(LARGE, cluster, found.strategy).step_time_s)
     asis = replace(found.strategy, mesh=replace(found.strategy.mesh, placement=tuple(range(16))))

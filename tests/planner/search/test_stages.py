@@ -27,6 +27,7 @@ from autoparallel.planner.search.partition.problem import (
     without_needless_recomputation,
 )
 from autoparallel.planner.search.partition.quick import balanced_blocks
+from autoparallel.planner.search.partition.smallest import smallest_partition
 from autoparallel.planner.search.partition.solve import solve_stages
 
 SECONDS, BYTES = 0, 1
@@ -214,6 +215,20 @@ def test_the_longest_chunk_of_a_balanced_partition_is_as_short_as_it_can_be(
     assert (found is not None) == bool(kept)
     if found is not None:
         assert longest(found) <= min(map(longest, kept)) * 1.001 + 1
+
+
+def test_where_memory_is_short_nearly_every_problem_that_can_be_partitioned_is() -> None:
+    can, found = 0, 0
+    for kinds, chunks, recompute in product(product((0, 1), repeat=5), (2, 3), (False, True)):
+        every = problem_of(kinds, chunks, capacity=10**9, recompute=recompute)
+        peaks = sorted({max(row_values(every, every.memory, one)) for one in partitions(every)})
+        for capacity in (*peaks[:6], peaks[0] - 1):
+            problem = replace(every, capacity_bytes=capacity)
+            partition = smallest_partition(problem, lambda _: None)
+            can += capacity >= peaks[0]
+            found += partition is not None
+            assert partition is None or partition_fits(problem, partition)
+    assert found > 0.9 * can, (found, can)
 
 
 @given(kinds=UNLIKE, capacity=st.integers(20, 200), lacking=st.tuples(st.integers(-9, 9), st.integers(-9, 9)))
