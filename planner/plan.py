@@ -40,6 +40,7 @@ from autoparallel.planner.problem import NOTHING, Problem, Value, objective_valu
 from autoparallel.planner.recovering import Expanders, with_recovery, without_recovery
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped, WorkDone
+from autoparallel.planner.search.headway import Watched
 from autoparallel.planner.search.space.certificate import space_of
 from autoparallel.planner.search.tensor_plans import search_tensor_plans
 
@@ -111,8 +112,8 @@ def plan(
         result = plan_tiers(problem, expander, on_devices, partial(watch.check_time, share=TIERS_SHARE))
     elif has_parts(problem):
         result = plan_parts(
-            without_tables(problem), watch.check, explain=explain, share=watch.share, within=within, advise=advise
-        )  # fmt: skip
+            without_tables(problem), watch.check, explain=explain, within=within, advise=advise
+        )
     else:
         bare = without_tables(problem)
         expander = expander or (Expander(bare.graph, bare.cluster) if problem.cluster.failures else None)
@@ -219,17 +220,17 @@ class _Watch:
             return True
         return False
 
-    def share(self, parts: float, done: float = 0.0) -> None:
-        """Divide the work that is left evenly among so many searches."""
-        self.most_work = max(self.whole_work - done, 0.0) / parts
+    def share(self, parts: float) -> None:
+        """Divide the work evenly among so many searches."""
+        self.most_work = self.whole_work / parts
 
-    def check(self, search: Search) -> None:
+    def check(self, search: Watched) -> None:
         """Called before every step of the search."""
         self.check_limits(search)
         if self.limit_s is None and self.worked_enough(search):
             raise WorkDone
 
-    def check_limits(self, search: Search) -> None:
+    def check_limits(self, search: Watched) -> None:
         """Likewise, of a search whose work is counted elsewhere."""
         now_s = time.monotonic()
         if self.interrupted or (self.limit_s is not None and now_s - self.started_s >= self.limit_s):
@@ -238,7 +239,7 @@ class _Watch:
             self.reported_s = now_s
             self.progress(_progress(search, now_s - self.started_s))
 
-    def say_advising(self, search: Search) -> None:
+    def say_advising(self, search: Watched) -> None:
         """Nothing fits: what comes now is the search for what would."""
         if self.progress is not None:
             told = _progress(search, time.monotonic() - self.started_s)
@@ -254,7 +255,7 @@ class _Watch:
         """Whether the user has no time left, by a limit or an interrupt."""
         return self.interrupted or self.limit_s is not None
 
-    def worked_enough(self, search: Search) -> bool:
+    def worked_enough(self, search: Watched) -> bool:
         """Whether the search has done all the work that it does without a time limit."""
         work, value, bound = search.work, search.value[0], search.bound()[0]
         search.headway.note(work, value, bound)
@@ -266,7 +267,7 @@ class _Watch:
         return search.settled and not search.headway.will_close(SMALL_GAP, lately, self.most_work - work)
 
 
-def _progress(search: Search, elapsed_s: float) -> Progress:
+def _progress(search: Watched, elapsed_s: float) -> Progress:
     candidates, bound = search.candidates, search.bound()[0]
     return Progress(
         phase="solve",

@@ -8,7 +8,7 @@ timed, so that equal problems get equal answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from math import inf
@@ -34,6 +34,9 @@ CLIMBS = 2  # neighbourhoods looked at before the incumbent is polished
 RIVALS = 3  # strategies polished beside the incumbent,
 NEAR = 1.05  # times as long as it at most: what polishing may take off them. Kind: measured
 TRIES = 4  # variants of one size tried until one fits
+MUCH_BETTER = (
+    0.7  # times what was found: the bound of a schedule that may take a second to lay out. Kind: choice
+)
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 LAST_POLISHES = 3  # at the end of a search that proved its answer
 AGAIN = 4.0  # looks at what was looked at before get so much less of the work. Kind: choice
@@ -77,6 +80,7 @@ class Search:
     taken: list[Search] = field(default_factory=list)  # searches of more of the space that belong to this one
     _climb: Climb = field(init=False)
     _begun: bool = False
+    _starting: Iterator[None] = field(init=False)  # what is left of the starts
     _proving: float = 0.0  # work of either half
     _climbing: float = field(init=False)
     _polished: Evaluation | None = None
@@ -102,19 +106,24 @@ class Search:
         try:
             self._run(rows)
         except WorkDone:
-            if self._to_polish() and self.climbs:
-                work = self.work
-                self._polish()
-                self.sims.work = work  # what other searches have left is as it was
+            self.finish()
             raise
+
+    def finish(self) -> None:
+        """Polish what was found, once the work is done."""
+        if self._to_polish() and self.climbs:
+            work = self.work
+            self._polish()
+            self.sims.work = work  # what other searches have left is as it was
 
     def _run(self, rows: Ints | None) -> None:
         if not self._begun:
             self.open(rows)
             self._begun = True
-            if self.starts:
-                self._start()
-            self.sims.value = min(self.sims.value, self.rival)
+            self._starting = self._start() if self.starts else iter(())
+        for _ in self._starting:
+            self.check(self)
+        self.sims.value = min(self.sims.value, self.rival)
         while True:
             self.sims.count_prices()
             self.check(self)
@@ -170,12 +179,13 @@ class Search:
         near = sorted(values, key=lambda one: values[one])[:RIVALS]
         return [own, *near] if own is not None and self.incumbent is not self._polished else near
 
-    def _start(self) -> None:
-        """Simulate easily found partitions of promising variants, so that the rest has something to be measured by."""
+    def _start(self) -> Iterator[None]:
+        """Simulate easily found partitions of promising variants, so that the rest has something to be measured by; before each it
+        may be stopped."""
         alone, looked_at = unpipelined(self.dual.upcoming, self.only)
         self.sims.work += spending.PER_START * looked_at
         for chosen, bound_s in alone:
-            self.check(self)
+            yield
             if bound_s < self.sims.below_s(chosen.mesh.devices):
                 self.sims.try_quickly(chosen)
         promises, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.most_groups)
@@ -183,28 +193,43 @@ class Search:
         left, found = self.starts, set[object]()
         for promised in promises:
             for chosen, bound_s in promised[:TRIES] if left else ():
-                self.check(self)
+                yield
                 if not bound_s < self.sims.below_s(chosen.mesh.devices):
                     continue
                 if self.sims.try_quickly(chosen) is not None:
                     left -= 1
                     found.add(chosen.size)
                     break
+        yield from self._start_large()
         if left <= self.starts - ENOUGH:
             return
         args = self.dual.upcoming, self.only, self.most_actions
         for chosen, bound_s in smallest_first(*args):
-            self.check(self)
+            yield
             if left and chosen.size not in found and bound_s < self.sims.below_s(chosen.mesh.devices):
                 left -= 1
                 if self.sims.try_quickly(chosen) is not None:
                     found.add(chosen.size)
         begun = self.work
         for chosen, _ in smallest_first(*args, by_schedule=True) if self.sims.nothing_fits else ():
-            self.check(self)
+            yield
             if not self.sims.nothing_fits or self.work - begun > MOST_SMALLEST:
                 return
             self.sims.try_quickly(chosen)
+
+    def _start_large(self) -> Iterator[None]:
+        """Likewise of the most promising schedule that takes long to lay out, where it may be much better than what was found."""
+        if self.most_actions is not None:
+            return
+        promises, looked_at = starts(self.dual.upcoming, self.only, None, self.most_groups, large=True)
+        self.sims.work += spending.PER_START * looked_at
+        every = sorted((one for promised in promises for one in promised), key=lambda one: one[1])
+        for chosen, bound_s in every[:TRIES]:
+            yield
+            if not bound_s < self.sims.below_s(chosen.mesh.devices) * MUCH_BETTER:
+                return
+            if self.sims.try_quickly(chosen) is not None:
+                return
 
     def ended(self, rows: Ints | None = None) -> bool:
         """Search as `run` does; whether to the end."""

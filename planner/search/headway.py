@@ -1,9 +1,12 @@
-"""Whether it is worth while to search on: what was found and proved of late."""
+"""Whether it is worth while to search on: what was found and proved of late; and what may be asked of one that runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
+
+from autoparallel.planner.problem import Value
 
 EVERY = 100.0  # work between two notes
 BETTER = 0.002  # share by which a strategy must be shorter to count as found
@@ -30,3 +33,29 @@ class Headway:
         closed = (bound - before[2]) / value  # since then, against the best strategy of now
         open_ = 1 - bound / value - gap
         return open_ * (work - before[0]) <= closed * more
+
+
+class Watched(Protocol):
+    """A search that runs, or several, as its limits and its progress see it."""
+
+    headway: Headway
+
+    @property
+    def work(self) -> float: ...
+
+    @property
+    def value(self) -> Value: ...
+
+    @property
+    def incumbent(self) -> object | None: ...
+
+    @property
+    def candidates(self) -> int: ...
+
+    @property
+    def solved(self) -> int: ...
+
+    @property
+    def settled(self) -> bool: ...
+
+    def bound(self) -> Value: ...

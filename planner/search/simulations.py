@@ -208,7 +208,7 @@ class Simulations:
         layers are divided then is a good start for all of them, too."""
         below_s = self.below_s(chosen.mesh.devices)
         weights, planes = weigh(problem, self.paths(chosen), below_s * FURTHER)
-        walked = spending.PER_ACTION_WALKED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
+        walked = spending.PER_ACTION_PLANNED * chosen.actions + spending.PER_CHUNK_PLANNED * chosen.chunks
         self.work += planes * (spending.PER_PLANE + walked)
         known = self.weights.setdefault(chosen.schedule_key, [])
         if weights is not None:

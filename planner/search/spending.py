@@ -15,8 +15,9 @@ PER_TENSOR_BLOCK = 4.0  # a distinct block priced with a tensor-parallel plan of
 PER_PLACE = (
     30.0  # a setting priced where blocks do not communicate with neighbours, most of it its tensor plan
 )
-PER_PLANE = 0.7  # of a schedule's paths weighed, and for each chunk and action walked
-PER_CHUNK_PLANNED = 0.03
+PER_PLANE = 0.45  # of a schedule's paths weighed, and for each chunk
+PER_CHUNK_PLANNED = 0.01
+PER_ACTION_PLANNED = 0.00004  # and action of it
 PER_RELAXATION = 2.5  # of a stage problem
 PER_STAGE_PROBLEM = 0.6  # and more
 PER_CHUNK = 0.2  # for each of its chunks

@@ -20,7 +20,8 @@ UNPIPELINED = 16  # variants without a pipeline that are simulated
 UNPIPELINED_SHAPES = 384  # whose variants are bounded for it,
 UNPIPELINED_BOUNDED = 4096  # the first of these rank by rank
 MOST_SHAPES = 512  # in all whose variants are bounded to start with a pipeline
-MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out. Kind: measured
+MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out, and
+MOST_LARGE = 40_000  # still larger ones over a second. Kind: measured
 
 
 def starts(
@@ -28,16 +29,19 @@ def starts(
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
     most_groups: int | None,
+    *,
+    large: bool = False,
 ) -> tuple[list[list[tuple[Candidate, float]]], int]:
     """For each size of pp, tp and cp, of the variants of its most promising shapes those with the least bounds, and these
     bounds: the best of each micro-batch, as what fits depends on that; the most promising size first. And how many variants
-    were looked at. Not more than `most_groups` sizes."""
+    were looked at. Not more than `most_groups` sizes; those whose schedules take long to lay out only where `large` asks for them."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
     actions = 2 * chunks * space.shapes.micro_batches[found.shape]
-    open_ = np.isfinite(bounds.time_s) & (actions <= (most_actions or MOST_ACTIONS))
+    few = actions <= (most_actions or MOST_ACTIONS)
+    open_ = np.isfinite(bounds.time_s) & (~few & (actions <= MOST_LARGE) if large else few)
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
     kept = np.flatnonzero(open_)
