@@ -23,7 +23,7 @@ from autoparallel.planner.search.headway import Headway
 from autoparallel.planner.search.improve.climb import Climb
 from autoparallel.planner.search.improve.details import improve_details
 from autoparallel.planner.search.improve.partitions import improve_partition
-from autoparallel.planner.search.improve.starts import smallest_first, starts, unpipelined
+from autoparallel.planner.search.improve.starts import Promises, smallest_first, starts, unpipelined
 from autoparallel.planner.search.partition.solve import EFFORT
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Shapes, Variants
@@ -188,7 +188,9 @@ class Search:
             yield
             if bound_s < self.sims.below_s(chosen.mesh.devices):
                 self.sims.try_quickly(chosen)
-        promises, looked_at = starts(self.dual.upcoming, self.only, self.most_actions, self.most_groups)
+        promises, large, looked_at = starts(
+            self.dual.upcoming, self.only, self.most_actions, self.most_groups
+        )
         self.sims.work += spending.PER_START * looked_at
         left, found = self.starts, set[object]()
         for promised in promises:
@@ -200,7 +202,7 @@ class Search:
                     left -= 1
                     found.add(chosen.size)
                     break
-        yield from self._start_large()
+        yield from self._start_large(large)
         if left <= self.starts - ENOUGH:
             return
         args = self.dual.upcoming, self.only, self.most_actions
@@ -217,12 +219,8 @@ class Search:
                 return
             self.sims.try_quickly(chosen)
 
-    def _start_large(self) -> Iterator[None]:
+    def _start_large(self, promises: Promises) -> Iterator[None]:
         """Likewise of the most promising schedule that takes long to lay out, where it may be much better than what was found."""
-        if self.most_actions is not None:
-            return
-        promises, looked_at = starts(self.dual.upcoming, self.only, None, self.most_groups, large=True)
-        self.sims.work += spending.PER_START * looked_at
         every = sorted((one for promised in promises for one in promised), key=lambda one: one[1])
         for chosen, bound_s in every[:TRIES]:
             yield

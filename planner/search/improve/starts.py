@@ -7,11 +7,11 @@ from math import inf
 
 import numpy as np
 
-from autoparallel.planner.search.bounds.outer import bound_variants, expand_quickly
+from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
 from autoparallel.planner.search.open import Upcoming
 from autoparallel.planner.search.space.build import Shapes, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
-from autoparallel.planner.search.space.meshes import Bools, Ints, alike, joined
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, joined
 
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
 VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank
@@ -24,29 +24,40 @@ MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second
 MOST_LARGE = 40_000  # still larger ones over a second. Kind: measured
 
 
+Promises = list[list[tuple[Candidate, float]]]
+
+
 def starts(
     upcoming: Upcoming,
     only: Callable[[Variants, Shapes], Bools] | None,
     most_actions: int | None,
     most_groups: int | None,
-    *,
-    large: bool = False,
-) -> tuple[list[list[tuple[Candidate, float]]], int]:
+) -> tuple[Promises, Promises, int]:
     """For each size of pp, tp and cp, of the variants of its most promising shapes those with the least bounds, and these
-    bounds: the best of each micro-batch, as what fits depends on that; the most promising size first. And how many variants
-    were looked at. Not more than `most_groups` sizes; those whose schedules take long to lay out only where `large` asks for them."""
+    bounds: the best of each micro-batch, as what fits depends on that; the most promising size first. Likewise of those whose
+    schedules take long to lay out, unless `most_actions` says how long these may be. And how many variants were looked at. Not
+    more than `most_groups` sizes."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
     actions = 2 * chunks * space.shapes.micro_batches[found.shape]
-    few = actions <= (most_actions or MOST_ACTIONS)
-    open_ = np.isfinite(bounds.time_s) & (~few & (actions <= MOST_LARGE) if large else few)
+    open_ = np.isfinite(bounds.time_s)
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
-    kept = np.flatnonzero(open_)
-    kept = kept[outer.communication.inner_placements(found.take(kept)) == 0]
-    kept = kept[np.argsort(bounds.time_s[kept], kind="stable")]
+    open_ &= outer.communication.inner_placements(found) == 0
+    few = actions <= (most_actions or MOST_ACTIONS)
+    large = ~few & (actions <= MOST_LARGE) & (most_actions is None)
+    first, then = (
+        _promises(outer, found, bounds.time_s, np.flatnonzero(open_ & some), sizes) for some in (few, large)
+    )
+    return first, then, len(found)
+
+
+def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: Ints) -> Promises:
+    """Of the variants `kept`, which take so long at least, those that promise most."""
+    space = outer.space
+    kept = kept[np.argsort(time_s[kept], kind="stable")]
     both = joined(sizes[found.shape[kept]], space.shapes.micro[found.shape[kept]])
     kept = first_of_each(both, kept, VARIANTS_EACH)
     time_s = bound_variants(outer, found.take(kept), inf).time_s
@@ -60,7 +71,7 @@ def starts(
         promises.setdefault(int(sizes[found.shape[row]]), []).append(
             (candidate(space, found, row), float(time_s[at]))
         )
-    return list(promises.values()), len(found)
+    return list(promises.values())
 
 
 def unpipelined(
