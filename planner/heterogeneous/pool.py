@@ -31,6 +31,7 @@ from autoparallel.profiles.hardware import Cluster
 BEST, LEAST, LEAD = "best", "least", "lead"
 FINDING, PROVING = (BEST, LEAST, BEST, LEAD), (LEAD, BEST, LEAD, LEAST)
 LATELY = 1500.0  # work
+UNFOUND = 2.0  # times its bound: what may be found of a part of which nothing is. Kind: choice
 GLANCE = 100.0  # work (`Search.work`) that tells what a part promises. Kind: choice
 SLICE = 250.0  # and of each turn after it. Kind: choice
 MOST_PLACED = 4  # placements with which no more are sought, of those that are too many to look at. Kind: choice: seconds each
@@ -65,6 +66,11 @@ class Searched:
         """Of its best strategy."""
         found = self.search.incumbent
         return NOTHING if found is None else objective_value(self.outer.problem, found)
+
+    @property
+    def promise(self) -> float:
+        """The objective of its best strategy, or what may well be found where there is none yet."""
+        return UNFOUND * self.search.bound()[0] if self.search.incumbent is None else self.own_value[0]
 
     @property
     def best(self) -> Evaluation | None:
@@ -167,7 +173,7 @@ class Pool:
         found_lately = self.work - self._found_at < LATELY
         match (FINDING if found_lately else PROVING)[self._turns % len(FINDING)] if moving else LEAD:
             case "best":
-                return min(moving, key=lambda one: one.own_value)
+                return min(moving, key=lambda one: one.promise)
             case "least":
                 return min(moving, key=lambda one: one.search.work)
             case _:

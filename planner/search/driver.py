@@ -177,7 +177,16 @@ class Search:
             if one != own and one not in self._was_polished and value[0] <= self.value[0] * NEAR:
                 values[one] = value
         near = sorted(values, key=lambda one: values[one])[:RIVALS]
-        return [own, *near] if own is not None and self.incumbent is not self._polished else near
+        if own is None or self.incumbent is self._polished or self._is_far_behind():
+            return near
+        return [own, *near]
+
+    def _is_far_behind(self) -> bool:
+        """Whether something much better than the incumbent is known elsewhere."""
+        return (
+            self.incumbent is not None
+            and objective_value(self.outer.problem, self.incumbent)[0] > self.value[0] * NEAR
+        )
 
     def _start(self) -> Iterator[None]:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by; before each it
