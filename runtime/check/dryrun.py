@@ -39,7 +39,7 @@ from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
 from autoparallel.runtime.check.optimizer_state import optimizer_bytes
 from autoparallel.runtime.check.small_values import SmallValues
-from autoparallel.runtime.check.traffic import TrafficRecorder, group_names
+from autoparallel.runtime.check.traffic import TrafficRecorder, dispatch_group, group_names
 from autoparallel.runtime.dtensor_private import unseen_propagation
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
@@ -192,7 +192,7 @@ class _Step:
         self._mesh, self._dtypes = mesh, dtypes
         self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy)
         self._leaves_whole = self._splits and has_whole_passes(strategy)
-        self._axes = group_names(mesh, strategy.shard.zero)
+        self._axes, self._dispatch = group_names(mesh, strategy.shard.zero), dispatch_group(mesh)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
@@ -336,7 +336,7 @@ class _Step:
     def _counting(self, stage: int, action: str, often: int = 1, *, half: str = "") -> Iterator[None]:
         gc.collect()  # what the action before left in cycles
         self._live.begin()
-        with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
+        with TrafficRecorder(self._axes, self._module, self._parts, self._dispatch) as recorder:
             yield
         self._note_lived(stage, half or action, self._live.end())
         if self._leaves_whole and action == "B":
