@@ -106,6 +106,9 @@ UNITS = {
     "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
     "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
     "experts inside a block of which products are kept": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="operators"))),
+    "experts of one rank alone, cast for a step": ("mixtral-8x7b", _sharded(Mesh(dp_shard=2, ep=2), 1, 4, CAST)),
+    "experts of one rank alone, cast for a pass": ("mixtral-8x7b", _sharded(Mesh(dp_shard=2, ep=2), 3, 3, CAST)),
+    "experts of one rank alone, over tp": ("mixtral-8x7b", _sharded(Mesh(tp=2, ep=2), 0, 4, CAST)),
     "experts inside a block": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="full"))),
 }  # fmt: skip
 
