@@ -164,6 +164,22 @@ class BlockWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """What reductions of a stage's gradients hold beside them, bytes, where they copy what they send or receive.
+
+    By link, in the stage's order: `beside` the fullest moment of its last backward, and when that is over (`after`); then go copies of
+    its parameters that stood all through the step before (`gone`). `left` stays when the stage's last backward is over; `ending` is
+    the most while the step waits for all of them.
+    """
+
+    beside: tuple[int, ...]
+    after: tuple[int, ...]
+    gone: tuple[int, ...]
+    left: int
+    ending: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
     """A stage (chunk): runs of equal blocks in model order, what it hands to the next stage, and its state.
 
@@ -188,6 +204,7 @@ class StageWork:
     tied_reduce: tuple[
         Collective, ...
     ] = ()  # once a step: gradients of tensors tied across stages, and of shards over replicas
+    under_way: UnderWay | None = None  # None: reductions run in the gradients' own buffers
     received: Collective | None = (
         None  # after a message, either way: joins the shares of tensor-parallel ranks
     )
