@@ -49,6 +49,7 @@ class ActivationProfile:
     forward: Peak
     backward: Peak
     weight: Peak
+    first_half: Peak | None = None  # of a split backward, which keeps what W needs; None: not looked at
     # The last backward of a step, or its second half, beside which gradients are reduced.
     last_backward: Peak = Peak()
     last_weight: Peak = Peak()
@@ -142,15 +143,15 @@ def _heaviest(states: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def activation_profile(
-    stage: StageWork, *, reduce_every_micro: bool, flat: bool = False, shards: Sequence[int] = ()
-) -> ActivationProfile:
+    stage: StageWork, *, reduce_every_micro: bool, flat: bool = False, shards: Sequence[int] = (), halves: bool = False
+) -> ActivationProfile:  # fmt: skip
     """Walk the blocks of a stage forward and backward once.
 
     The gather of the next block and the reduction of the last one run beside a block, as FSDP2 has them, and all of a
     block's gradients are counted beside the whole of its backward: plans are on the safe side. `flat` is FSDP1 to the
     byte: gradients stand where they are made until the pass is over, and are then copied into one tensor, the
     parameters still there; no reduction is under way beside the next block. `shards`: bytes of each block's share of
-    gradients where it appears only when it is reduced, as in a step of one micro-batch.
+    gradients where it appears only when it is reduced, as in a step of one micro-batch. `halves`: some backwards are split.
 
     Source: torch/distributed/fsdp/_flat_param.py, whose parameters are views of one, so that their gradients are joined.
     """
@@ -162,6 +163,8 @@ def activation_profile(
     weight = _weight_peak(links[::-1], weight_saved, reductions[::-1])
     unmade = list(shards) or made
     backward = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat)
+    kept = [_weight_saved(block) for block in links]
+    half = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat, kept=kept[::-1]) if halves else None  # fmt: skip
     last_weight, last = weight, backward
     if stage.under_way is not None:
         under_way = _in_backward_order(stage.under_way)
@@ -176,6 +179,7 @@ def activation_profile(
         forward=_forward_peak(links, sum(unmade), stage.input_bytes),
         backward=backward,
         weight=weight,
+        first_half=half,
         last_backward=last,
         last_weight=last_weight,
     )
@@ -233,22 +237,24 @@ def _forward_peak(links: Sequence[BlockWork], unmade: int, handed: int) -> Peak:
 
 def _backward_peak(
     links: Sequence[BlockWork], saved: int, reductions: Sequence[int], unmade: Sequence[int], flat: bool,
-    under_way: Sequence[tuple[int, int]] = (),
+    under_way: Sequence[tuple[int, int]] = (), kept: Sequence[int] = (),
 ) -> Peak:  # fmt: skip
-    """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done. `under_way`: beside each,
-    and when it is done."""
+    """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done, but for what is `kept`.
+    `under_way`: beside each, and when it is done."""
     gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
     held, reducing, left, gone = saved, 0, sum(unmade), 0
     peaks = [Peak(0, 0, 0, -sum(block.passing_bytes for block in links))]  # when it is over
     for number, block in enumerate(links):
         temp = block.backward_temp_bytes
+        if kept and block.half_temp_bytes is not None:
+            temp = block.half_temp_bytes
         if flat and block.standing_temp_bytes is not None:
             temp = max(block.standing_temp_bytes - reductions[number], block.left_bytes)
         beside = gathers[number + 1] + messages[number + 1] + (0 if flat else reducing)
         beside += under_way[number][0] if under_way else 0
         whole = gathers[number] + reductions[number] + beside + min(temp, 0)  # not all of it at one moment
         peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole, -left, -gone))
-        held += block.waiting_bytes - block.saved_bytes
+        held += block.waiting_bytes - block.saved_bytes + (kept[number] if kept else 0)
         left -= unmade[number]
         gone += block.passing_bytes
         reducing = reductions[number]
@@ -322,6 +328,8 @@ def _peak_in(state: LiveState, profiles: Sequence[ActivationProfile], *, last: b
     own = profiles[state.stage]
     backward, weight = (own.last_backward, own.last_weight) if last else (own.backward, own.weight)
     peak = {K.FORWARD: own.forward, K.BACKWARD_WEIGHT: weight}.get(state.kind, backward)
+    if state.kind is K.BACKWARD_INPUT and own.first_half is not None:
+        peak = max(peak, own.first_half, key=_total)  # no less than a whole one: it is what bounds say
     return Peak(held + peak.activations, peak.buffers, peak.gradients - unmade, peak.parameters)
 
 
@@ -350,9 +358,10 @@ def memory_by_rank(
 ) -> tuple[StageMemory, ...]:  # fmt: skip
     """Peak memory of every pipeline rank, from `live_states` of each; and from its actions where reductions hold more than gradients."""
     known: dict[int, ActivationProfile] = {}
+    halves = any(state.kind is K.BACKWARD_INPUT for own in states for state in own)
     for stage in stages:
         if id(stage) not in known:
-            known[id(stage)] = activation_profile(stage, reduce_every_micro=reduce_every_micro)
+            known[id(stage)] = activation_profile(stage, reduce_every_micro=reduce_every_micro, halves=halves)
     profiles = [known[id(stage)] for stage in stages]
     copies = any(stage.under_way is not None for stage in stages)
     ends = [ending_states(actions) for actions in ranks] if copies else [()] * len(states)

@@ -118,7 +118,7 @@ class BlockWork:
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
-    Where W is a backward pass of its own it runs `weight_again`, too.
+    In the first half of a split backward (I) its peak is `half_temp_bytes`. Where W is a backward pass of its own it runs `weight_again`, too.
     In the second half of a split backward (W) `weight_temp_bytes` are gradients of weights while they are made, above what is kept for
     that; `weight_reduced_bytes` they and what is reduced, when that has gone.
     `made_bytes` are gradients that are there once its backward is over, and not before; `passing_bytes` parameters that come
@@ -140,6 +140,7 @@ class BlockWork:
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
     standing_temp_bytes: int | None = None  # None: not known
+    half_temp_bytes: int | None = None  # None: that of a whole backward
     left_bytes: int = 0
     waiting_bytes: int = 0
     made_bytes: int = 0

@@ -285,3 +285,13 @@ def test_what_reductions_hold_stands_beside_the_last_backward_and_those_of_stage
 @settings(max_examples=30, deadline=None)
 def test_reductions_that_hold_more_never_lower_a_peak(left: int, more: int) -> None:
     assert _ending_beside(left + more).peak >= _ending_beside(left).peak
+
+
+def test_a_first_half_keeps_what_the_second_needs_of_blocks_that_have_run() -> None:
+    """Two blocks that are run again (300 each) and keep 80 of that: the second one beside what the first one keeps."""
+    one = block(10, recomputed_bytes=300, weight_saved_bytes=80)
+    work = stage((one, 2))
+    found = activation_profile(work, reduce_every_micro=False, halves=True).first_half
+    assert found is not None
+    assert found.activations == 10 + 300 + 80
+    assert activation_profile(work, reduce_every_micro=False).backward.activations == 20 + 300
