@@ -48,7 +48,8 @@ def peak_of(
     before = strategy.micro_batches > 1  # of a micro-batch before the last one there are gradients already
     lasting = whole + sum(lowered[s].gradient_bytes if before else lowered[s].buffer_bytes for s in stages)
     best, flying = Peak(bytes=0.0, action="", module=""), 0
-    for action in program.ranks[rank]:
+    ends = {action.stage: n for n, action in enumerate(program.ranks[rank]) if action.kind in _PASSES}
+    for number, action in enumerate(program.ranks[rank]):
         name = _PASSES.get(action.kind)
         if name is None:
             continue
@@ -60,13 +61,23 @@ def peak_of(
             flying -= saved
             continue
         seen = name if name in lived else "B"
-        held = state + lasting + flying + lived[seen].peak
+        ends_here = ends[action.stage] == number
+        live = lived.get(f"last {seen}", lived[seen]) if ends_here else lived[seen]
+        held = state + lasting + flying + live.peak
         if name == "F" and not before and gathers:
             held -= lowered[action.stage].gathered_bytes  # gathered in this very pass, which saw them come
         if held > best.bytes:
-            best = Peak(bytes=held, action=seen, module=lived[seen].module)
+            best = Peak(bytes=held, action=seen, module=live.module)
         left = lived["I"].kept if "I" in lived else 0  # by the first half: less what it freed
         flying += {"F": saved, "B": -saved, "I": left, "W": -saved - left}[name]
+        if ends_here:
+            flying += lowered[action.stage].under_way_bytes
+    for s in stages:
+        waiting = lowered[s].live.get("REDUCE_GRAD")
+        if waiting is not None and state + lasting + flying + waiting.peak > best.bytes:
+            held = state + lasting + flying + waiting.peak
+            best = Peak(bytes=held, action="REDUCE_GRAD", module=waiting.module)
+        flying -= lowered[s].under_way_bytes
     return best
 
 

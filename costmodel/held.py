@@ -15,7 +15,9 @@ def held(program: Program, states: Sequence[Sequence[LiveState]], cluster: Clust
     """The memory of a program on a cluster, from the `memory.live_states` of each of its pipeline ranks."""
     stages = program.stages
     return Held(
-        memory=memory_by_rank(states, stages, reduce_every_micro=program.reduce_every_micro),
+        memory=memory_by_rank(
+            states, stages, reduce_every_micro=program.reduce_every_micro, ranks=program.ranks
+        ),
         capacities_bytes=capacities_bytes(program, cluster),
         host_bytes=fullest_host_bytes(program, host_bytes_by_rank(states, stages), cluster),
         host_capacity_bytes=host_capacity_bytes(cluster),

@@ -10,7 +10,7 @@ to a reduction of every micro-batch live too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from autoparallel.costmodel.compression import wire_bytes
 from autoparallel.costmodel.prediction import StageMemory
-from autoparallel.costmodel.program import Action, ActionKind, BlockWork, CollectiveOp, StageWork
+from autoparallel.costmodel.program import Action, ActionKind, BlockWork, CollectiveOp, StageWork, UnderWay
 
 K = ActionKind
 _HOLDS = frozenset({K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT})  # or lets go of
@@ -49,6 +49,10 @@ class ActivationProfile:
     forward: Peak
     backward: Peak
     weight: Peak
+    first_half: Peak | None = None  # of a split backward, which keeps what W needs; None: not looked at
+    # The last backward of a step, or its second half, beside which gradients are reduced.
+    last_backward: Peak = Peak()
+    last_weight: Peak = Peak()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,40 @@ class LiveState:
     stage: int
     kind: ActionKind
     held: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndingState:
+    """A state at the end of a step, when the last backward of some stage runs, or of the stages that are `over` has run."""
+
+    state: LiveState
+    last: bool  # of its stage
+    over: tuple[int, ...]
+
+
+def ending_states(actions: Sequence[Action]) -> tuple[EndingState, ...]:
+    """The states in which the actions of one rank run from the first that is the last backward of its stage."""
+    stages = sorted({action.stage for action in actions})
+    held = {stage: [0, 0] for stage in stages}  # full, from I to W
+    ends = {a.stage: n for n, a in enumerate(actions) if a.kind in _HOLDS}
+    seen: dict[EndingState, None] = {}
+    over: list[int] = []
+    for number, action in enumerate(actions):
+        kind, own, last = action.kind, held[action.stage], ends.get(action.stage) == number
+        if kind not in _HOLDS:
+            continue
+        if kind is not K.FORWARD:
+            own[kind is K.BACKWARD_WEIGHT] -= 1
+        if last or over:
+            state = LiveState(
+                action.stage, kind, tuple((s, full, weight) for s, (full, weight) in held.items())
+            )
+            seen[EndingState(state, last, tuple(over))] = None
+        own[0] += kind is K.FORWARD
+        own[1] += kind is K.BACKWARD_INPUT
+        if last:
+            over.append(action.stage)
+    return tuple(seen)
 
 
 def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
@@ -105,15 +143,15 @@ def _heaviest(states: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def activation_profile(
-    stage: StageWork, *, reduce_every_micro: bool, flat: bool = False, shards: Sequence[int] = ()
-) -> ActivationProfile:
+    stage: StageWork, *, reduce_every_micro: bool, flat: bool = False, shards: Sequence[int] = (), halves: bool = False
+) -> ActivationProfile:  # fmt: skip
     """Walk the blocks of a stage forward and backward once.
 
     The gather of the next block and the reduction of the last one run beside a block, as FSDP2 has them, and all of a
     block's gradients are counted beside the whole of its backward: plans are on the safe side. `flat` is FSDP1 to the
     byte: gradients stand where they are made until the pass is over, and are then copied into one tensor, the
     parameters still there; no reduction is under way beside the next block. `shards`: bytes of each block's share of
-    gradients where it appears only when it is reduced, as in a step of one micro-batch.
+    gradients where it appears only when it is reduced, as in a step of one micro-batch. `halves`: some backwards are split.
 
     Source: torch/distributed/fsdp/_flat_param.py, whose parameters are views of one, so that their gradients are joined.
     """
@@ -125,8 +163,15 @@ def activation_profile(
     weight = _weight_peak(links[::-1], weight_saved, reductions[::-1])
     unmade = list(shards) or made
     backward = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat)
+    kept = [_weight_saved(block) for block in links]
+    half = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat, kept=kept[::-1]) if halves else None  # fmt: skip
+    last_weight, last = weight, backward
+    if stage.under_way is not None:
+        under_way = _in_backward_order(stage.under_way)
+        last = _backward_peak(links[::-1], saved, reductions[::-1], unmade[::-1], flat, under_way)
+        last_weight = _weight_peak(links[::-1], weight_saved, reductions[::-1], under_way)
     if any(block.weight_again for block in links):  # W is a whole pass
-        weight = max(weight, backward, key=_total)
+        weight, last_weight = max(weight, backward, key=_total), max(last_weight, last, key=_total)
     return ActivationProfile(
         saved=saved,
         weight_saved=weight_saved,
@@ -134,7 +179,19 @@ def activation_profile(
         forward=_forward_peak(links, sum(unmade), stage.input_bytes),
         backward=backward,
         weight=weight,
+        first_half=half,
+        last_backward=last,
+        last_weight=last_weight,
     )
+
+
+def _in_backward_order(found: UnderWay) -> list[tuple[int, int]]:
+    """Bytes that reductions hold beside each link and when it is over, less what has gone by then."""
+    gone, pairs = 0, []
+    for beside, after, own in reversed([*zip(found.beside, found.after, found.gone, strict=True)]):
+        pairs.append((beside - gone, after - gone - own))
+        gone += own
+    return pairs
 
 
 def _weight_saved(block: BlockWork) -> int:
@@ -179,41 +236,56 @@ def _forward_peak(links: Sequence[BlockWork], unmade: int, handed: int) -> Peak:
 
 
 def _backward_peak(
-    links: Sequence[BlockWork], saved: int, reductions: Sequence[int], unmade: Sequence[int], flat: bool
-) -> Peak:
-    """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done."""
+    links: Sequence[BlockWork], saved: int, reductions: Sequence[int], unmade: Sequence[int], flat: bool,
+    under_way: Sequence[tuple[int, int]] = (), kept: Sequence[int] = (),
+) -> Peak:  # fmt: skip
+    """Largest moment of a backward: `links` in backward order, each freeing what it saved when it is done, but for what is `kept`.
+    `under_way`: beside each, and when it is done."""
     gathers, messages = [*map(_gather_bytes, links), 0], [*map(_message_bytes, links), 0]
     held, reducing, left, gone = saved, 0, sum(unmade), 0
     peaks = [Peak(0, 0, 0, -sum(block.passing_bytes for block in links))]  # when it is over
     for number, block in enumerate(links):
         temp = block.backward_temp_bytes
+        if kept and block.half_temp_bytes is not None:
+            temp = block.half_temp_bytes
         if flat and block.standing_temp_bytes is not None:
             temp = max(block.standing_temp_bytes - reductions[number], block.left_bytes)
         beside = gathers[number + 1] + messages[number + 1] + (0 if flat else reducing)
+        beside += under_way[number][0] if under_way else 0
         whole = gathers[number] + reductions[number] + beside + min(temp, 0)  # not all of it at one moment
         peaks.append(Peak(held + block.recomputed_bytes + max(temp, 0), whole, -left, -gone))
-        held += block.waiting_bytes - block.saved_bytes
+        held += block.waiting_bytes - block.saved_bytes + (kept[number] if kept else 0)
         left -= unmade[number]
         gone += block.passing_bytes
         reducing = reductions[number]
+        if under_way:
+            peaks.append(Peak(held, under_way[number][1], -left, -gone))
     return max(peaks, key=_total)
 
 
-def _weight_peak(links: Sequence[BlockWork], saved: int, reductions: Sequence[int]) -> Peak:
+def _weight_peak(
+    links: Sequence[BlockWork],
+    saved: int,
+    reductions: Sequence[int],
+    under_way: Sequence[tuple[int, int]] = (),
+) -> Peak:
     """Largest moment of the second half of a split backward, `links` in backward order: the gradients of a block's weights are made,
     beside the last reduction, and are reduced when what was kept for them has gone."""
+    sums = under_way or [(0, 0)] * len(links)
     if not any(block.weight_temp_bytes for block in links):
-        return Peak(saved, max(map(sum, pairwise([*reductions, 0])), default=0))
+        return Peak(
+            saved, max(map(sum, pairwise([*reductions, 0])), default=0) + max(map(max, sums), default=0)
+        )
     held, reducing, peaks = (
         saved,
         0,
         [Peak(saved, max(reductions, default=0))],
     )  # and not less: it is what bounds say
-    for block, reduction in zip(links, reductions, strict=True):
-        peaks.append(Peak(held + block.weight_temp_bytes, reducing))
+    for block, reduction, (beside, after) in zip(links, reductions, sums, strict=True):
+        peaks.append(Peak(held + block.weight_temp_bytes, reducing + beside))
         held -= _weight_saved(block)
         if block.weight_reduced_bytes:
-            peaks.append(Peak(held, block.weight_reduced_bytes))
+            peaks.append(Peak(held, block.weight_reduced_bytes + after))
             reducing = reduction
     return max(peaks, key=_total)
 
@@ -223,26 +295,19 @@ def _total(peak: Peak) -> int:
 
 
 def rank_memory(
-    rank: int, states: Sequence[LiveState], stages: Sequence[StageWork], profiles: Sequence[ActivationProfile]
-) -> StageMemory:
-    """Bytes of one rank by component at its peak; they sum to `peak`."""
+    rank: int, states: Sequence[LiveState], stages: Sequence[StageWork], profiles: Sequence[ActivationProfile],
+    ends: Sequence[EndingState] = (),
+) -> StageMemory:  # fmt: skip
+    """Bytes of one rank by component at its peak; they sum to `peak`. `ends`: where reductions hold more than gradients."""
     own = sorted({stage for state in states for stage, _, _ in state.held})
     parameters = sum(stages[stage].parameter_bytes for stage in own)
     gradients = sum(stages[stage].gradient_bytes for stage in own)
     optimizer = sum(stages[stage].optimizer_bytes for stage in own)
     static_buffers = sum(stages[stage].buffer_bytes for stage in own)
-    peaks = []
-    for state in states:
-        held = sum(
-            full * profiles[stage].saved + weight * profiles[stage].weight_saved
-            for stage, full, weight in state.held
-        )
-        unmade = sum((full + weight) * profiles[stage].unmade for stage, full, weight in state.held)
-        profile = profiles[state.stage]
-        peak = {K.FORWARD: profile.forward, K.BACKWARD_WEIGHT: profile.weight}.get(
-            state.kind, profile.backward
-        )
-        peaks.append(Peak(held + peak.activations, peak.buffers, peak.gradients - unmade, peak.parameters))
+    peaks = [_peak_in(state, profiles) for state in states]
+    peaks += [_ending_peak(end, stages, profiles) for end in ends]
+    if ends:
+        peaks.append(Peak(0, _waiting_bytes([stages[stage] for stage in own])))
     best = max(peaks, key=_total, default=Peak())
     buffers, parameters = static_buffers + best.buffers, parameters + best.parameters
     gradients += best.gradients
@@ -253,13 +318,51 @@ def rank_memory(
     )  # fmt: skip
 
 
+def _peak_in(state: LiveState, profiles: Sequence[ActivationProfile], *, last: bool = False) -> Peak:
+    """An action's peak, and what is held beside it."""
+    held = sum(
+        full * profiles[stage].saved + weight * profiles[stage].weight_saved
+        for stage, full, weight in state.held
+    )
+    unmade = sum((full + weight) * profiles[stage].unmade for stage, full, weight in state.held)
+    own = profiles[state.stage]
+    backward, weight = (own.last_backward, own.last_weight) if last else (own.backward, own.weight)
+    peak = {K.FORWARD: own.forward, K.BACKWARD_WEIGHT: weight}.get(state.kind, backward)
+    if state.kind is K.BACKWARD_INPUT and own.first_half is not None:
+        peak = max(peak, own.first_half, key=_total)  # no less than a whole one: it is what bounds say
+    return Peak(held + peak.activations, peak.buffers, peak.gradients - unmade, peak.parameters)
+
+
+def _ending_peak(
+    end: EndingState, stages: Sequence[StageWork], profiles: Sequence[ActivationProfile]
+) -> Peak:
+    """As `_peak_in`, beside what reductions of other stages hold."""
+    found = _peak_in(end.state, profiles, last=end.last)
+    ended = (stages[stage].under_way for stage in end.over)
+    left = sum(one.left - sum(one.gone) for one in ended if one is not None)
+    return replace(found, buffers=found.buffers + left)
+
+
+def _waiting_bytes(stages: Sequence[StageWork]) -> int:
+    """The most that reductions hold when all backwards are over: they are waited for one stage after the other."""
+    found = [stage.under_way for stage in stages if stage.under_way is not None]
+    left = sum(one.left for one in found)
+    return max((left - one.left + one.ending for one in found), default=0) - sum(
+        sum(one.gone) for one in found
+    )
+
+
 def memory_by_rank(
-    states: Sequence[Sequence[LiveState]], stages: Sequence[StageWork], *, reduce_every_micro: bool
-) -> tuple[StageMemory, ...]:
-    """Peak memory of every pipeline rank, from `live_states` of each."""
+    states: Sequence[Sequence[LiveState]], stages: Sequence[StageWork], *, reduce_every_micro: bool,
+    ranks: Sequence[Sequence[Action]] = (),
+) -> tuple[StageMemory, ...]:  # fmt: skip
+    """Peak memory of every pipeline rank, from `live_states` of each; and from its actions where reductions hold more than gradients."""
     known: dict[int, ActivationProfile] = {}
+    halves = any(state.kind is K.BACKWARD_INPUT for own in states for state in own)
     for stage in stages:
         if id(stage) not in known:
-            known[id(stage)] = activation_profile(stage, reduce_every_micro=reduce_every_micro)
+            known[id(stage)] = activation_profile(stage, reduce_every_micro=reduce_every_micro, halves=halves)
     profiles = [known[id(stage)] for stage in stages]
-    return tuple(rank_memory(rank, own, stages, profiles) for rank, own in enumerate(states))
+    copies = any(stage.under_way is not None for stage in stages)
+    ends = [ending_states(actions) for actions in ranks] if copies else [()] * len(states)
+    return tuple(rank_memory(rank, own, stages, profiles, ends[rank]) for rank, own in enumerate(states))

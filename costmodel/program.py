@@ -118,7 +118,7 @@ class BlockWork:
     entry and above `saved_bytes` while it runs. `recompute` runs before the backward, and `recomputed_bytes`
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
-    Where W is a backward pass of its own it runs `weight_again`, too.
+    In the first half of a split backward (I) its peak is `half_temp_bytes`. Where W is a backward pass of its own it runs `weight_again`, too.
     In the second half of a split backward (W) `weight_temp_bytes` are gradients of weights while they are made, above what is kept for
     that; `weight_reduced_bytes` they and what is reduced, when that has gone.
     `made_bytes` are gradients that are there once its backward is over, and not before; `passing_bytes` parameters that come
@@ -140,6 +140,7 @@ class BlockWork:
     forward_temp_bytes: int = 0
     backward_temp_bytes: int = 0
     standing_temp_bytes: int | None = None  # None: not known
+    half_temp_bytes: int | None = None  # None: that of a whole backward
     left_bytes: int = 0
     waiting_bytes: int = 0
     made_bytes: int = 0
@@ -161,6 +162,22 @@ class BlockWork:
     gather: Collective | None = None
     expert_gather: Collective | None = None
     reduce: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """What reductions of a stage's gradients hold beside them, bytes, where they copy what they send or receive.
+
+    By link, in the stage's order: `beside` the fullest moment of its last backward, and when that is over (`after`); then go copies of
+    its parameters that stood all through the step before (`gone`). `left` stays when the stage's last backward is over; `ending` is
+    the most while the step waits for all of them.
+    """
+
+    beside: tuple[int, ...]
+    after: tuple[int, ...]
+    gone: tuple[int, ...]
+    left: int
+    ending: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +205,7 @@ class StageWork:
     tied_reduce: tuple[
         Collective, ...
     ] = ()  # once a step: gradients of tensors tied across stages, and of shards over replicas
+    under_way: UnderWay | None = None  # None: reductions run in the gradients' own buffers
     received: Collective | None = (
         None  # after a message, either way: joins the shares of tensor-parallel ranks
     )

@@ -25,6 +25,7 @@ from autoparallel.planner.expand.one_by_one import fetches, with_fetches
 from autoparallel.planner.expand.places import Place, placed_unit, stage_places, without
 from autoparallel.planner.expand.schedules import Schedule, build_schedule, rank_of_stage
 from autoparallel.planner.expand.tables import TablePlace, hot_graph, places
+from autoparallel.planner.expand.under_way import with_under_way
 from autoparallel.planner.expand.works import LocalWorks
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Strategy
@@ -183,7 +184,7 @@ class Expander:
             found.append(cold)
         if strategy.execution.fsdp2 and 0.0 < strategy.offload.optimizer < 1.0 and not self.placed:
             found = with_whole_tensors(self.works, strategy, found, ranges, rank_of, ties)
-        return tuple(found)
+        return tuple(with_under_way(self.works, strategy, found, ranges, ties))
 
     def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:
         """(block, recomputation) of each link of a stage: the first `full` repeated ones in full."""

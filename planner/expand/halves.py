@@ -29,7 +29,7 @@ def with_halves(
     """The memory of a block's two halves; `units` are what is reduced at once of it, in the order of the model."""
     reduced = whole_gradients(reduce) if state.gradient_level(strategy) >= 2 else 0
     counted = max(backward.first_half - reduced, 0)  # beside what is reduced
-    work = replace(work, backward_temp_bytes=max(work.backward_temp_bytes, counted))
+    work = replace(work, backward_temp_bytes=max(work.backward_temp_bytes, counted), half_temp_bytes=counted)
     # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
     largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
     if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):

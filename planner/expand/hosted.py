@@ -35,7 +35,7 @@ def with_whole_tensors(
         for position in positions:
             key = (works.graph.chain[position].block, ties.dropped.get(position, NO_NAMES))
             if key not in known:
-                known[key] = _sizes(works, strategy, *key)
+                known[key] = trained_numbers(works, strategy, *key)
             sizes[-1] += known[key]
     kept: dict[int, int] = {}
     for rank in dict.fromkeys(rank_of):
@@ -51,7 +51,7 @@ def _keeping(stages: Sequence[StageWork], kept: Mapping[int, int], item: int) ->
     return [replace(work, optimizer_bytes=kept.get(stage, 0) * item) for stage, work in enumerate(stages)]
 
 
-def _sizes(works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset[str]) -> list[int]:
+def trained_numbers(works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset[str]) -> list[int]:
     """Numbers that a rank updates of each tensor of a block."""
     local = works.local(strategy, block)
     found = []

@@ -175,13 +175,19 @@ def dense_shards(strategy: Strategy) -> Shards:
 
 
 def expert_shards(strategy: Strategy) -> Shards:
-    """Experts under mesh.ep > 1: dp_shard * cp * tp / ep ranks hold the same ones."""
+    """Experts under mesh.ep > 1: dp_shard * cp * tp / ep ranks hold the same ones. To FSDP2 one rank that holds them alone is a unit as
+    well where it casts them (`runtime/gradients/fsdp.py`)."""
     mesh = strategy.mesh
     ranks = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
     axes = (EXPERT_SHARD,) if ranks > 1 else ()
     replicas = ("dp_replicate",) if mesh.dp_replicate > 1 else ()
+    execution = strategy.execution
+    casts = execution.fsdp2 and computed_bytes(strategy) < dtype_bytes(execution.param_dtype)
     return Shards(
-        zero=zero_level(strategy) if ranks > 1 else 0, axes=axes, ranks=ranks, summed=(*replicas, *axes)
+        zero=zero_level(strategy) if ranks > 1 or casts else 0,
+        axes=axes,
+        ranks=ranks,
+        summed=(*replicas, *axes),
     )
 
 

@@ -34,12 +34,12 @@ from autoparallel.runtime.check.halves import (
 )
 from autoparallel.runtime.check.handed import handed_on, received, ways_back
 from autoparallel.runtime.check.inputs import loss_of, on_cpu, one_micro_batch
-from autoparallel.runtime.check.live_bytes import Live, LiveBytes
+from autoparallel.runtime.check.live_bytes import Live, LiveBytes, note
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
 from autoparallel.runtime.check.optimizer_state import optimizer_bytes
 from autoparallel.runtime.check.small_values import SmallValues
-from autoparallel.runtime.check.traffic import TrafficRecorder, group_names
+from autoparallel.runtime.check.traffic import TrafficRecorder, dispatch_group, group_names
 from autoparallel.runtime.dtensor_private import unseen_propagation
 from autoparallel.runtime.experts.modules import ExpertModule
 from autoparallel.runtime.experts.parallel import Sharing, check_experts, experts_within
@@ -83,6 +83,7 @@ class LoweredStage:
     optimizer_bytes: int
     traffic: Counter[Message]
     buffer_bytes: int = 0
+    under_way_bytes: int = 0  # that reductions hold beside gradients when the last backward pass is over
     places: Mapping[Message, Counter[Place]] = field(default_factory=dict)
     live: Mapping[str, Live] = field(default_factory=dict)
 
@@ -105,8 +106,7 @@ def dry_run(
     `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) `entered` and `alone` are as in
     `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all. `backend` runs the
     collectives.
-    Raises UserError for a strategy that does not fit, and for a model
-    whose forward reads values of its tensors, which are not there.
+    Raises UserError for a strategy that does not fit, and for a model whose forward reads values of its tensors, which are not there.
     """
     dtypes = _dtypes(strategy.execution)
     planned = {parameter.dtype for parameter in module.parameters()}
@@ -192,7 +192,7 @@ class _Step:
         self._mesh, self._dtypes = mesh, dtypes
         self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy)
         self._leaves_whole = self._splits and has_whole_passes(strategy)
-        self._axes = group_names(mesh, strategy.shard.zero)
+        self._axes, self._dispatch = group_names(mesh, strategy.shard.zero), dispatch_group(mesh)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline
@@ -200,7 +200,7 @@ class _Step:
         self._own = {i: set(stages[i].parameters()) for i in lowered}  # FSDP2 puts others in their places
         self._owned = {i: _bytes_of(stages[i].parameters()) for i in lowered}
         self._gathered = [0] * len(stages)
-        self._gradients, self._buffers = [0] * len(stages), [0] * len(stages)
+        self._gradients, self._buffers, self._under_way = ([0] * len(stages) for _ in range(3))
         self._traffic: list[Counter[Message]] = [Counter() for _ in stages]
         self._passes: list[dict[str, Counter[Message]]] = [{} for _ in stages]
         self._sends: list[Counter[Message]] = [Counter() for _ in stages]
@@ -209,6 +209,7 @@ class _Step:
         self._live = LiveBytes(self._module)
         self._lived: list[dict[str, Live]] = [{} for _ in stages]
         self._times: Counter[tuple[int, str]] = Counter()  # that an action of a stage was seen
+        self._ends = False  # whether the last micro-batch runs
 
     def run(self, inputs: Any) -> tuple[LoweredStage, ...]:
         """One step: its micro-batches between the first and the last are alike, so that one of them is run."""
@@ -225,7 +226,7 @@ class _Step:
                 parameter_bytes=self._owned[i], gathered_bytes=self._gathered[i],
                 gradient_bytes=self._gradients[i], optimizer_bytes=optimizer[stage],
                 traffic=self._scheduled(stage, i) + self._sends[stage], places=self._places[i],
-                live=self._lived[i], buffer_bytes=self._buffers[i],
+                live=self._lived[i], buffer_bytes=self._buffers[i], under_way_bytes=self._under_way[i],
             )
             for stage, i in enumerate(self._alike)
         )  # fmt: skip
@@ -251,6 +252,7 @@ class _Step:
             self._micro_batch(inputs, often=count - 2 - self._leaves_whole)
         self._micro_batch(inputs, last=True)
         for stage, lowered in self._lowered.items():
+            self._under_way[stage] = lowered.sync.under_way_bytes()
             with self._counting(stage, "REDUCE_GRAD"):
                 lowered.finish()
 
@@ -269,6 +271,7 @@ class _Step:
 
     def _micro_batch(self, inputs: Any, *, last: bool = False, often: int = 1) -> None:
         """Forward and backward of one micro-batch, which stands for `often` equal ones."""
+        self._ends = last
         handed: list[Tensor] = []
         flights: dict[int, _Flight] = {}
         for stage, i in enumerate(self._alike):
@@ -336,7 +339,7 @@ class _Step:
     def _counting(self, stage: int, action: str, often: int = 1, *, half: str = "") -> Iterator[None]:
         gc.collect()  # what the action before left in cycles
         self._live.begin()
-        with TrafficRecorder(self._axes, self._module, self._parts) as recorder:
+        with TrafficRecorder(self._axes, self._module, self._parts, self._dispatch) as recorder:
             yield
         self._note_lived(stage, half or action, self._live.end())
         if self._leaves_whole and action == "B":
@@ -348,16 +351,10 @@ class _Step:
                 places[Place(action=action, module=module)] += count * often
 
     def _note_lived(self, stage: int, action: str, found: Live) -> None:
-        """What lived in an action; of the same one in several micro-batches the most. In a pipeline the gradients that the first
-        one makes, and that stay, are counted apart."""
-        known, alone = self._lived[stage].get(action), self._strategy.mesh.pp == 1
         self._times[stage, action] += 1
-        if known is not None and self._times[stage, action] == 2 and not alone:
-            known = replace(known, peak=known.peak - self._gradients[stage] + self._buffers[stage])
-        if known is not None and (alone or action != "F"):
-            fuller = max(known, found, key=lambda live: live.peak + alone * live.begin)
-            found = replace(fuller, kept=found.kept)
-        self._lived[stage][action] = found
+        made = self._gradients[stage] - self._buffers[stage] if self._times[stage, action] == 2 else 0
+        last = self._ends and self._lowered[stage].sync.under_way_bytes() > 0
+        note(self._lived[stage], action, found, made=made, alone=self._strategy.mesh.pp == 1, last=last)
 
     def _module(self) -> str:
         """The module that runs, forward or backward, by its path."""

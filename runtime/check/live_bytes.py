@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,26 @@ class Live:
     kept: int
     peak: int
     module: str
+
+
+def last_of(action: str) -> str:
+    """What a stage's last backward is noted as, beside which gradients are reduced."""
+    return f"last {action}"
+
+
+def note(lived: dict[str, Live], action: str, found: Live, *, made: int, alone: bool, last: bool) -> None:
+    """Add what lived in an action to what is known of its stage; of the same one in several micro-batches the most. In a pipeline (not
+    `alone`) the gradients that the first one `made`, and that stay, are counted apart, and so is a `last` backward beside reductions."""
+    known = lived.get(action)
+    if known is not None and not alone:
+        known = replace(known, peak=known.peak - made)
+    if known is not None and not alone and last and action != "F":
+        lived[last_of(action)] = found
+        found = replace(known, kept=found.kept)
+    elif known is not None and (alone or action != "F"):
+        fuller = max(known, found, key=lambda live: live.peak + alone * live.begin)
+        found = replace(fuller, kept=found.kept)
+    lived[action] = found
 
 
 class LiveBytes(TorchDispatchMode):

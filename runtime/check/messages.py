@@ -50,7 +50,8 @@ def sent_bytes(message: Message, sizes: Mapping[str, int]) -> float:
 
 
 def program_messages(program: Program) -> tuple[Counter[Message], ...]:
-    """For each stage what its ranks send in one step: `program` is the one that is priced."""
+    """For each stage what its ranks send in one step: `program` is the one that is priced. What spans no axis (one rank that holds
+    experts alone gathers and reduces them for itself) is not sent."""
     halves = Counter(a.stage for row in program.ranks for a in row if a.kind is ActionKind.BACKWARD_WEIGHT)
     found = [_stage_messages(stage, program, halves[n]) for n, stage in enumerate(program.stages)]
     homes = {action.stage: rank for rank, row in enumerate(program.ranks) for action in row}
@@ -62,7 +63,7 @@ def program_messages(program: Program) -> tuple[Counter[Message], ...]:
                 found[end][_message(stage.send)] += program.micro_batches
                 if stage.received is not None:
                     found[end][_message(stage.received)] += program.micro_batches
-    return tuple(found)
+    return tuple(Counter({m: count for m, count in one.items() if m.axis}) for one in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

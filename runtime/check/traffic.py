@@ -36,18 +36,21 @@ _OPS: Mapping[str, tuple[CollectiveOp, int | None]] = {
     "shard_dim_alltoall": (CollectiveOp.ALL_TO_ALL, 0),
     "broadcast": (CollectiveOp.BROADCAST, 0),
 }
+_DISPATCHES = ("alltoall_base_",)  # what brings tokens to experts
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 class TrafficRecorder(TorchDispatchMode):
     """Counts collectives while it is active; `axes` names the mesh axis of each process group, by its name, and `where`
-    says in which module the process is; `parts` has the sizes of groups that are a part of their axis."""
+    says in which module the process is; `parts` has the sizes of groups that are a part of their axis, and `dispatch` is the
+    name of the group that experts are shared over."""
 
     def __init__(
-        self, axes: Mapping[str, str], where: Callable[[], str] = str, parts: Mapping[str, int] | None = None
-    ) -> None:
+        self, axes: Mapping[str, str], where: Callable[[], str] = str, parts: Mapping[str, int] | None = None,
+        dispatch: str = "",
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._axes, self._where, self._parts = axes, where, parts or {}
+        self._axes, self._where, self._parts, self._dispatch = axes, where, parts or {}, dispatch
         self.found: Counter[Message] = Counter()
         self.modules: dict[Message, Counter[str]] = {}
 
@@ -61,7 +64,8 @@ class TrafficRecorder(TorchDispatchMode):
             whole = result if position is None else args[position]
             group = _group_of(args)
             size = sum(leaf.nbytes for leaf in tree_leaves(whole) if isinstance(leaf, Tensor))
-            axis = self._axes.get(group, "other")
+            to_experts = group == self._dispatch and name in _DISPATCHES
+            axis = EXPERTS if to_experts else self._axes.get(group, "other")
             part = 0 if op is CollectiveOp.SEND else self._parts.get(group, 0)
             message = Message(op=op, axis=axis, size_bytes=size, ranks=part)
             self.found[message] += 1
@@ -76,7 +80,8 @@ def _group_of(args: Any) -> str:
 
 
 def group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
-    """The axis, or joined axes, of each process group of this rank, by the group's name."""
+    """The axis, or joined axes, of each process group of this rank, by the group's name. Experts may be shared over the very group of
+    another axis (torch makes one of all ranks), whose name it then has (see `dispatch_group`)."""
     found: dict[str, str] = {
         mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
     }
@@ -84,7 +89,7 @@ def group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
         if len(axes) > 1:
             found[mesh.group(*axes).group_name] = " x ".join(axes)
     for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
-        found[mesh.expert_axis(axis).get_group().group_name] = axis
+        found.setdefault(mesh.expert_axis(axis).get_group().group_name, axis)
     apart = mesh.expert_mesh is not None and not sharding_axes(mesh.sizes, zero)
     if apart and (alike := mesh.expert_replicas()) is not None:  # ranks that hold the same experts
         sizes = {"dp_replicate": mesh.sizes.dp_replicate, EXPERT_SHARD: mesh.expert_axis(EXPERT_SHARD).size()}
@@ -94,3 +99,8 @@ def group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
     for group in mesh.shard_levels or ():
         found[group.group_name] = " x ".join(sharding_axes(mesh.sizes, zero))
     return found
+
+
+def dispatch_group(mesh: RankMesh) -> str:
+    """The name of the group that experts are shared over; "" without."""
+    return "" if mesh.expert_mesh is None else mesh.expert_axis(EXPERTS).get_group().group_name

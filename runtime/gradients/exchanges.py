@@ -28,6 +28,10 @@ from autoparallel.runtime.tensor.questions import as_bytes
 class Scatter(Protocol):
     """A reduce-scatter that has been started."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds beside what is scattered."""
+
     def wait(self) -> Tensor:
         """The sum of this rank's row over the group."""
 
@@ -63,20 +67,28 @@ class Exchange:
         follow_residual(self.method, rows, self.group, memory)
         return _Decoded(messages, rows, codec, self.group)
 
-    def gather(self, part: Tensor, memory: Memory) -> Tensor:
-        """[ranks, numbers]: every rank's part, the same everywhere."""
+    def gather(self, part: Tensor, memory: Memory, into: Tensor | None = None) -> Tensor:
+        """[ranks, numbers]: every rank's part, the same everywhere; `into` is filled where it is given, and nothing as large made."""
+        if into is None:
+            into = part.new_empty(self.group.size(), part.numel())
         if self._ring:
-            return ring_gather(part, self.group)
+            return ring_gather(part, self.group, into)
         row = part.view(1, -1)
         codec = current_codec(self.method, row, memory)
-        sent = row if codec is None else encoded(row, codec, memory, "gather")
-        if sent.device.type == "cpu":
-            rows = direct_gather(sent, self.group)
-            return rows if codec is None else codec.decode(rows, part.numel(), part.dtype)
-        received = torch.empty(self.group.size() * sent.numel(), dtype=sent.dtype, device=sent.device)
-        dist.all_gather_into_tensor(as_bytes(received), as_bytes(sent.contiguous()), group=self.group)
-        rows = received.view(self.group.size(), -1)
-        return rows if codec is None else codec.decode(rows, part.numel(), part.dtype)
+        if codec is None:
+            return _gathered(row, self.group, into)
+        sent = encoded(row, codec, memory, "gather")
+        messages = _gathered(sent, self.group, sent.new_empty(self.group.size(), sent.numel()))
+        for own, message in zip(into, messages, strict=True):  # one at a time: decoding takes memory
+            own.copy_(codec.decode(message[None], part.numel(), part.dtype)[0])
+        return into
+
+
+def _gathered(row: Tensor, group: dist.ProcessGroup, into: Tensor) -> Tensor:
+    if row.device.type == "cpu":
+        return direct_gather(row, group, into)
+    dist.all_gather_into_tensor(as_bytes(into.view(-1)), as_bytes(row.contiguous()), group=group)
+    return into
 
 
 class _Added:
@@ -86,6 +98,10 @@ class _Added:
         self._sum = rows.new_empty(rows.shape[1])
         self._sent = rows  # alive until it has left
         self._work = dist.reduce_scatter_tensor(self._sum, rows.view(-1), group=group, async_op=True)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._sum.nbytes
 
     def wait(self) -> Tensor:
         assert self._work is not None
@@ -99,6 +115,10 @@ class _Sent:
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
         self._exchange = _started(rows.contiguous(), group)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._exchange.held_bytes
+
     def wait(self) -> Tensor:
         return self._exchange.wait().sum(dim=0)
 
@@ -109,6 +129,10 @@ class _Decoded:
     def __init__(self, messages: Tensor, rows: Tensor, codec: Codec, group: dist.ProcessGroup) -> None:
         self._codec, self._numbers, self._dtype = codec, rows.shape[1], rows.dtype
         self._exchange = _started(messages.contiguous(), group)
+
+    @property
+    def held_bytes(self) -> int:
+        return 2 * self._exchange.held_bytes  # as much is sent
 
     def wait(self) -> Tensor:
         return self._codec.decode(self._exchange.wait(), self._numbers, self._dtype).sum(dim=0)
@@ -127,6 +151,10 @@ class _AllToAll:
         self._work = dist.all_to_all_single(
             as_bytes(self._received), as_bytes(rows), group=group, async_op=True
         )
+
+    @property
+    def held_bytes(self) -> int:
+        return self._received.nbytes
 
     def wait(self) -> Tensor:
         assert self._work is not None

@@ -142,11 +142,12 @@ def set_gathers(module: nn.Module, method: str) -> None:
 def _shard_experts(
     experts: Sequence[nn.Module], mesh: RankMesh, policy: MixedPrecisionPolicy, *, reshard: bool
 ) -> set[nn.Parameter]:
-    """Shard each layer over the ranks that hold the same experts; the parameters, if one rank alone holds them."""
+    """Shard each layer over the ranks that hold the same experts; the parameters, if one rank alone holds them and computes with them
+    as they are. Those that it casts are a unit all the same, so that it does so once for all micro-batches."""
     if not experts:
         return set()
     axis = mesh.expert_axis(EXPERT_SHARD)
-    if axis.size() == 1:
+    if axis.size() == 1 and policy.param_dtype is None:
         return {parameter for layer in experts for parameter in layer.parameters()}
 
     def placed(parameter: nn.Parameter) -> Shard | None:

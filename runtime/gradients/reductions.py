@@ -29,6 +29,10 @@ _SEED = 0x10C
 class Reduction(Protocol):
     """An all-reduce that has been started."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds beside the buffer."""
+
     def wait(self) -> None:
         """Return when the buffer holds the mean over the group."""
 
@@ -70,6 +74,8 @@ class AllReducer:
 
 
 class _AllReduction:
+    held_bytes = 0
+
     def __init__(self, buffer: Tensor, group: dist.ProcessGroup) -> None:
         self._buffer, self._size = buffer, group.size()
         self._work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -122,14 +128,22 @@ class _ScatterReduction:
             rows.view(-1)[: buffer.numel()].copy_(buffer.view(-1))
         self._scatter: Scatter | None = inside.scatter(rows, memory)
 
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._scatter is None else self._scatter.held_bytes
+
     def wait(self) -> None:
         assert self._scatter is not None
         mean = self._scatter.wait().div_(self._inside.group.size())
         self._scatter = None  # what was received is not wanted any more
         if self._across is not None:
             self._across.start(mean, self._memory.across).wait()
-        rows = self._inside.gather(mean, self._memory)
-        self._buffer.view(-1).copy_(rows.reshape(-1)[: self._buffer.numel()])
+        size = self._inside.group.size()
+        if self._buffer.numel() == mean.numel() * size:
+            self._inside.gather(mean, self._memory, into=self._buffer.view(size, -1))
+        else:
+            rows = self._inside.gather(mean, self._memory)
+            self._buffer.view(-1).copy_(rows.reshape(-1)[: self._buffer.numel()])
 
 
 class LowRank:
@@ -176,6 +190,10 @@ class _LowRankReduction:
             memory.factor = torch.randn(columns, rank, generator=generator).to(buffer)
         self._left = self._matrix @ memory.factor
         self._work = dist.all_reduce(self._left, group=group, async_op=True)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._matrix.nbytes
 
     def wait(self) -> None:
         assert self._work is not None

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from autoparallel.planner.expand.under_way import MOST_UNDER_WAY
 from autoparallel.runtime.gradients.feedback import Memory
 from autoparallel.runtime.gradients.reductions import Reducer, Reduction
 from autoparallel.runtime.tensor.questions import local
@@ -30,9 +31,6 @@ from autoparallel.runtime.torch_private import (
     norms_of,
     scale_all,
 )
-
-# Reductions that hold copies beside their buffers, at once: one is received while the next is made. Kind: choice.
-_MOST_UNDER_WAY = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,6 +109,10 @@ class GradientSync:
     def buffer_bytes(self) -> int:
         """Bytes of the buffers that are there now; `.grad` are views of them where dtypes agree."""
         return sum(bucket.buffer.nbytes for bucket in self._buckets if bucket.buffer is not None)
+
+    def under_way_bytes(self) -> int:
+        """Bytes that reductions hold now, beside the buffers."""
+        return sum(bucket.reduction.held_bytes for bucket in self._buckets if bucket.reduction is not None)
 
     def owed(self) -> dict[nn.Parameter, Tensor]:
         """What error feedback still has to bring to each gradient's mean, this rank's parts of it; of the parameters for
@@ -257,7 +259,7 @@ class GradientSync:
         """End the oldest reduction where too many have copies beside their buffers; in the same order on every rank."""
         assert self._reducer is not None
         under_way = [bucket for bucket in self._buckets if bucket.reduction is not None]
-        if self._reducer.beside and len(under_way) >= _MOST_UNDER_WAY:
+        if self._reducer.beside and len(under_way) >= MOST_UNDER_WAY:
             assert under_way[0].reduction is not None
             under_way[0].reduction.wait()
             under_way[0].reduction = None

@@ -69,6 +69,10 @@ class Synchronisation:
         """Bytes of the buffers that are there now; `.grad` are views of them where dtypes agree."""
         return sum(sync.buffer_bytes() for sync in self._syncs)
 
+    def under_way_bytes(self) -> int:
+        """Bytes that reductions hold now, beside the buffers."""
+        return sum(sync.under_way_bytes() for sync in self._syncs)
+
     def switch(self, strategy: Strategy) -> None:
         """From the next step on synchronise as `strategy` says, which differs in `[grad_sync]` alone. What error feedback
         owes goes along. Collective, between two steps."""

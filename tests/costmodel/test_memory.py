@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from autoparallel.costmodel.memory import activation_profile, live_states, memory_by_rank
 from autoparallel.costmodel.prediction import StageMemory
-from autoparallel.costmodel.program import Action, ActionKind, BlockWork, Collective, CollectiveOp, StageWork
+from autoparallel.costmodel.program import (
+    Action,
+    ActionKind,
+    BlockWork,
+    Collective,
+    CollectiveOp,
+    StageWork,
+    UnderWay,
+)
 from autoparallel.planner.expand.schedules import BUILT_SCHEDULES, build_schedule, schedule_problem
 
 K = ActionKind
@@ -256,3 +264,34 @@ def test_the_gradient_of_a_tied_tensor_s_later_use_waits_for_the_first() -> None
     assert peak(0, 60) == peak(0, 90) == 500
     assert peak(40, 60) == 540
     assert peak(40, 900) == peak(0, 900) == 1300
+
+
+def _ending_beside(left: int) -> StageMemory:
+    """Of a rank with two stages, the first to end with reductions that leave so many bytes under way."""
+    work = stage((block(), 2))
+    own = UnderWay(beside=(30, 20), after=(30, 20), gone=(0, 0), left=left, ending=left)
+    actions = [Action(s, kind, 0) for s, kind in ((0, K.FORWARD), (1, K.FORWARD), (1, K.BACKWARD), (0, K.BACKWARD))]  # fmt: skip
+    works = [work, replace(work, under_way=own)]
+    return memory_by_rank([live_states(actions)], works, reduce_every_micro=False, ranks=[actions])[0]
+
+
+def test_what_reductions_hold_stands_beside_the_last_backward_and_those_of_stages_that_end_later() -> None:
+    """The second stage's backward, beside both micro-batches (400) and 20 bytes; the first one's, beside 200 and what is left."""
+    assert _ending_beside(0).peak == 2 * (1000 + 2000 + 6000 + 50) + 400 + 20
+    assert _ending_beside(500).peak == 2 * (1000 + 2000 + 6000 + 50) + 200 + 500
+
+
+@given(left=st.integers(0, 1000), more=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_reductions_that_hold_more_never_lower_a_peak(left: int, more: int) -> None:
+    assert _ending_beside(left + more).peak >= _ending_beside(left).peak
+
+
+def test_a_first_half_keeps_what_the_second_needs_of_blocks_that_have_run() -> None:
+    """Two blocks that are run again (300 each) and keep 80 of that: the second one beside what the first one keeps."""
+    one = block(10, recomputed_bytes=300, weight_saved_bytes=80)
+    work = stage((one, 2))
+    found = activation_profile(work, reduce_every_micro=False, halves=True).first_half
+    assert found is not None
+    assert found.activations == 10 + 300 + 80
+    assert activation_profile(work, reduce_every_micro=False).backward.activations == 20 + 300

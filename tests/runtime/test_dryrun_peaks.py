@@ -18,6 +18,7 @@ from autoparallel.planner.capture.load import load_model
 from autoparallel.planner.strategy.types import (
     Batch,
     Execution,
+    GradSync,
     Mesh,
     Offload,
     Pipeline,
@@ -106,6 +107,9 @@ UNITS = {
     "copies that go in the last micro-batch, when gradients of the first are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 2, CAST)),
     "copies that stay, beside gradients that are there": ("llama-3.1-8b", _sharded(Mesh(pp=2), 0, 4, CAST)),
     "experts inside a block of which products are kept": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="operators"))),
+    "experts of one rank alone, cast for a step": ("mixtral-8x7b", _sharded(Mesh(dp_shard=2, ep=2), 1, 4, CAST)),
+    "experts of one rank alone, cast for a pass": ("mixtral-8x7b", _sharded(Mesh(dp_shard=2, ep=2), 3, 3, CAST)),
+    "experts of one rank alone, over tp": ("mixtral-8x7b", _sharded(Mesh(tp=2, ep=2), 0, 4, CAST)),
     "experts inside a block": ("mixtral-8x7b", _sharded(Mesh(dp_shard=4, ep=2), 3, 1, recompute=Recompute(mode="full"))),
 }  # fmt: skip
 
@@ -217,6 +221,28 @@ def test_relative_positions_are_not_cut_as_tokens_are() -> None:
     )
     (rank,) = dry_run("t5-base", sizes, strategy).ranks
     assert rank.sent_bytes["cp"].lowered == pytest.approx(rank.sent_bytes["cp"].predicted, rel=1e-3)
+
+
+SERVED = {
+    "beside the last passes": ("llama-3.1-8b", Mesh(dp_replicate=2), Pipeline(stage_blocks=(4,)), CAST),
+    "stage after stage": (
+        "llama-3.1-8b", Mesh(pp=2, dp_replicate=2), Pipeline(schedule="interleaved-1f1b", virtual_stages=2, stage_blocks=(1, 1, 1, 1)), BF16,
+    ),
+    "in second halves": ("llama-3.1-8b", Mesh(pp=2, dp_replicate=2), Pipeline(schedule="zb1p", stage_blocks=(2, 2)), CAST),
+    "experts apart": ("mixtral-8x7b", Mesh(dp_replicate=2, tp=2, ep=2), Pipeline(stage_blocks=(4,)), BF16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "pipeline", "execution"), SERVED.values(), ids=SERVED.keys())
+def test_what_reductions_by_way_of_servers_receive_stands_beside_gradients(
+    name: str, mesh: Mesh, pipeline: Pipeline, execution: Execution
+) -> None:
+    strategy = Strategy(
+        batch=Batch(global_=16, micro=2), mesh=mesh, execution=execution, pipeline=pipeline,
+        grad_sync=GradSync(algorithm="parameter-server", bucket_mib=0.25),
+    )  # fmt: skip
+    sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}  # fmt: skip
+    assert_as_predicted(dry_run(name, {**sizes, "num_hidden_layers": 4}, strategy), rel=0.03)
 
 
 def test_a_second_half_that_runs_all_of_a_stage_again_sends_it_again() -> None:

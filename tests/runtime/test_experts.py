@@ -16,9 +16,11 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.axes import mesh_axes
 from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
 from autoparallel.runtime.experts.parallel import can_share, check_experts
+from autoparallel.runtime.lowering.lower import Dtypes
 from autoparallel.runtime.ranks.accelerator import CPU
 from autoparallel.runtime.ranks.places import expert_ranks
 from autoparallel.runtime.start import parallelize
+from autoparallel.runtime.tensor.questions import local
 from tests.runtime.compare import TOLERANCE, build, compare, part, strategy_of
 from tests.runtime.expert_models import EXPERT_EXAMPLES, LoopedExperts, routed
 from tests.runtime.harness import Processes
@@ -89,6 +91,53 @@ def test_a_rank_whose_experts_nobody_chooses_takes_part_all_the_same(gloo: Proce
     assert gradients.keys() == wanted.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, wanted[name], rtol=1e-10, atol=1e-14), name
+
+
+def _cast_alone(
+    rank: int, world_size: int, zero: int, mesh: dict[str, int]
+) -> tuple[float, set[tuple[torch.dtype, int]]]:
+    """Three micro-batches of experts that are cast, which this rank holds alone: how far gradients are from those of one process,
+    and the dtypes and places in memory in which a layer found a parameter."""
+    example = build("routed", 12, torch.float64)
+    reference = build("routed", 12, torch.float64).module
+    strategy = strategy_of(example, zero=zero, micro_batches=3, **mesh)
+    model = parallelize(
+        example.module, None, strategy, blocks=example.blocks, program=no_program, experts=example.experts,
+        dtypes=Dtypes(compute=torch.float32, param=torch.float64, grad=torch.float64),
+    )  # fmt: skip
+    share = strategy.batch.micro * 3
+    first = model.data_parallel_rank * share
+    inputs, targets = (part(batch, first, first + share) for batch in (example.inputs, example.targets))
+    seen: set[tuple[torch.dtype, int]] = set()
+    layer = model.get_submodule(example.experts[0].path)
+    layer.register_forward_pre_hook(
+        lambda module, _: seen.add((module.up.dtype, local(module.up).data_ptr()))
+    )
+    model.step(inputs, targets, loss_fn=example.loss_fn)
+    batch = slice(0, strategy.batch.global_)
+    example.loss_fn(reference(example.inputs[batch]), example.targets[batch]).backward()
+    found = model.full_gradients()
+    pairs = [(found[name], p.grad) for name, p in reference.named_parameters()] if rank == 0 else []
+    return max((float((a - b).norm() / b.norm()) for a, b in pairs), default=0.0), seen
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("zero", "mesh"),
+    [
+        (0, {"tp": 2, "ep": 2}),
+        (1, {"dp_shard": 2, "ep": 2}),
+        (2, {"dp_shard": 2, "ep": 2}),
+        (3, {"dp_shard": 2, "ep": 2}),
+    ],
+)
+def test_experts_of_one_rank_alone_are_cast_once_and_give_the_gradients_of_one_process(
+    gloo: Processes, zero: int, mesh: dict[str, int]
+) -> None:
+    difference, seen = gloo.run(2, _cast_alone, zero=zero, mesh=mesh)[0]
+    assert difference <= 1e-4
+    assert {dtype for dtype, _ in seen} == {torch.float32}
+    assert zero == 3 or len(seen) == 1, seen
 
 
 def _filled(rank: int, world_size: int, file: str | None) -> list[dict[str, Tensor]]:
