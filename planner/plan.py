@@ -57,11 +57,14 @@ __all__ = [
 ]
 
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
-# machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, or more work is not
-# going to make it so, by what the last `LATELY` of it did; the second in any case. Kind: formula: a few seconds where little is
+# machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, or is not far from it
+# and more work is not going to make it so, by what the last `LATELY` of it did; the second in any case. Kind: formula: a few seconds where little is
 # left to find or prove, some ten where much may be.
 ENOUGH_WORK, MOST_WORK, LATELY = 4000.0, 10_000.0, 2000.0
 SMALL_GAP = 0.02
+LARGE_GAP = (
+    0.05  # with which all of the work is done: a better strategy may well be found on the way. Kind: choice
+)
 TIERS_SHARE = 0.5  # of the time that a user gives, for embedding tables in tiers. Kind: choice
 RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
 REPORT_EVERY_S = 0.1
@@ -263,6 +266,8 @@ class _Watch:
             return False
         if work >= self.most_work or value <= bound * (1 + SMALL_GAP):
             return True
+        if value > bound * (1 + LARGE_GAP):
+            return False
         lately = self.most_work * LATELY / MOST_WORK
         return search.settled and not search.headway.will_close(SMALL_GAP, lately, self.most_work - work)
 

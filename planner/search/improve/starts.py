@@ -20,6 +20,7 @@ UNPIPELINED = 16  # variants without a pipeline that are simulated
 UNPIPELINED_SHAPES = 384  # whose variants are bounded for it,
 UNPIPELINED_BOUNDED = 4096  # the first of these rank by rank
 MOST_SHAPES = 512  # in all whose variants are bounded to start with a pipeline
+MOST_VARIANTS = 150_000  # of these: half a second. Kind: measured
 MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out, and
 MOST_LARGE = 40_000  # still larger ones over a second. Kind: measured
 
@@ -131,8 +132,9 @@ def smallest_first(
 
 def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
     both = joined(sizes[upcoming.rows], upcoming.outer.space.shapes.micro[upcoming.rows])
-    rows = first_of_each(both, upcoming.rows, SHAPES_EACH)
-    rows = rows[:MOST_SHAPES]
+    rows = first_of_each(both, upcoming.rows, SHAPES_EACH)[:MOST_SHAPES]
+    counts = upcoming.outer.counts[rows]
+    rows = np.asarray(rows[np.cumsum(counts) <= max(MOST_VARIANTS, counts.max(initial=0))])
     if most_groups is None:
         return rows
     groups, first = np.unique(sizes[rows], return_index=True)
