@@ -203,6 +203,11 @@ class PricedChain:
         slow, slow_comm = self._slow(*work(price))
         return communicate_s - work(price)[0] * slow / slow_comm
 
+    def hides_s(self, price: BlockPrice, work: Work) -> float:
+        """Of a block's computation what communication beside it takes no time of (`beside`)."""
+        slow, slow_comm = self._slow(*work(price))
+        return work(price)[0] * slow * max(1.0 / slow + 1.0 / slow_comm - 1.0, 0.0)
+
     def _slow(self, compute_s: float, contended_s: float) -> tuple[float, float]:
         """How many times as long a computation takes beside communication, and that beside it."""
         contention = contended_s / compute_s if compute_s else 0.0
@@ -229,3 +234,8 @@ class PricedChain:
 
 def _down(value: float, scale: float) -> int:
     return floor(value * scale)
+
+
+def more_of(form: Form, fixed: Sequence[int]) -> Form:
+    """A form and so much more of each chunk."""
+    return replace(form, fixed=tuple(a + b for a, b in zip(form.fixed, fixed, strict=True)))

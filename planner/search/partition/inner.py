@@ -11,9 +11,18 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook
-from autoparallel.planner.search.partition.forms import PS, Chain, PricedChain, Value, Work, tied_ends
+from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook, line_below
+from autoparallel.planner.search.partition.forms import (
+    PS,
+    Chain,
+    PricedChain,
+    Value,
+    Work,
+    more_of,
+    tied_ends,
+)
 from autoparallel.planner.search.partition.moments import host_rows, host_state_rate, memory_rows, state_rate
+from autoparallel.planner.search.partition.once import Once, left_of, reduction_once_s, with_latency
 from autoparallel.planner.search.partition.peaks import (
     Ends,
     backward_peak,
@@ -152,14 +161,17 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     def communicates(price: BlockPrice) -> float:
         return price.gather_s + price.reduce_s
 
-    update, gather = _update_rate(book, priced), _gather_rate(book, priced)
+    update, (gather, gather_once_s) = _update_rate(book, priced), _gather_rate(book, priced)
     late = (
         strategy.execution.late_gathers
     )  # then the next step's first forwards wait for it, not this one's end
+    step = prices.sums(lambda price: update(price) + (0.0 if late else gather(price)))
     backward = prices.streamed(_backward, backward=True)
     weight = prices.sums(lambda price: price.weight_s)
     end: tuple[Form, ...]
     end_weight: tuple[Form, ...]
+    hidden: Form | None = None  # of `end`, where all computation that can be is hidden
+    hidden_weight: Form | None = None
     left, left_weight = (_head_left(prices, work) for work in (_backward, _weight))
     if strategy.grad_sync.overlap:
         # ZeRO-3 waits for the first gather, and reduces what the last link has when all is computed.
@@ -168,14 +180,20 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
             last = prices.ending(lambda price: price.reduce_s, backward=True)
             first = prices.ending(lambda price: price.gather_s, backward=False)
             whole = [a + b for a, b in zip(last, first, strict=True)]
-        end = (backward, *prices.beside(_backward, communicates, whole))
-        end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s, last))
+        *_, hidden = end = (backward, *prices.beside(_backward, communicates, whole))
+        *_, hidden_weight = end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s, last))
         if not every:
-            end = (*end, _more(prices.sums(lambda price: price.backward_s), left))
-            end_weight = (*end_weight, _more(weight, left_weight))
+            end = (*end, more_of(prices.sums(lambda price: price.backward_s), left))
+            end_weight = (*end_weight, more_of(weight, left_weight))
     else:
         end = (backward, prices.sums(lambda price: price.backward_s + price.reduce_s))
         end_weight = (weight, prices.sums(lambda price: price.weight_s + price.reduce_s))
+    once = Once.of(prices, chunk_sizes(problem.graph, prices.chunks)[0])
+    latency_s = reduction_once_s(book, strategy)
+    end, end_weight = (
+        with_latency(once, forms, work, latency_s, beside)
+        for forms, work, beside in ((end, _backward, hidden), (end_weight, _weight, hidden_weight))
+    )
     backwards = Quantity(forms=end if every else (backward,))
     weights = Quantity(forms=end_weight if every else (weight,))
     return (
@@ -187,11 +205,11 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         weights,
         Quantity(forms=end),
         Quantity(forms=end_weight),
-        Quantity(forms=(prices.sums(lambda price: update(price) + (0.0 if late else gather(price))),)),
+        Quantity(forms=(once.more(step, 0.0 if late else gather_once_s),)),
         Quantity(forms=(_sends(problem, chain, book, strategy, prices),)),
         Quantity(forms=(_tied(book, chain, priced),)),
         *(
-            _left(prices, work, head, none=every, beside=strategy.grad_sync.overlap)
+            left_of(once, work, head, latency_s, none=every, beside=strategy.grad_sync.overlap)
             for work, head in ((_backward, left), (_weight, left_weight))
         ),
         Quantity(forms=(prices.sums(gather) if late else prices.constant(0),)),
@@ -216,21 +234,6 @@ def _head_left(prices: PricedChain, work: Work) -> tuple[int, ...]:
     return (floor(max(left_s, 0.0) * PS), *(0,) * (prices.chunks - 1))
 
 
-def _left(prices: PricedChain, work: Work, head: Sequence[int], *, none: bool, beside: bool) -> Quantity:
-    """What is left of a chunk's reduction after such a pass, beside which it may run, of the `head`'s so much at least; `none` where
-    each pass ends with it."""
-    nothing = prices.constant(0)
-    if none:
-        return Quantity(forms=(nothing,))
-    left = (
-        prices.left(work, lambda price: price.reduce_s)
-        if beside
-        else prices.sums(lambda price: price.reduce_s)
-    )
-    least = _more(nothing, head)
-    return Quantity(forms=(least, left) if min((*left.kept, *left.recomputed), default=0) >= 0 else (least,))
-
-
 def _input(price: BlockPrice) -> tuple[float, float]:
     return price.input_s, price.backward_contended_s
 
@@ -251,19 +254,20 @@ def _update_rate(book: PriceBook, priced: Priced) -> Value:
     return lambda price: (price.dense_trainable * dense + price.expert_trainable * expert) * update
 
 
-def _gather_rate(book: PriceBook, priced: Priced) -> Value:
-    """Seconds of the gather of updated parameters that a block answers for, likewise."""
+def _gather_rate(book: PriceBook, priced: Priced) -> tuple[Value, float]:
+    """Seconds of the gather of updated parameters that a block answers for, and that a chunk's takes besides."""
     strategy, prices = priced.strategy, priced.prices
     every = [*prices.head, *prices.tail, *(price for group in prices.kept for price in group)]
     copies, axes = max(prices.count, 1), mesh_axes(strategy)
 
-    def gather_rate(count: int, *, of_experts: bool) -> float:
-        gathers = state.updated_gather(count, strategy, count if of_experts else 0)
-        return sum(book.pricer.collective_s(c, axes) for c in gathers) / max(count, 1)
+    def gathered_s(count: int, experts: int = 0) -> float:
+        gathers = state.updated_gather(count, strategy, experts)
+        return sum(book.pricer.collective_s(c, axes) for c in gathers)
 
-    gather = gather_rate(sum(price.dense for price in every) * copies, of_experts=False)
-    gather_experts = gather_rate(sum(price.experts for price in every) * copies, of_experts=True)
-    return lambda price: price.dense * gather + price.experts * gather_experts
+    line = line_below(gathered_s, max(sum(price.dense for price in every) * copies, 1))
+    experts = max(sum(price.experts for price in every) * copies, 1)
+    each_s, experts_s = line.each_s, gathered_s(experts, experts) / experts
+    return lambda price: price.dense * each_s + price.experts * experts_s, line.least_s
 
 
 def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
@@ -334,10 +338,10 @@ def _bytes(
     split = priced.chosen.schedule in SPLIT_BACKWARD
     return (
         Quantity(forms=(prices.sums(state_rate(priced.strategy), 1.0),)),
-        Quantity(forms=(_more(prices.sums(lambda price: price.saved, 1.0), sent),)),
+        Quantity(forms=(more_of(prices.sums(lambda price: price.saved, 1.0), sent),)),
         Quantity(forms=(prices.sums(lambda price: price.weight_saved, 1.0),)),
         forward_peak(prices, ends),
-        Quantity(forms=tuple(_more(form, sent) for form in backward_peak(prices, ends).forms)),
+        Quantity(forms=tuple(more_of(form, sent) for form in backward_peak(prices, ends).forms)),
         weight_peak(prices) if split else Quantity(forms=(prices.constant(0),)),
         Quantity(forms=(prices.sums(host_state_rate(priced.strategy), 1.0),)),
         Quantity(forms=(prices.sums(lambda price: price.host_bytes, 1.0),)),
@@ -357,8 +361,3 @@ def _kept_outputs(problem: Problem, chain: Chain, book: PriceBook, priced: Price
     ]
     least = min(sizes, default=0)
     return tuple(least if c + 1 < chunks and home[c] != home[c + 1] else 0 for c in range(chunks))
-
-
-def _more(form: Form, fixed: Sequence[int]) -> Form:
-    """A form and so much more of each chunk."""
-    return replace(form, fixed=tuple(a + b for a, b in zip(form.fixed, fixed, strict=True)))
