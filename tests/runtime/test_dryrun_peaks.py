@@ -253,6 +253,22 @@ def test_a_second_half_that_runs_all_of_a_stage_again_sends_it_again() -> None:
         assert rank.sent_bytes["tp"].lowered == rank.sent_bytes["tp"].predicted
 
 
+def test_a_rank_adds_up_its_copies_of_a_tied_gradient_before_it_sends_it() -> None:
+    """T5's table is on both stages of the first rank, and on one of the second."""
+    sizes = {
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 64,
+        "num_heads": 4,
+        "d_kv": 16,
+        "d_ff": 128,
+        "vocab_size": 8192,
+    }
+    strategy = _split(Mesh(pp=2), 0, "zbv", BF16, (1, 1, 1, 1))
+    for rank in dry_run("t5-base", sizes, strategy).ranks:
+        assert rank.sent_bytes["pp"].lowered == pytest.approx(rank.sent_bytes["pp"].predicted, rel=0.1), rank
+
+
 def test_the_last_reduction_of_a_micro_batch_is_over_before_the_next_pass() -> None:
     """As it is priced: nothing that was reduced waits in memory beside other passes."""
     pipeline = Pipeline(schedule="gpipe", stage_blocks=(0, 2))
