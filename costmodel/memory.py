@@ -298,7 +298,7 @@ def rank_memory(
     rank: int, states: Sequence[LiveState], stages: Sequence[StageWork], profiles: Sequence[ActivationProfile],
     ends: Sequence[EndingState] = (),
 ) -> StageMemory:  # fmt: skip
-    """Bytes of one rank by component at its peak; they sum to `peak`. `ends`: where reductions hold more than gradients."""
+    """Bytes of one rank by component at its peak; they sum to `peak`. `ends`: where reductions hold more than gradients before all is over."""
     own = sorted({stage for state in states for stage, _, _ in state.held})
     parameters = sum(stages[stage].parameter_bytes for stage in own)
     gradients = sum(stages[stage].gradient_bytes for stage in own)
@@ -306,7 +306,7 @@ def rank_memory(
     static_buffers = sum(stages[stage].buffer_bytes for stage in own)
     peaks = [_peak_in(state, profiles) for state in states]
     peaks += [_ending_peak(end, stages, profiles) for end in ends]
-    if ends:
+    if any(stages[stage].under_way is not None for stage in own):
         peaks.append(Peak(0, _waiting_bytes([stages[stage] for stage in own])))
     best = max(peaks, key=_total, default=Peak())
     buffers, parameters = static_buffers + best.buffers, parameters + best.parameters
@@ -363,6 +363,8 @@ def memory_by_rank(
         if id(stage) not in known:
             known[id(stage)] = activation_profile(stage, reduce_every_micro=reduce_every_micro, halves=halves)
     profiles = [known[id(stage)] for stage in stages]
-    copies = any(stage.under_way is not None for stage in stages)
+    copies = any(
+        one is not None and any((*one.beside, *one.after, one.left)) for one in (s.under_way for s in stages)
+    )
     ends = [ending_states(actions) for actions in ranks] if copies else [()] * len(states)
     return tuple(rank_memory(rank, own, stages, profiles, ends[rank]) for rank, own in enumerate(states))

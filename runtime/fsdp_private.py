@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +47,25 @@ def reduce_unit(unit: FSDPModule) -> None:
     group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
     group._training_state = before  # what it does at the end of a step is still to come
+
+
+@contextmanager
+def gradients_as_summed(module: nn.Module) -> Iterator[None]:
+    """Inside, gradients of whole parameters keep the dtype in which autograd adds them up, whatever FSDP2 does.
+
+    A way to weights alone may lead through another unit (T5's first block makes the position bias of all). FSDP2 takes that for
+    a whole backward pass and at its end casts the gradients that are there to the dtype of reductions. Those still to come
+    would have another dtype, and it refuses to reduce a unit of both.
+    """
+    groups = [u._get_fsdp_state()._fsdp_param_group for u in module.modules() if isinstance(u, FSDPModule)]
+    before = {p: p.reduce_dtype for group in groups if group for p in group.fsdp_params}
+    for parameter in before:
+        parameter.reduce_dtype = None  # the unit has noted what it reduces in
+    try:
+        yield
+    finally:
+        for parameter, dtype in before.items():
+            parameter.reduce_dtype = dtype
 
 
 def end_reductions(module: nn.Module) -> None:

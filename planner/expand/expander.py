@@ -19,6 +19,7 @@ from autoparallel.planner.expand.chain import (
     stage_ranges,
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
+from autoparallel.planner.expand.deferred import with_deferred
 from autoparallel.planner.expand.halves import with_whole_second_halves
 from autoparallel.planner.expand.hosted import with_whole_tensors
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
@@ -184,7 +185,8 @@ class Expander:
             found.append(cold)
         if strategy.execution.fsdp2 and 0.0 < strategy.offload.optimizer < 1.0 and not self.placed:
             found = with_whole_tensors(self.works, strategy, found, ranges, rank_of, ties)
-        return tuple(with_under_way(self.works, strategy, found, ranges, ties))
+        found = with_under_way(self.works, strategy, found, ranges, ties)
+        return tuple(with_deferred(self.works, strategy, found, ranges, ties))
 
     def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:
         """(block, recomputation) of each link of a stage: the first `full` repeated ones in full."""

@@ -109,7 +109,7 @@ def placed_unit(
         own = works.graph.blocks[block]
         found = with_coming_and_going(found, own, place.dropped, strategy, repeated=repeated)
     if is_split(strategy):
-        experts = _experts(works, strategy, block)
+        experts = unit_experts(works, strategy, block)
         units = units_of(work, works.graph.blocks[block], place.dropped, strategy, experts, repeated=repeated)
         found = with_halves(found, works.backward(strategy, block), units, reduce, strategy)
     waiting = held_of(works, strategy, block, place.again - place.later)
@@ -150,12 +150,12 @@ def _unit(
     if not _repeated(works.graph, block):
         backward = works.backward(strategy, block)
         return as_glue(work, own, reduce, dropped, strategy, beside=beside, backward=backward, twice=later)
-    experts = _experts(works, strategy, block)
+    experts = unit_experts(works, strategy, block)
     inside = works.backward(strategy, block) if experts else None
     return as_unit(work, own, reduce, strategy, beside=beside, backward=inside, experts=experts)
 
 
-def _experts(works: LocalWorks, strategy: Strategy, block: int) -> list[str]:
+def unit_experts(works: LocalWorks, strategy: Strategy, block: int) -> list[str]:
     """Names of the parameters that are a unit inside a block's."""
     params = works.tensor_plan(strategy).blocks[block].params if state.expert_shards(strategy).zero else ()
     return [name for name, placement in params if placement.startswith("E")]

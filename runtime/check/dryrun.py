@@ -264,8 +264,11 @@ class _Step:
         """Note the gradients of tensors that stages on several ranks hold, as `TiedGradients` adds them up."""
         first = self._stages[0]
         for tie in first.stage_cut.ties if isinstance(first, StageModule) else ():
-            for stage, name in zip(tie.stages, tie.names, strict=True):
-                if len({self._homes[s] for s in tie.stages}) > 1:
+            ranks = [self._homes[stage] for stage in tie.stages]
+            for number, (stage, name) in enumerate(zip(tie.stages, tie.names, strict=True)):
+                if (
+                    len(set(ranks)) > 1 and ranks[number] not in ranks[:number]
+                ):  # a rank adds up its own copies first
                     size = local(self._stages[stage].get_parameter(name)).nbytes
                     self._sends[stage][Message(op=CollectiveOp.SEND, axis="pp", size_bytes=size)] += 1
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
-from autoparallel.runtime.fsdp_private import end_reductions, reduce_unit, whole_weights
+from autoparallel.runtime.fsdp_private import end_reductions, gradients_as_summed, reduce_unit, whole_weights
 from autoparallel.runtime.gradients.copies import cast_copies
 from autoparallel.runtime.gradients.gathered import UnitGather
 from autoparallel.runtime.gradients.own_outputs import own_outputs
@@ -245,7 +245,8 @@ def run_weights(module: nn.Module, half: WeightHalf | PutOff) -> None:
                 waiting.pop(unit)
                 reduce_unit(unit)
 
-    half.run(complete)
+    with gradients_as_summed(module):
+        half.run(complete)
     for unit in waiting:
         reduce_unit(unit)
     end_reductions(module)

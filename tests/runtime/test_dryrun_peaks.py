@@ -144,6 +144,8 @@ HALVES_OF_BACKWARDS = {
     "tensors in shares, nothing freed before the second half": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2))),
     "attention that runs again, of whose weights nothing is": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2), recompute=Recompute(mode="selective"))),
     "experts": ("mixtral-8x7b", _split(Mesh(pp=2), 0, "zbv", BF16, (0, 1, 1, 1))),
+    "whole gradients, reduced when the step ends": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2), 1, "zb1p", SUMMED, (1, 2), recompute=Recompute(mode="full"))),
+    "whole gradients, whose shares replicas sum up": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2, dp_replicate=2), 1, "zb1p", CAST, (1, 2), recompute=Recompute(mode="full"))),
 }  # fmt: skip
 
 
@@ -249,6 +251,22 @@ def test_a_second_half_that_runs_all_of_a_stage_again_sends_it_again() -> None:
     strategy = _split(Mesh(pp=2, tp=2), 0, "zb1p", CAST, (1, 2), recompute=Recompute(mode="full"))
     for rank in dry_run("llama-3.1-8b", {**LLAMA, "num_hidden_layers": 3}, strategy).ranks:
         assert rank.sent_bytes["tp"].lowered == rank.sent_bytes["tp"].predicted
+
+
+def test_a_rank_adds_up_its_copies_of_a_tied_gradient_before_it_sends_it() -> None:
+    """T5's table is on both stages of the first rank, and on one of the second."""
+    sizes = {
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "d_model": 64,
+        "num_heads": 4,
+        "d_kv": 16,
+        "d_ff": 128,
+        "vocab_size": 8192,
+    }
+    strategy = _split(Mesh(pp=2), 0, "zbv", BF16, (1, 1, 1, 1))
+    for rank in dry_run("t5-base", sizes, strategy).ranks:
+        assert rank.sent_bytes["pp"].lowered == pytest.approx(rank.sent_bytes["pp"].predicted, rel=0.1), rank
 
 
 def test_the_last_reduction_of_a_micro_batch_is_over_before_the_next_pass() -> None:

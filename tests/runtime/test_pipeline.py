@@ -7,6 +7,7 @@ import torch
 
 from autoparallel.costmodel.program import CollectiveOp
 from tests.runtime.compare import TOLERANCE
+from tests.runtime.handed_bias import run_cast
 from tests.runtime.harness import Processes
 from tests.runtime.pipelines import exchanged, initial_state, outputs_kept, refused, run_pipeline
 
@@ -132,6 +133,15 @@ def test_a_split_backward_reduces_each_unit_once_a_micro_batch(gloo: Processes, 
     for whole, halves in gloo.run(4, exchanged, name="gpt2", pipelines=[ONE_F_ONE_B, split], options=options):
         assert halves == whole
         assert any(message.op is CollectiveOp.REDUCE_SCATTER for message in whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 2}], ids=str)
+def test_weights_that_another_unit_uses_too_are_reduced_in_one_dtype(
+    gloo: Processes, options: dict[str, Any]
+) -> None:
+    options = {"pp": 2, "micro_batches": 2, **options}
+    difference, name = gloo.run(2 * options.get("dp_shard", 1), run_cast, schedule="zb1p", options=options)[0]
+    assert difference <= TOLERANCE[torch.float32], name
 
 
 def test_a_split_backward_of_parameters_that_are_freed_is_refused(gloo: Processes) -> None:
