@@ -185,8 +185,12 @@ class Expander:
             found.append(cold)
         if strategy.execution.fsdp2 and 0.0 < strategy.offload.optimizer < 1.0 and not self.placed:
             found = with_whole_tensors(self.works, strategy, found, ranges, rank_of, ties)
-        found = with_under_way(self.works, strategy, found, ranges, ties)
-        return tuple(with_deferred(self.works, strategy, found, ranges, ties))
+        if (
+            not self.placed
+        ):  # else a stage has links of its tables, too, for which what reductions hold is not told apart
+            found = with_under_way(self.works, strategy, found, ranges, ties)
+            found = with_deferred(self.works, strategy, found, ranges, ties)
+        return tuple(found)
 
     def _links(self, strategy: Strategy, positions: range, full: int) -> tuple[tuple[int, str], ...]:
         """(block, recomputation) of each link of a stage: the first `full` repeated ones in full."""

@@ -35,7 +35,7 @@ def with_whole_tensors(
         for position in positions:
             key = (works.graph.chain[position].block, ties.dropped.get(position, NO_NAMES))
             if key not in known:
-                known[key] = trained_numbers(works, strategy, *key)
+                known[key] = [number for number, _ in trained_tensors(works, strategy, *key)]
             sizes[-1] += known[key]
     kept: dict[int, int] = {}
     for rank in dict.fromkeys(rank_of):
@@ -51,14 +51,16 @@ def _keeping(stages: Sequence[StageWork], kept: Mapping[int, int], item: int) ->
     return [replace(work, optimizer_bytes=kept.get(stage, 0) * item) for stage, work in enumerate(stages)]
 
 
-def trained_numbers(works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset[str]) -> list[int]:
-    """Numbers that a rank updates of each tensor of a block."""
+def trained_tensors(
+    works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset[str]
+) -> list[tuple[int, bool]]:
+    """Numbers that a rank updates of each tensor of a block, and whether it is of experts that are shared."""
     local = works.local(strategy, block)
     found = []
     for parameter, (_, place) in zip(local.index.block.parameters, local.plan.params, strict=True):
         if parameter.trainable and parameter.name not in dropped:
-            kind = state.expert_shards if place.startswith("E") else state.dense_shards
-            shards = kind(strategy)
+            of_experts = place.startswith("E")
+            shards = (state.expert_shards if of_experts else state.dense_shards)(strategy)
             own = parameter.numel // local.setting.parts(place)
-            found.append(state.share(own, shards.ranks if shards.zero else 1))
+            found.append((state.share(own, shards.ranks if shards.zero else 1), of_experts))
     return found

@@ -16,7 +16,7 @@ from autoparallel.costmodel.topology import Crossing, crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import mesh_axes
 from autoparallel.planner.expand.chain import Ties
-from autoparallel.planner.expand.hosted import trained_numbers
+from autoparallel.planner.expand.hosted import trained_tensors
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.expand.units import passing_bytes
 from autoparallel.planner.expand.works import LocalWorks
@@ -146,10 +146,7 @@ def _tensors(works: LocalWorks, strategy: Strategy, ties: Ties, position: int) -
     """Bytes of a link's gradients on one rank, in the order of the model, and whether they are of experts that are shared."""
     block, item = works.graph.chain[position].block, state.dtype_bytes(strategy.execution.grad_dtype)
     dropped = ties.dropped.get(position, frozenset()) | ties.later.get(position, frozenset())
-    places = dict(works.tensor_plan(strategy).blocks[block].params)
-    names = [p.name for p in works.graph.blocks[block].parameters if p.trainable and p.name not in dropped]
-    numbers = trained_numbers(works, strategy, block, dropped)
-    return [(n * item, places[name].startswith("E")) for name, n in zip(names, numbers, strict=True)]
+    return [(n * item, experts) for n, experts in trained_tensors(works, strategy, block, dropped)]
 
 
 def _walked(

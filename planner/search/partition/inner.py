@@ -162,9 +162,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         return price.gather_s + price.reduce_s
 
     update, (gather, gather_once_s) = _update_rate(book, priced), _gather_rate(book, priced)
-    late = (
-        strategy.execution.late_gathers
-    )  # then the next step's first forwards wait for it, not this one's end
+    late = strategy.execution.late_gathers  # then the next step's first forwards wait for it
     step = prices.sums(lambda price: update(price) + (0.0 if late else gather(price)))
     backward = prices.streamed(_backward, backward=True)
     weight = prices.sums(lambda price: price.weight_s)
