@@ -49,10 +49,6 @@ class Once:
         once = max(floor(seconds * PS), 0)
         return self._added(form, once) if once else form
 
-    def each(self, quantity: Quantity, seconds: float) -> Quantity:
-        """Likewise all forms of a quantity."""
-        return Quantity(forms=tuple(self.more(form, seconds) for form in quantity.forms))
-
     def in_line(self, form: Form, work: Callable[[BlockPrice], float], latency_s: float) -> Form | None:
         """A form of backwards beside reductions, or of what is left of these, and 2 sqrt(w a) more for each chunk that has layers:
         w = `work` of them. None where that says no more than the latency itself."""
