@@ -62,7 +62,7 @@ def peak_of(
             continue
         seen = name if name in lived else "B"
         ends_here = ends[action.stage] == number
-        live = lived.get(f"last {seen}", lived[seen]) if ends_here else lived[seen]
+        live = lowered[action.stage].lived_in(seen, last=ends_here)
         held = state + lasting + flying + live.peak
         if name == "F" and not before and gathers:
             held -= lowered[action.stage].gathered_bytes  # gathered in this very pass, which saw them come

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2, sqrt
 
-from autoparallel.costmodel.compression import coding_s, gathering_s, parse_method, wire_bytes
+from autoparallel.costmodel.compression import coding_s, gathering_s, method_at, parse_method, wire_bytes
 from autoparallel.costmodel.links import pattern_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.costmodel.topology import Crossing, crossings, message_bytes_per_s
@@ -79,10 +79,8 @@ def _alone_s(
         path = (*path[:-1], replace(path[-1], device_bytes_per_s=rate))
     constants = _of_network(path, cluster)
     factor = constants[_FACTORS[collective.op]]
-    methods = tuple(
-        collective.compression[c.index] if c.index < len(collective.compression) else "none" for c in path
-    )
-    if all(method in ("none", "") for method in methods):
+    methods = tuple(method_at(collective.compression, crossing.index) for crossing in path)
+    if all(method == "none" for method in methods):
         return factor * _plain_s(
             collective.op,
             float(collective.size_bytes),

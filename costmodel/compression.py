@@ -7,6 +7,7 @@ every figure: formula, from the definition of the method; `runtime/gradients/cod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoparallel.errors import UserError
@@ -40,6 +41,11 @@ class Method:
     def biased(self) -> bool:
         """What is decoded is not on average what was encoded, so that error feedback must carry the rest."""
         return self.name in _BIASED
+
+
+def method_at(compression: Sequence[str], level: int) -> str:
+    """The method of `grad_sync.compression` at a network level: none where it says nothing of it."""
+    return (compression[level] if level < len(compression) else "") or "none"
 
 
 def parse_method(text: str) -> Method:

@@ -9,7 +9,8 @@ to a reduction of every micro-batch live too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -76,26 +77,39 @@ class EndingState:
     over: tuple[int, ...]
 
 
+def _held_in(
+    actions: Sequence[Action], stages: Sequence[int]
+) -> Iterator[tuple[Action, list[int], list[int]]]:
+    """Each action of one rank that keeps something or lets go of it, and what each of its stages holds while it runs, beside what is
+    its own: micro-batches in full, and from I to W. The lists change with the next one."""
+    at = {stage: place for place, stage in enumerate(stages)}
+    full, weight = [0] * len(stages), [0] * len(stages)
+    for action in actions:
+        kind = action.kind
+        if kind not in _HOLDS:
+            continue
+        place = at[action.stage]
+        if kind is not K.FORWARD:
+            (weight if kind is K.BACKWARD_WEIGHT else full)[place] -= 1
+        yield action, full, weight
+        if kind is K.FORWARD:
+            full[place] += 1
+        elif kind is K.BACKWARD_INPUT:
+            weight[place] += 1
+
+
 def ending_states(actions: Sequence[Action]) -> tuple[EndingState, ...]:
     """The states in which the actions of one rank run from the first that is the last backward of its stage."""
     stages = sorted({action.stage for action in actions})
-    held = {stage: [0, 0] for stage in stages}  # full, from I to W
-    ends = {a.stage: n for n, a in enumerate(actions) if a.kind in _HOLDS}
+    left = Counter(action.stage for action in actions if action.kind in _HOLDS)
     seen: dict[EndingState, None] = {}
     over: list[int] = []
-    for number, action in enumerate(actions):
-        kind, own, last = action.kind, held[action.stage], ends.get(action.stage) == number
-        if kind not in _HOLDS:
-            continue
-        if kind is not K.FORWARD:
-            own[kind is K.BACKWARD_WEIGHT] -= 1
+    for action, full, weight in _held_in(actions, stages):
+        left[action.stage] -= 1
+        last = not left[action.stage]
         if last or over:
-            state = LiveState(
-                action.stage, kind, tuple((s, full, weight) for s, (full, weight) in held.items())
-            )
-            seen[EndingState(state, last, tuple(over))] = None
-        own[0] += kind is K.FORWARD
-        own[1] += kind is K.BACKWARD_INPUT
+            held = tuple(zip(stages, full, weight, strict=True))
+            seen[EndingState(LiveState(action.stage, action.kind, held), last, tuple(over))] = None
         if last:
             over.append(action.stage)
     return tuple(seen)
@@ -105,22 +119,9 @@ def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
     """The states in which the actions of one rank run, those left out that hold no more than another of the same stage
     and kind in any part: they are never a peak. Few, because a steady state repeats."""
     stages = sorted({action.stage for action in actions})
-    at = {stage: place for place, stage in enumerate(stages)}
-    full, weight = [0] * len(stages), [0] * len(stages)
     seen: dict[tuple[Any, ...], None] = {}  # stage, kind, what each stage holds: full, then weight
-    for action in actions:
-        kind = action.kind
-        if kind not in _HOLDS:
-            continue
-        place = at[action.stage]
-        if kind is K.FORWARD:
-            seen[action.stage, kind, *full, *weight] = None
-            full[place] += 1
-            continue
-        (weight if kind is K.BACKWARD_WEIGHT else full)[place] -= 1
-        seen[action.stage, kind, *full, *weight] = None
-        if kind is K.BACKWARD_INPUT:
-            weight[place] += 1
+    for action, full, weight in _held_in(actions, stages):
+        seen[action.stage, action.kind, *full, *weight] = None
     groups: dict[tuple[int, ActionKind], list[tuple[int, ...]]] = {}
     for running, kind, *held in seen:
         groups.setdefault((running, kind), []).append(tuple(held))
@@ -155,7 +156,7 @@ def activation_profile(
 
     Source: torch/distributed/fsdp/_flat_param.py, whose parameters are views of one, so that their gradients are joined.
     """
-    links = [block for block, count in stage.blocks for _ in range(count)]
+    links = stage.links
     saved = stage.input_bytes + stage.output_bytes + sum(block.saved_bytes for block in links)
     weight_saved = stage.input_bytes + sum(_weight_saved(block) for block in links)
     reductions = [_reduce_bytes(block) if reduce_every_micro else 0 for block in links]

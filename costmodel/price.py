@@ -334,7 +334,7 @@ def _longer(whole: Phase, wait_s: float) -> Phase:
 
 def _priced_buckets(stage: StageWork, program: Program, pricer: Pricer) -> list[tuple[Bucket, float]]:
     """The buckets of gradients in the order of the backward, and the seconds that each takes to reduce."""
-    reductions = [block.reduce for block, count in reversed(stage.blocks) for _ in range(count)]
+    reductions = [work.reduce for work in reversed(stage.links)]
     buckets = fill_buckets(reductions, program.bucket_bytes)
     seconds_of = {
         id(together): sum(pricer.collective_s(collective, program.axes) for collective in together)

@@ -210,6 +210,11 @@ class StageWork:
         None  # after a message, either way: joins the shares of tensor-parallel ranks
     )
 
+    @property
+    def links(self) -> list[BlockWork]:
+        """The work of every link, in model order."""
+        return [work for work, count in self.blocks for _ in range(count)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:

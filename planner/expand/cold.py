@@ -224,7 +224,7 @@ def with_cold_rows(
 ) -> StageWork:
     """A stage whose tables at `placed` have hot rows alone, with the exchange before the first of them, and what the
     devices hold and do for the rest."""
-    links = [block for block, count in stage.blocks for _ in range(count)]
+    links = stage.links
     first = min(place.table.position for place in placed) - positions.start
     links.insert(first, exchange(placed, strategy, cluster))
     cold = cold_state(placed, strategy, cluster)

@@ -60,9 +60,8 @@ def _in_order(
     works: LocalWorks, strategy: Strategy, stage: StageWork, positions: Sequence[int], ties: Ties
 ) -> list[GlueUnit]:
     """The units of a stage that are reduced: the root unit, modules beside the blocks (`runtime/stages/cut.py`), blocks."""
-    links = [work for work, count in stage.blocks for _ in range(count)]
     root, glue, blocks = list[GlueUnit](), list[GlueUnit](), list[GlueUnit]()
-    for work, position in zip(links, positions, strict=True):
+    for work, position in zip(stage.links, positions, strict=True):
         link = works.graph.chain[position]
         dropped, experts = ties.dropped.get(position, frozenset()), unit_experts(works, strategy, link.block)
         block = works.graph.blocks[link.block]

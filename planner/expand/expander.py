@@ -185,9 +185,8 @@ class Expander:
             found.append(cold)
         if strategy.execution.fsdp2 and 0.0 < strategy.offload.optimizer < 1.0 and not self.placed:
             found = with_whole_tensors(self.works, strategy, found, ranges, rank_of, ties)
-        if (
-            not self.placed
-        ):  # else a stage has links of its tables, too, for which what reductions hold is not told apart
+        # With tables in tiers a stage has links of theirs, too, for which what reductions hold is not told apart.
+        if not self.placed:
             found = with_under_way(self.works, strategy, found, ranges, ties)
             found = with_deferred(self.works, strategy, found, ranges, ties)
         return tuple(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.costmodel.compression import parse_method, wire_bytes
+from autoparallel.costmodel.compression import method_at, parse_method, wire_bytes
 from autoparallel.costmodel.program import BlockWork, StageWork, UnderWay
 from autoparallel.costmodel.topology import Crossing, crossings
 from autoparallel.planner.expand import state
@@ -20,7 +20,7 @@ from autoparallel.planner.expand.hosted import trained_tensors
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.expand.units import passing_bytes
 from autoparallel.planner.expand.works import LocalWorks
-from autoparallel.planner.strategy.types import GradSync, Strategy
+from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
 # Reductions that hold copies beside their buffers, at once: one is received while the next is made. Kind: choice.
@@ -56,7 +56,7 @@ def exchange_of(strategy: Strategy, cluster: Cluster) -> Exchange | None:
     sync, path = strategy.grad_sync, crossings(summed_axes(strategy), mesh_axes(strategy), cluster)
     if not strategy.execution.fsdp2 or not path:
         return None
-    methods = [_method(sync, crossing) for crossing in path]
+    methods = [method_at(sync.compression, crossing.index) for crossing in path]
     if len(path) == 1 or (sync.algorithm not in BY_LEVEL and methods[-2] == methods[-1]):
         return _at_once(strategy, path)
     item = state.dtype_bytes(strategy.execution.grad_dtype)
@@ -74,7 +74,7 @@ def expert_exchange_of(strategy: Strategy, cluster: Cluster) -> Exchange | None:
 def _at_once(strategy: Strategy, path: Sequence[Crossing]) -> Exchange | None:
     if not path:
         return None
-    method, ranks = _method(strategy.grad_sync, path[-1]), path[-1].inside * path[-1].fan
+    method, ranks = method_at(strategy.grad_sync.compression, path[-1].index), path[-1].inside * path[-1].fan
     if strategy.grad_sync.algorithm != "parameter-server" and method == "none":
         return None
     item = state.dtype_bytes(strategy.execution.grad_dtype)
@@ -85,11 +85,6 @@ def summed_axes(strategy: Strategy) -> tuple[str, ...]:
     """Axes along which whole gradients, or equal shares of them, are summed in buckets."""
     shards = state.dense_shards(strategy)
     return tuple(axis for axis in shards.summed if not shards.zero or axis not in shards.axes)
-
-
-def _method(sync: GradSync, crossing: Crossing) -> str:
-    known = crossing.index < len(sync.compression)
-    return sync.compression[crossing.index] or "none" if known else "none"
 
 
 def with_under_way(
@@ -105,8 +100,7 @@ def with_under_way(
     for stage, positions in zip(stages, ranges, strict=True):
         links = [_tensors(works, strategy, ties, position) for position in positions]
         repeated = [works.graph.chain[position].repeated for position in positions]
-        held = [work for work, count in stage.blocks for _ in range(count)]
-        gone = [_gone(works, strategy, ties, *link) for link in zip(held, positions, strict=True)]
+        gone = [_gone(works, strategy, ties, *link) for link in zip(stage.links, positions, strict=True)]
         apart = len(exchanges) > 1
         lists = [
             [[n for n, expert in link if (expert and apart) == one] for link in links]

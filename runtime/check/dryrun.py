@@ -34,7 +34,7 @@ from autoparallel.runtime.check.halves import (
 )
 from autoparallel.runtime.check.handed import handed_on, received, ways_back
 from autoparallel.runtime.check.inputs import loss_of, on_cpu, one_micro_batch
-from autoparallel.runtime.check.live_bytes import Live, LiveBytes, note
+from autoparallel.runtime.check.live_bytes import Live, LiveBytes, last_of, note
 from autoparallel.runtime.check.messages import Message, Place
 from autoparallel.runtime.check.module_names import ModuleNames
 from autoparallel.runtime.check.optimizer_state import optimizer_bytes
@@ -70,11 +70,9 @@ from autoparallel.runtime.torch_private import (
 class LoweredStage:
     """What one stage (chunk) holds on one rank, bytes, and what a step of it communicates.
 
-    `gathered_bytes` are whole parameters that data parallelism has gathered, beside the `parameter_bytes` that the
-    rank owns, at the end of a forward pass; `gradient_bytes` the most that is held at the end of a micro-batch, of which
-    `buffer_bytes` are there when the step begins.
-    `places` says where its messages but those over pp come from, `live` what lived in F, B and REDUCE_GRAD of the
-    last micro-batch.
+    `gathered_bytes` are whole parameters that data parallelism has gathered, beside the `parameter_bytes` that the rank owns, at the
+    end of a forward pass; `gradient_bytes` the most at the end of a micro-batch, `buffer_bytes` of it when the step begins.
+    `places` says where its messages but those over pp come from, `live` what lived in its actions.
     """
 
     parameter_bytes: int
@@ -86,6 +84,10 @@ class LoweredStage:
     under_way_bytes: int = 0  # that reductions hold beside gradients when the last backward pass is over
     places: Mapping[Message, Counter[Place]] = field(default_factory=dict)
     live: Mapping[str, Live] = field(default_factory=dict)
+
+    def lived_in(self, action: str, *, last: bool) -> Live:
+        """What lived in an action, in the `last` of its stage where that was told apart."""
+        return self.live.get(last_of(action) if last else action, self.live[action])
 
 
 def dry_run(
@@ -105,8 +107,7 @@ def dry_run(
 
     `example_inputs` may be of any batch size; `experts` (each of them chosen equally often) `entered` and `alone` are as in
     `parallelize`. `kinds` numbers the kinds of blocks, by path: of pipeline stages that are alike one is run for all. `backend` runs the
-    collectives.
-    Raises UserError for a strategy that does not fit, and for a model whose forward reads values of its tensors, which are not there.
+    collectives. Raises UserError for a strategy that does not fit, and for a model whose forward reads values of its tensors, which are not there.
     """
     dtypes = _dtypes(strategy.execution)
     planned = {parameter.dtype for parameter in module.parameters()}

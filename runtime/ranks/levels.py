@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoparallel.costmodel.compression import method_at
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.runtime.ranks.places import groups_along
@@ -19,7 +20,7 @@ def method_between(ranks: Sequence[int], compression: Sequence[str], level_sizes
         return "none"
     for level, size in enumerate(level_sizes):
         if len({rank // size for rank in ranks}) == 1:
-            return compression[level] if level < len(compression) else "none"
+            return method_at(compression, level)
     return compression[-1]
 
 

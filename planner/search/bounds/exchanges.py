@@ -12,7 +12,7 @@ import numpy as np
 
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand import state
-from autoparallel.planner.expand.expander import MIB, mesh_axes
+from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.placements import Groups, sizes_shared
@@ -22,7 +22,6 @@ from autoparallel.planner.search.bounds.tables import SINGLE
 from autoparallel.planner.search.space.build import Space, Variants
 from autoparallel.planner.search.space.candidates import sync_of
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, alike, numbered
-from autoparallel.planner.search.space.syncs import widest_bucket_mib
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Offload, Shard, Strategy
 
 Axes = tuple[Axis, ...]
@@ -205,8 +204,7 @@ class ExchangePrices:
             each_s = at_once_s(self.book, strategy, axes, most, most if experts else 0)
             return Line(least_s=0.0, each_s=each_s)
         item = state.dtype_bytes(strategy.execution.grad_dtype)
-        bucket = round(widest_bucket_mib(self.problem) * MIB)
-        line = self.book.reduce_line(strategy, axes, bucket, experts=experts)
+        line = self.book.reduce_line(strategy, axes, experts=experts)
         return Line(least_s=line.least_s, each_s=line.each_s * item)
 
     def _keys(self, found: Variants, shards: Ints, own: Ints | int = 0) -> Ints:
@@ -263,8 +261,8 @@ def _kernels_s(book: PriceBook, strategy: Strategy, parameters: int, experts: in
 def _gather_updated_s(
     book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0
 ) -> float:
-    gathers = () if strategy.execution.late_gathers else state.updated_gather(parameters, strategy, experts)
-    return sum(book.pricer.collective_s(c, axes) for c in gathers)
+    late = strategy.execution.late_gathers
+    return 0.0 if late else book.updated_gather_s(parameters, strategy, axes, experts)
 
 
 def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> Line:

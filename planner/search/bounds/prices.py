@@ -306,25 +306,22 @@ class PriceBook:
         return self._blocks[key]
 
     def _reduce_s(self, trainable: int, experts: int, strategy: Strategy, axes: tuple[Axis, ...]) -> float:
-        bucket = round(self.bucket_mib * MIB)
         if state.zero_level(strategy) == 3 or not strategy.grad_sync.bucket_mib:
             return self.reduction_s(trainable, strategy, axes, experts, together=True)
         item, found = state.dtype_bytes(strategy.execution.grad_dtype), 0.0
         if trainable > experts:
-            found += (trainable - experts) * item * self.reduce_line(strategy, axes, bucket).each_s
+            found += (trainable - experts) * item * self.reduce_line(strategy, axes).each_s
         if experts:
-            found += experts * item * self.reduce_line(strategy, axes, bucket, experts=True).each_s
+            found += experts * item * self.reduce_line(strategy, axes, experts=True).each_s
         return found
 
-    def reduce_line(
-        self, strategy: Strategy, axes: tuple[Axis, ...], bucket: int, *, experts: bool = False
-    ) -> Line:
-        """Seconds that a bucket of gradients (of experts or of the rest) takes at least, by its bytes, up to `bucket` of them."""
+    def reduce_line(self, strategy: Strategy, axes: tuple[Axis, ...], *, experts: bool = False) -> Line:
+        """Seconds that a bucket of gradients (of experts or of the rest) takes at least, by its bytes, up to the widest there is."""
         names = ("dp_replicate", EXPERT_SHARD) if experts else ("dp_replicate", "dp_shard", "cp")
         spanned = tuple(a for a in axes if a.name in names and a.size > 1)
         at_end = state.replicas_at_end(strategy)
         key = (
-            spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype, at_end, bucket,
+            spanned, experts, strategy.shard.zero, strategy.grad_sync, strategy.execution.grad_dtype, at_end,
         )  # fmt: skip
         if key not in self._lines:
             item = state.dtype_bytes(strategy.execution.grad_dtype)
@@ -332,7 +329,7 @@ class PriceBook:
             def seconds(count: int) -> float:
                 return self.reduction_s(count, strategy, axes, count if experts else 0)
 
-            most = max(bucket // item, 1)
+            most = max(round(self.bucket_mib * MIB) // item, 1)
             # What experts exchange may be one message with the rest's; to encode a few numbers takes no longer than to wait.
             apart = not experts and not any(one not in ("", "none") for one in strategy.grad_sync.compression)
             line = line_below(seconds, most) if apart else Line(least_s=0.0, each_s=seconds(most) / most)
@@ -360,6 +357,13 @@ class PriceBook:
                 for algorithm in self.algorithms
             )
         return self._reductions[key]
+
+    def updated_gather_s(
+        self, count: int, strategy: Strategy, axes: tuple[Axis, ...], experts: int = 0
+    ) -> float:
+        """Seconds to gather `count` parameters, once updated, `experts` of them experts'."""
+        gathers = state.updated_gather(count, strategy, experts)
+        return sum(self.pricer.collective_s(gather, axes) for gather in gathers)
 
     def _where(self, names: tuple[str, ...], axes: tuple[Axis, ...]) -> object:
         """What is the same where groups along the named axes cross the same levels, as their collectives then cost the same; on

@@ -258,13 +258,12 @@ def _gather_rate(book: PriceBook, priced: Priced) -> tuple[Value, float]:
     every = [*prices.head, *prices.tail, *(price for group in prices.kept for price in group)]
     copies, axes = max(prices.count, 1), mesh_axes(strategy)
 
-    def gathered_s(count: int, experts: int = 0) -> float:
-        gathers = state.updated_gather(count, strategy, experts)
-        return sum(book.pricer.collective_s(c, axes) for c in gathers)
-
-    line = line_below(gathered_s, max(sum(price.dense for price in every) * copies, 1))
-    experts = max(sum(price.experts for price in every) * copies, 1)
-    each_s, experts_s = line.each_s, gathered_s(experts, experts) / experts
+    dense, experts = (
+        max(sum(numbers) * copies, 1)
+        for numbers in ([price.dense for price in every], [price.experts for price in every])
+    )
+    line = line_below(lambda count: book.updated_gather_s(count, strategy, axes), dense)
+    each_s, experts_s = line.each_s, book.updated_gather_s(experts, strategy, axes, experts) / experts
     return lambda price: price.dense * each_s + price.experts * experts_s, line.least_s
 
 

@@ -81,7 +81,7 @@ def reduction_once_s(book: PriceBook, strategy: Strategy) -> float:
     """Seconds of a bucket of gradients beside what its bytes take; 0 where layers reduce theirs apart (ZeRO-3)."""
     if state.zero_level(strategy) == 3 or not strategy.grad_sync.bucket_mib:
         return 0.0
-    return book.reduce_line(strategy, mesh_axes(strategy), round(book.bucket_mib * state.MIB)).least_s
+    return book.reduce_line(strategy, mesh_axes(strategy)).least_s
 
 
 def with_latency(
