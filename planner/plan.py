@@ -56,15 +56,15 @@ __all__ = [
     "plan",
 ]
 
-# Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any
-# machine (`Search.work`, about milliseconds): the first as soon as the gap is no larger than `SMALL_GAP`, or is not far from it
-# and more work is not going to make it so, by what the last `LATELY` of it did; the second in any case. Kind: formula: a few seconds where little is
-# left to find or prove, some ten where much may be.
-ENOUGH_WORK, MOST_WORK, LATELY = 4000.0, 10_000.0, 2000.0
-SMALL_GAP = 0.02
-LARGE_GAP = (
-    0.05  # with which all of the work is done: a better strategy may well be found on the way. Kind: choice
-)
+# Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any machine
+# (`Search.work`, about milliseconds). In any case:
+MOST_WORK = 10_000.0
+# Where the gap is small, as soon as nothing better was found for so long. Kind: measured
+SMALL_GAP, SHORT_IDLE = 0.02, 1000.0
+# Where it is not far from that, once the local search has nothing left, and the pace of the last `LATELY` will not make it small.
+LARGE_GAP, ENOUGH_WORK, LATELY = 0.05, 4000.0, 2000.0
+# Where it is large, once nothing better was found for so long, and the bound has risen by less than `SLOW` in the last `LATELY`.
+LONG_IDLE, SLOW = 5000.0, 0.01
 TIERS_SHARE = 0.5  # of the time that a user gives, for embedding tables in tiers. Kind: choice
 RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
 REPORT_EVERY_S = 0.1
@@ -261,15 +261,19 @@ class _Watch:
     def worked_enough(self, search: Watched) -> bool:
         """Whether the search has done all the work that it does without a time limit."""
         work, value, bound = search.work, search.value[0], search.bound()[0]
-        search.headway.note(work, value, bound)
-        if work < self.most_work * ENOUGH_WORK / MOST_WORK:
-            return False
-        if work >= self.most_work or value <= bound * (1 + SMALL_GAP):
+        headway, scale = search.headway, self.most_work / MOST_WORK
+        headway.note(work, value, bound)
+        if work >= self.most_work:
             return True
+        if value <= bound * (1 + SMALL_GAP):
+            return headway.idle >= SHORT_IDLE * scale
+        lately = LATELY * scale
         if value > bound * (1 + LARGE_GAP):
+            idle = search.incumbent is not None and headway.idle >= LONG_IDLE * scale
+            return idle and headway.closed(lately) < SLOW
+        if work < ENOUGH_WORK * scale:
             return False
-        lately = self.most_work * LATELY / MOST_WORK
-        return search.settled and not search.headway.will_close(SMALL_GAP, lately, self.most_work - work)
+        return search.settled and not headway.will_close(SMALL_GAP, lately, self.most_work - work)
 
 
 def _progress(search: Watched, elapsed_s: float) -> Progress:

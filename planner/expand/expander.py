@@ -163,7 +163,9 @@ class Expander:
             last = stage == chunks - 1
             back = self.cluster.network is not None and not last and rank_of[stage + 1] < rank_of[stage]
             handed = self._handed_bytes(strategy, positions, links)
-            key = (links, placed, crossing, last, back, handed, stage == 0)
+            # What equal blocks send may grow from stage to stage, as the outputs of a recommender's tables do.
+            sends = () if last else self.graph.chain[positions[-1]].sends
+            key = (links, placed, crossing, sends, last, back, handed, stage == 0)
             if key not in made:
                 each = tuple(zip(links, placed, strict=True))
                 for one in each:

@@ -13,6 +13,7 @@ import numpy as np
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.planner.explain.reasons import alternative
 from autoparallel.planner.outcome import Alternative
+from autoparallel.planner.problem import objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.search.bounds.outer import Outer, expand_shapes
 from autoparallel.planner.search.driver import Search, after
@@ -137,6 +138,9 @@ def _best_of(
     near = (shapes.micro[rows] == chosen.batch.micro) & (
         shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
     )
+    if known and work <= WORK_WHEN_STOPPED:  # the search has looked at it no less than at the answer
+        best_of = min(known, key=partial(objective_value, outer.problem))
+        return rejected(best_of.strategy, proved=False)
     for part in (rows[near], rows):  # what differs in this alone is bounded best, and quickly searched
         found, proved = _searched(outer, kind, part, known, work)
         known = [found] if found is not None else known

@@ -14,7 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from math import inf
 
 from autoparallel.errors import UserError
-from autoparallel.planner.problem import NOTHING, Value, objective_value
+from autoparallel.planner.problem import NOTHING, Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.dual import SHAPES_AT_ONCE, Dual
@@ -22,8 +22,9 @@ from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.headway import Headway
 from autoparallel.planner.search.improve.climb import Climb
 from autoparallel.planner.search.improve.details import improve_details
-from autoparallel.planner.search.improve.partitions import improve_partition
+from autoparallel.planner.search.improve.partitions import move_blocks, solve_partition
 from autoparallel.planner.search.improve.starts import Promises, smallest_first, starts, unpipelined
+from autoparallel.planner.search.partition.problem import has_choice
 from autoparallel.planner.search.partition.solve import EFFORT
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Shapes, Variants
@@ -31,8 +32,12 @@ from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 
 CLIMBS = 2  # neighbourhoods looked at before the incumbent is polished
-RIVALS = 3  # strategies polished beside the incumbent,
-NEAR = 1.05  # times as long as it at most: what polishing may take off them. Kind: measured
+RIVALS = 6  # strategies polished beside the incumbent,
+NEAR = 1.3  # times as long as it at most: what another partition may take off them. Kind: measured
+ASKED = 24  # of which so many are asked what they promise
+CLOSE = (
+    1.05  # likewise, once their stage problem is solved: what single blocks and details may. Kind: measured
+)
 TRIES = 4  # variants of one size tried until one fits
 MUCH_BETTER = (
     0.7  # times what was found: the bound of a schedule that may take a second to lay out. Kind: choice
@@ -85,6 +90,9 @@ class Search:
     _climbing: float = field(init=False)
     _polished: Evaluation | None = None
     _was_polished: set[Candidate] = field(default_factory=set)
+    _promises: dict[Candidate, Value] = field(
+        default_factory=dict
+    )  # what none of their partitions goes below
     _climbed: int = 0  # since the incumbent was polished
     settled: bool = False  # whether the local search has nothing left to climb from or to polish
 
@@ -111,9 +119,10 @@ class Search:
 
     def finish(self) -> None:
         """Polish what was found, once the work is done."""
-        if self._to_polish() and self.climbs:
+        own = self.sims.chosen
+        if self.climbs and own is not None and self.incumbent is not self._polished:
             work = self.work
-            self._polish()
+            self._polish_one(own)
             self.sims.work = work  # what other searches have left is as it was
 
     def _run(self, rows: Ints | None) -> None:
@@ -142,16 +151,24 @@ class Search:
 
     def _improve(self) -> bool:
         """One step of the local search; False where it has nothing left to do."""
-        if (self.incumbent is self._polished or self._climbed < CLIMBS) and self._climb.step():
-            self._climbed += 1
-            self.settled = False
-            return True
-        if self._to_polish():
-            self._polish()
-            self._climbed = 0
-            return True
-        self.settled = True
-        return self._climb.try_others() or self._climb.step(again=True)
+        climbs_first = self._climbed < CLIMBS
+        self.settled = not (
+            self._climb_on() or self._polish_on() if climbs_first else self._polish_on() or self._climb_on()
+        )
+        return not self.settled or self._climb.try_others() or self._climb.step(again=True)
+
+    def _climb_on(self) -> bool:
+        """Look at one more neighbourhood; False where none is new."""
+        self._climbed += 1
+        return self._climb.step()
+
+    def _polish_on(self) -> bool:
+        """Polish what has not been; False where nothing promises to be better for it."""
+        if not self._to_polish():
+            return False
+        self._polish()
+        self._climbed = 0
+        return True
 
     def _is_small(self) -> bool:
         """Whether the incumbent is simulated in no time."""
@@ -162,24 +179,50 @@ class Search:
         what comes close to it, as the one may gain more by that than the other. Then single keys of the incumbent."""
         self._climb.try_schedules()
         for chosen in self._to_polish():
-            self._was_polished.add(chosen)
-            improve_partition(self.sims, chosen, self.sims.candidates[chosen])
-            improve_details(self.sims, chosen, self.sims.candidates[chosen])
+            self._polish_one(chosen)
         self._polished = self.incumbent
         if self.climbs and self.sims.chosen is not None:
             self._climb.try_keys(self.sims.chosen)  # what is better is polished in its turn
 
+    def _polish_one(self, chosen: Candidate) -> None:
+        """Improve the partition of a candidate, and its details where it is close to the incumbent then."""
+        self._was_polished.add(chosen)
+        solve_partition(self.sims, chosen)
+        if self._is_within(chosen, CLOSE):
+            move_blocks(self.sims, chosen)
+            improve_details(self.sims, chosen, self.sims.candidates[chosen])
+
     def _to_polish(self) -> list[Candidate]:
-        """The incumbent and the best candidates near it that have not been polished."""
-        own, values = self.sims.chosen, dict[Candidate, Value]()
-        for one, found in self.sims.candidates.items() if self.climbs else ():
-            value = objective_value(self.outer.problem, found)
-            if one != own and one not in self._was_polished and value[0] <= self.value[0] * NEAR:
-                values[one] = value
-        near = sorted(values, key=lambda one: values[one])[:RIVALS]
+        """The incumbent, and of the candidates near it that have not been polished those that promise most."""
+        own, problem = self.sims.chosen, self.outer.problem
+        values = {
+            one: objective_value(problem, found)
+            for one, found in (self.sims.candidates.items() if self.climbs else ())
+            if one != own and one not in self._was_polished
+        }
+        near = [one for one in sorted(values, key=lambda one: values[one]) if self._is_within(one, NEAR)]
+        for one in near[:ASKED]:
+            if one not in self._promises:
+                self._promises[one] = self._promise(one)
+        known = [one for one in near if self.sims.may_win(self._promises.get(one, NOTHING))]
+        rivals = sorted(known, key=lambda one: (self._promises[one], values[one]))[:RIVALS]
         if own is None or self.incumbent is self._polished or self._is_far_behind():
-            return near
-        return [own, *near]
+            return rivals
+        return [own, *rivals]
+
+    def _promise(self, chosen: Candidate) -> Value:
+        """What no partition of a candidate goes below, by the paths that are known; where there is but one, what details may."""
+        problem = self.sims.problem(chosen)
+        if problem is None:
+            return NOTHING
+        if not has_choice(problem) or self.outer.problem.objective == Objective.MEMORY:
+            first, second = objective_value(self.outer.problem, self.sims.candidates[chosen])
+            return first / CLOSE, second
+        return self.sims.relaxed(chosen, problem)
+
+    def _is_within(self, chosen: Candidate, share: float) -> bool:
+        """Whether a candidate is so many times as long as the incumbent at most."""
+        return objective_value(self.outer.problem, self.sims.candidates[chosen])[0] <= self.value[0] * share
 
     def _is_far_behind(self) -> bool:
         """Whether something much better than the incumbent is known elsewhere."""

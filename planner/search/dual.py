@@ -43,9 +43,8 @@ from autoparallel.planner.search.open import (
     values_of,
 )
 from autoparallel.planner.search.partition.forms import PS
-from autoparallel.planner.search.partition.problem import StageProblem, has_choice
+from autoparallel.planner.search.partition.problem import has_choice
 from autoparallel.planner.search.partition.quick import quick_partition
-from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.partition.solve import EFFORT, SHORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import Shapes, Variants
@@ -320,7 +319,7 @@ class Dual:
             self.sims.try_quickly(chosen, bound)
             return
         if not self._by_memory:
-            relaxed = self._relaxed(chosen, problem)
+            relaxed = self.sims.relaxed(chosen, problem)
             known = self.sims.weights.get(chosen.schedule_key)
             if known and len(known) < MOST_WEIGHTS and relaxed[0] > bound[0] * (1 + TIGHTER):
                 self.sims.weigh(chosen, problem)
@@ -343,19 +342,12 @@ class Dual:
         problem = self.sims.with_paths(chosen, problem)
         self._resolve(replace(node, problem=problem, relaxed=False), SHORT)
 
-    def _relaxed(self, chosen: Candidate, problem: StageProblem) -> Value:
-        """What the linear relaxation of a candidate's stage problem says that no partition goes below."""
-        kinds = len(self.outer.chain.groups)
-        self.sims.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks * kinds
-        least_s = relaxed_bound_s(problem, problem.paths)
-        return NOTHING if least_s is None else self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices)
-
     def _resolve(self, node: Node, share: float = 1.0) -> None:
         """Solve a node's stage problem with a share of the effort; it goes back with the bound that it has now."""
         chosen, bound, problem, excluded = node.chosen, node.bound, node.problem, node.excluded
         effort = self.effort * share
         if not self._by_memory and not excluded:
-            bound = max(bound, self._relaxed(chosen, problem))
+            bound = max(bound, self.sims.relaxed(chosen, problem))
             if not self.sims.may_win(bound):
                 return
         if self._by_memory:

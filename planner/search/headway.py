@@ -17,22 +17,34 @@ class Headway:
     """The best value and the bound of a search, by the work that was done."""
 
     _notes: list[tuple[float, float, float]] = field(default_factory=list)
+    _better_at: float = 0.0  # the work after which something better was last found
 
     def note(self, work: float, value: float, bound: float) -> None:
         """Remember how far the search has come."""
         if not self._notes or work >= self._notes[-1][0] + EVERY:
+            if not self._notes or value < self._notes[-1][1] * (1 - BETTER):
+                self._better_at = work
             self._notes.append((work, value, bound))
+
+    @property
+    def idle(self) -> float:
+        """The work since something better was found."""
+        return self._notes[-1][0] - self._better_at
 
     def will_close(self, gap: float, lately: float, more: float) -> bool:
         """Whether so much `more` work will leave no more than this gap, at the pace of the last piece of work so long; or the
         search has found something better in it, which nobody can foresee."""
-        work, value, bound = self._notes[-1]
-        before = next((one for one in reversed(self._notes) if one[0] <= work - lately), None)
-        if before is None or value == inf or value < before[1] * (1 - BETTER):
+        _, value, bound = self._notes[-1]
+        if value == inf or self.idle <= lately:
             return True
-        closed = (bound - before[2]) / value  # since then, against the best strategy of now
         open_ = 1 - bound / value - gap
-        return open_ * (work - before[0]) <= closed * more
+        return open_ * lately <= self.closed(lately) * more
+
+    def closed(self, lately: float) -> float:
+        """The share of the best value by which the bound has risen in the last piece of work so long."""
+        work, value, bound = self._notes[-1]
+        before = next((one for one in reversed(self._notes) if one[0] <= work - lately), self._notes[0])
+        return (bound - before[2]) / value
 
 
 class Watched(Protocol):

@@ -30,6 +30,7 @@ from autoparallel.planner.search.partition.problem import (
     with_less_room,
 )
 from autoparallel.planner.search.partition.quick import proportional, quick_partition
+from autoparallel.planner.search.partition.relaxation import relaxed_bound_s
 from autoparallel.planner.search.partition.smallest import smallest_partition
 from autoparallel.planner.search.partition.unlike import on_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
@@ -136,6 +137,13 @@ class Simulations:
         """The stage problem with the paths that have been learnt since."""
         placed = on_devices(problem, self._paths[chosen.schedule_key].rows)
         return problem.with_paths(placed)
+
+    def relaxed(self, chosen: Candidate, problem: StageProblem) -> Value:
+        """What the linear relaxation of a candidate's stage problem says that no partition goes below."""
+        kinds = len(self.outer.chain.groups)
+        self.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks * kinds
+        least_s = relaxed_bound_s(problem, problem.paths)
+        return NOTHING if least_s is None else self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices)
 
     def simulate(
         self, chosen: Candidate, problem: StageProblem, partition: Partition, bound: Value = (0.0, 0.0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 
 from autoparallel.planner.problem import Objective
-from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
+from autoparallel.planner.search.evaluate import TOLERANCE
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.problem import (
     Partition,
@@ -30,13 +30,31 @@ LITTLE_EACH = 40.0  # of each. Kind: formula
 MOST_SOLVED = 4  # times the stage problem is solved, each with the path that the simulation before showed
 
 
-def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:
-    """Solve a candidate's stage problem anew, then move single blocks of its best partition as long as that makes the step shorter."""
-    problem = sims.problem(chosen)
+def solve_partition(sims: Simulations, chosen: Candidate) -> None:
+    """Simulate the partitions that a candidate's stage problem likes best, one after the other, each with the path that the one
+    before showed."""
+    problem, found = sims.problem(chosen), sims.candidates[chosen]
+    if problem is None or not has_choice(problem) or sims.outer.problem.objective == Objective.MEMORY:
+        return
+    excluded: tuple[Partition, ...] = ()
+    for _ in range(MOST_SOLVED):
+        below = ceil(found.step_time_s * (1 - TOLERANCE) * PS)
+        answer = solve_stages(
+            problem, excluded=excluded, below=below, effort=EFFORT * SHORT, spend=sims.spend
+        )
+        if answer is None or answer.partition is None:
+            return
+        tried = sims.simulate(chosen, problem, answer.partition)
+        excluded, problem = (*excluded, answer.partition), sims.with_paths(chosen, problem)
+        if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s:
+            found = tried
+
+
+def move_blocks(sims: Simulations, chosen: Candidate) -> None:
+    """Move single blocks of a candidate's best partition as long as that makes the step shorter."""
+    problem, found = sims.problem(chosen), sims.candidates[chosen]
     if problem is None or (problem.chunks == 1 and not problem.recompute):
         return
-    if sims.outer.problem.objective != Objective.MEMORY:
-        found, problem = _solved(sims, chosen, found, problem)
     strategy = found.strategy
     partition = Partition(
         blocks=strategy.pipeline.stage_blocks,
@@ -56,25 +74,6 @@ def improve_partition(sims: Simulations, chosen: Candidate, found: Evaluation) -
             if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s * (1 - TOLERANCE):
                 found, partition, better = tried, moved, True
                 break
-
-
-def _solved(
-    sims: Simulations, chosen: Candidate, found: Evaluation, problem: StageProblem
-) -> tuple[Evaluation, StageProblem]:
-    """The best of the partitions that the stage problem's solutions are, one after the other; and what it knows of paths then."""
-    excluded: tuple[Partition, ...] = ()
-    for _ in range(MOST_SOLVED if has_choice(problem) else 0):
-        below = ceil(found.step_time_s * (1 - TOLERANCE) * PS)
-        answer = solve_stages(
-            problem, excluded=excluded, below=below, effort=EFFORT * SHORT, spend=sims.spend
-        )
-        if answer is None or answer.partition is None:
-            break
-        tried = sims.simulate(chosen, problem, answer.partition)
-        excluded, problem = (*excluded, answer.partition), sims.with_paths(chosen, problem)
-        if sims.outer.fits(tried) and tried.step_time_s < found.step_time_s:
-            found = tried
-    return found, problem
 
 
 def moves(problem: StageProblem, partition: Partition, path: Row) -> Iterator[Partition]:

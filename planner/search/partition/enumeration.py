@@ -12,6 +12,7 @@ one, the shortest first, as long as they lead. Numbers stay below 2^53, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
@@ -20,6 +21,7 @@ import numpy as np
 from autoparallel.planner.search.partition.problem import (
     Form,
     Partition,
+    Quantity,
     Row,
     StageAnswer,
     StageProblem,
@@ -61,25 +63,25 @@ def best_of_all(
     """The best partition with a value below `below` that is not excluded; None where there is none. For problems that
     `can_be_cut`; raises `TooMany`. `ask` has the best partition, likewise, of so many blocks by chunk, some of which are
     recomputed. Where what is excluded `fitted`, its cuts are not asked for again with more recomputation."""
-    again = np.array(problem.recomputed or (0,) * problem.chunks, dtype=np.int64)
+    again = problem.recomputed or (0,) * problem.chunks
     chooses = problem.recompute and problem.recomputed is None
     # Whether any cut may be better with some blocks recomputed.
     always = chooses and not recomputation_takes_time(problem)
-    pieces = _Pieces(problem, again)
+    pieces = _pieces_of(problem.quantities, problem.kinds, again)
     cuts, value = _cuts_below(problem, pieces, inf if below is None else below, least=always, chooses=chooses)
     if not len(cuts):
         return None
     fits = np.zeros(len(cuts), dtype=np.bool_) if always else _fit(problem, pieces, cuts)
     open_ = fits.copy()
     for one in excluded:
-        if one.recomputed == tuple(again.tolist()):
+        if one.recomputed == again:
             open_ &= (cuts[:, 1:] != np.cumsum(one.blocks)).any(axis=1)
     at = int(np.argmin(np.where(open_, value, inf)))
     found = None
     if open_[at]:
         blocks = tuple(np.diff(cuts[at]).tolist())
         found = StageAnswer(
-            partition=Partition(blocks=blocks, recomputed=tuple(again.tolist())),
+            partition=Partition(blocks=blocks, recomputed=again),
             value=int(value[at]), bound=int(value[at]),
         )  # fmt: skip
     if not chooses:
@@ -115,33 +117,40 @@ def _cuts_below(
     """Where the chunks of each partition start and where the last one ends, [cut, chunk + 1], of those that take less than
     `below` and may fit; and what they take. `least` speaks of time, `chooses` of memory: whatever is recomputed."""
     rows = [*problem.paths, *problem.memory]
-    timed = np.arange(len(rows)) < len(problem.paths)
     room = np.array([below - 0.5] * len(problem.paths) + [problem.room(row) for row in problem.memory])
-    constant = np.array([float(row.constant) for row in rows])
-    each = [
-        np.stack([pieces.row(row, chunk, least=least if t else chooses) for row, t in zip(rows, timed, strict=True)])
-        for chunk in range(problem.chunks)
-    ] if rows else []  # fmt: skip
     ways = _ways(problem)
-    # From the last chunk back: what is added at least.
+    each = [
+        np.concatenate(
+            [
+                pieces.rows(problem.paths, chunk, *found, least=least),
+                pieces.rows(problem.memory, chunk, *found, least=chooses),
+            ]
+        )
+        for chunk, found in enumerate(map(np.nonzero, ways))
+    ]  # [chunk][row, piece]
+    # From the last chunk back: what is added at least, [row, start].
     after = [np.zeros((len(rows), len(problem.kinds) + 1))]
     for chunk in range(problem.chunks - 1, 0, -1):
-        more = np.where(ways[chunk], each[chunk] + after[-1][:, None, :], inf) if rows else after[-1][:, None]
-        after.append(more.min(axis=2))
+        start, end = np.nonzero(ways[chunk])
+        more, own = each[chunk] + after[-1][:, end], np.full_like(after[-1], inf)
+        if len(start):
+            firsts = np.flatnonzero(np.diff(start, prepend=-1))  # pieces are ordered by where they start
+            own[:, start[firsts]] = np.minimum.reduceat(more, firsts, axis=1)
+        after.append(own)
     after.reverse()
-    cuts, sums = np.zeros((1, 1), dtype=np.int64), constant[None]
+    cuts, sums = np.zeros((1, 1), dtype=np.int64), np.array([[float(row.constant) for row in rows]])
     for chunk in range(problem.chunks):
         which, end = np.nonzero(ways[chunk][cuts[:, -1]])
         if len(which) * max(len(rows), 1) > 16 * MOST_NUMBERS:
             raise TooMany
-        start = cuts[which, -1]
-        longer = sums[which] + each[chunk][:, start, end].T if rows else sums[which]
+        number = np.cumsum(ways[chunk]).reshape(ways[chunk].shape) - 1  # of a piece, by its start and end
+        longer = sums[which] + each[chunk][:, number[cuts[which, -1], end]].T
         open_ = (longer + after[chunk][:, end].T <= room).all(axis=1)
         if np.count_nonzero(open_) * max(len(rows), 1) > MOST_NUMBERS:
             raise TooMany
         cuts = np.concatenate([cuts[which[open_]], end[open_, None]], axis=1)
         sums = longer[open_]
-    return cuts, np.max([np.zeros(len(cuts)), *sums[:, timed].T], axis=0)
+    return cuts, sums[:, : len(problem.paths)].max(axis=1, initial=0.0)
 
 
 def _ways(problem: StageProblem) -> list[Bools]:
@@ -164,39 +173,53 @@ def _ways(problem: StageProblem) -> list[Bools]:
 
 def _fit(problem: StageProblem, pieces: _Pieces, cuts: Ints) -> Bools:
     """Which cuts have room in every memory without further recomputation."""
-    found = np.ones(len(cuts), dtype=np.bool_)
-    for row in problem.memory:
-        held = np.full(len(cuts), float(row.constant))
-        for chunk in dict.fromkeys(c for _, c, _ in row.terms):
-            held += pieces.row(row, chunk, least=False)[cuts[:, chunk], cuts[:, chunk + 1]]
-        found &= held <= problem.room(row)
-    return found
+    rows = problem.memory
+    held = np.array([[float(row.constant)] for row in rows]).reshape(len(rows), 1)
+    for chunk in range(problem.chunks):
+        held = held + pieces.rows(rows, chunk, cuts[:, chunk], cuts[:, chunk + 1], least=False)
+    room = np.array([[problem.room(row)] for row in rows]).reshape(len(rows), 1)
+    return np.broadcast_to((held <= room).all(axis=0), len(cuts)).copy()
+
+
+@lru_cache(maxsize=4)  # one problem is solved again and again, with more paths each time
+def _pieces_of(quantities: tuple[Quantity, ...], kinds: tuple[int, ...], again: tuple[int, ...]) -> _Pieces:
+    return _Pieces(quantities, kinds, again)
 
 
 class _Pieces:
     """What a chunk needs by where it starts and ends, [start, end], added up once: with its first `again` blocks recomputed, or the
     least of whatever is."""
 
-    def __init__(self, problem: StageProblem, again: Ints) -> None:
-        self._problem, self._again = problem, again
-        self._kinds = np.array(problem.kinds, dtype=np.int64)
-        every = np.arange(len(problem.kinds) + 1)
+    def __init__(
+        self, quantities: tuple[Quantity, ...], kinds: tuple[int, ...], again: tuple[int, ...]
+    ) -> None:
+        self._quantities, self._again = quantities, again
+        self._kinds = np.array(kinds, dtype=np.int64)
+        every = np.arange(len(kinds) + 1)
         self._start, self._end = every[:, None], every[None, :]
         self._blocks = np.maximum(self._end - self._start, 0)
         self._known: dict[tuple[int, int, bool], Floats] = {}
 
-    def row(self, row: Row, chunk: int, *, least: bool) -> Floats:
-        """What a chunk adds to a row."""
-        found = np.zeros(self._blocks.shape)
-        for q, c, factor in row.terms:
-            if c == chunk:
-                found = found + factor * self._of(q, c, least=least)
-        return found
+    def rows(self, rows: Sequence[Row], chunk: int, start: Ints, end: Ints, *, least: bool) -> Floats:
+        """What pieces add to rows as that chunk, [row, piece]."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, row in enumerate(rows):
+            for q, c, factor in row.terms:
+                if c == chunk:
+                    found.setdefault(q, []).append((number, factor))
+        if not found:
+            return np.zeros((len(rows), len(start)))
+        factors = np.zeros((len(rows), len(found)))
+        for at, terms in enumerate(found.values()):
+            for number, factor in terms:
+                factors[number, at] += factor
+        amounts = np.stack([self._of(q, chunk, least=least)[start, end] for q in found])
+        return np.asarray(factors @ amounts)
 
     def _of(self, q: int, chunk: int, *, least: bool) -> Floats:
         if (q, chunk, least) not in self._known:
             form = self._least if least else self._kept
-            forms = [form(one, chunk) for one in self._problem.quantities[q].forms]
+            forms = [form(one, chunk) for one in self._quantities[q].forms]
             self._known[q, chunk, least] = np.asarray(np.max(forms, axis=0), dtype=np.float64)
         found: Floats = self._known[q, chunk, least]
         return found

@@ -1,6 +1,6 @@
 """The stage problem as data: quantities per chunk, rows over them, and partitions of blocks to chunks.
 
-What a partition needs is computed here without a solver; `planner/search/stages/solve.py` says what the problem means.
+What a partition needs is computed here without a solver; `planner/search/partition/solve.py` says what the problem means.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     minimise T
 
 Everything is in integers, rounded down (`in_small_numbers`): what CP-SAT proves is a true lower bound. The
-caller prepares all numbers (`planner/search/stages/inner.py`); nothing is computed here but the model.
+caller prepares all numbers (`planner/search/partition/inner.py`); nothing is computed here but the model.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The space is a product in two levels, so that millions of strategies need no mil
                 depend on
     Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression of gradients and gathers
 
-What is left to `planner/search/stages/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
+What is left to `planner/search/partition/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
 The bucket size follows from the rest (`planner/search/space/syncs.py`).
 
 Devices: all of the cluster, or fewer where the batch does not divide among all; `objective = "cost"` may use any

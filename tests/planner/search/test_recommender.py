@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +13,7 @@ from autoparallel.planner.capture.load import load_model
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.strategy.types import EmbeddingRule, Execution
+from autoparallel.planner.strategy.types import Batch, EmbeddingRule, Execution, Mesh, Pipeline, Strategy
 from autoparallel.profiles.load import load_cluster
 
 ON_DEVICES = (EmbeddingRule(module="*", tier="device"),)  # tests/planner/search/test_tiers.py has the others
@@ -64,3 +65,16 @@ def test_tables_are_sharded_across_nodes_where_their_gradients_would_take_longer
     )  # fmt: skip
     assert best.strategy.mesh.tp > 8, best.strategy.mesh
     assert best.prediction.step_time_s < near.prediction.step_time_s
+
+
+def test_stages_of_equal_tables_send_what_was_looked_up_before_them_too() -> None:
+    graph = recommender(10_000)
+    execution = Execution(kernels="eager", dtype="fp32", param_dtype="fp32", optimizer="sgd")
+    strategy = Strategy(
+        batch=Batch(global_=64, micro=64), mesh=Mesh(pp=5), execution=execution,
+        pipeline=Pipeline(schedule="gpipe", stage_blocks=(5, 2, 2, 2, 5)),
+    )  # fmt: skip
+    stages = Expander(graph, CLUSTER).stages(strategy)
+    sent = [stage.send.size_bytes for stage in stages if stage.send is not None]
+    each = 2 * 64 * 128 * 4  # of the two tables of a stage
+    assert [after - before for before, after in pairwise(sent[:3])] == [each] * 2
