@@ -194,6 +194,7 @@ class Bare:
     seconds: tuple[tuple[float, float], ...]
     slow: float
     slow_comm: float
+    reduce_each_s: float | None  # `_bucket_reduce_s`
 
 
 def bare_of(priced: Pricing) -> Bare:
@@ -203,7 +204,7 @@ def bare_of(priced: Pricing) -> Bare:
     constants = priced.catalogue.expander.cluster.device.constants
     return Bare(
         stage=stage, seconds=tuple(seconds), slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
-        slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0),
+        slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0), reduce_each_s=_bucket_reduce_s(priced),
     )  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def terms_of(priced: Pricing, bare: Bare, which: int, option: int) -> Terms:
         backward_s=more_s,
         exposed_s=exposed_s,
         gather_s=gather_s,
-        reduce_s=_reduce_s(priced, hot),
+        reduce_s=_reduce_s(priced, bare, hot),
         hot=hot,
         fetched=rows_per_micro_batch(place, strategy) * table.dim if place else 0,
         held_bytes=sum(state.state_bytes(hot, hot, strategy))
@@ -255,22 +256,35 @@ def _exposed_s(bare: Bare, one: TableClass, gather_s: float) -> tuple[float, flo
     return max(gather_s - before * hides, 0.0), max(gather_s - behind * hides, 0.0)
 
 
-def _reduce_s(priced: Pricing, numbers: int) -> float:
-    """Reducing so many numbers, of a model that has more, by the fastest algorithm: at the rate of a full bucket, which none
-    is larger than; by itself where ZeRO-3 reduces link by link."""
-    strategy = priced.strategy
-    bucket = round(_bucket_mib(priced, max) * state.MIB)
+def _reduce_s(priced: Pricing, bare: Bare, numbers: int) -> float:
+    """Reducing so many numbers, of a model that has more: at the rate of a full bucket, which none is larger than; by itself where
+    ZeRO-3 reduces link by link."""
     if not numbers:
         return 0.0
-    by_link = state.zero_level(strategy) == 3 or not bucket
-    count = numbers if by_link else max(bucket // state.dtype_bytes(strategy.execution.grad_dtype), 1)
-    seconds = min(
+    if bare.reduce_each_s is None:
+        return _reduced_at_once_s(priced, numbers)
+    return bare.reduce_each_s * numbers * BELOW
+
+
+def _bucket_reduce_s(priced: Pricing) -> float | None:
+    """For each number of a full bucket; None where links are reduced one by one."""
+    strategy = priced.strategy
+    bucket = round(_bucket_mib(priced, max) * state.MIB)
+    if state.zero_level(strategy) == 3 or not bucket:
+        return None
+    count = max(bucket // state.dtype_bytes(strategy.execution.grad_dtype), 1)
+    return _reduced_at_once_s(priced, count) / count
+
+
+def _reduced_at_once_s(priced: Pricing, count: int) -> float:
+    """By the fastest algorithm."""
+    strategy = priced.strategy
+    return min(
         priced.device_s(
             state.reduction_of(count, replace(strategy, grad_sync=replace(strategy.grad_sync, algorithm=one)))
         )
         for one in open_algorithms(priced.catalogue.problem)
     )
-    return seconds if by_link else seconds / count * numbers * BELOW
 
 
 def _bucket_mib(priced: Pricing, end: Callable[..., float]) -> float:
@@ -304,7 +318,7 @@ def whole_of(priced: Pricing, bare: Bare, every: Sequence[Sequence[Terms]]) -> W
     last = max(table.position for one in classes for table in one.tables)
     profile = activation_profile(stage, reduce_every_micro=False)
     zero = state.zero_level(strategy)
-    reduced = [_reduce_s(priced, block.trainable) * count for block, count in stage.blocks if block.trainable]
+    reduced = [_reduce_s(priced, bare, block.trainable) * count for block, count in stage.blocks if block.trainable]
     return Whole(
         micro_batches=strategy.micro_batches,
         forward_s=sum(forward_s for forward_s, _ in bare.seconds),
