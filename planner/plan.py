@@ -59,8 +59,8 @@ __all__ = [
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any machine
 # (`Search.work`, about milliseconds). In any case:
 MOST_WORK = 10_000.0
-# Where the gap is small, as soon as nothing better was found for so long. Kind: measured
-SMALL_GAP, SHORT_IDLE = 0.02, 1000.0
+# Where the gap is small, after so much as soon as nothing better was found for so long. Kind: measured
+SMALL_GAP, EARLY, SHORT_IDLE = 0.02, 1500.0, 700.0
 # Where it is not far from that, once the local search has nothing left, and the pace of the last `LATELY` will not make it small.
 LARGE_GAP, ENOUGH_WORK, LATELY = 0.05, 4000.0, 2000.0
 # Where it is large, once nothing better was found for so long, and the bound has risen by less than `SLOW` in the last `LATELY`.
@@ -266,7 +266,7 @@ class _Watch:
         if work >= self.most_work:
             return True
         if value <= bound * (1 + SMALL_GAP):
-            return headway.idle >= SHORT_IDLE * scale
+            return work >= EARLY * scale and headway.idle >= SHORT_IDLE * scale
         lately = LATELY * scale
         if value > bound * (1 + LARGE_GAP):
             idle = search.incumbent is not None and headway.idle >= LONG_IDLE * scale

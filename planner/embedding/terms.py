@@ -318,7 +318,9 @@ def whole_of(priced: Pricing, bare: Bare, every: Sequence[Sequence[Terms]]) -> W
     last = max(table.position for one in classes for table in one.tables)
     profile = activation_profile(stage, reduce_every_micro=False)
     zero = state.zero_level(strategy)
-    reduced = [_reduce_s(priced, bare, block.trainable) * count for block, count in stage.blocks if block.trainable]
+    reduced = [
+        _reduce_s(priced, bare, block.trainable) * count for block, count in stage.blocks if block.trainable
+    ]
     return Whole(
         micro_batches=strategy.micro_batches,
         forward_s=sum(forward_s for forward_s, _ in bare.seconds),

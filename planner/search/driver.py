@@ -44,6 +44,7 @@ MUCH_BETTER = (
 )
 ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
 LAST_POLISHES = 3  # at the end of a search that proved its answer
+LAST_SHARE = 0.2  # of all work, once it is done, to end what was begun. Kind: choice
 AGAIN = 4.0  # looks at what was looked at before get so much less of the work. Kind: choice
 MOST_SMALLEST = (
     2000.0  # work on further ones of them, of each schedule, as long as nothing fits. Kind: choice
@@ -52,6 +53,7 @@ STARTS = 12  # strategies simulated before the search proper
 DUAL_SHARE = 1.0  # work of the dual half for each unit of the local search. Kind: measured
 SMALL = 512  # actions of a schedule that is simulated in a millisecond or two. Kind: measured
 FIRST_DUAL = 150.0  # work of the dual half before the local search begins: easy problems are proved by then
+ENDED = object()  # of an iterator
 
 
 class Stopped(Exception):
@@ -89,6 +91,7 @@ class Search:
     _proving: float = 0.0  # work of either half
     _climbing: float = field(init=False)
     _polished: Evaluation | None = None
+    _polishing: Iterator[None] | None = None  # what is left of it
     _was_polished: set[Candidate] = field(default_factory=set)
     _promises: dict[Candidate, Value] = field(
         default_factory=dict
@@ -118,12 +121,11 @@ class Search:
             raise
 
     def finish(self) -> None:
-        """Polish what was found, once the work is done."""
-        own = self.sims.chosen
-        if self.climbs and own is not None and self.incumbent is not self._polished:
-            work = self.work
-            self._polish_one(own)
-            self.sims.work = work  # what other searches have left is as it was
+        """Polish what was found, once the work is done, for a while longer."""
+        work = self.work
+        while self.work < work * (1 + LAST_SHARE) and self._polish_on():
+            pass
+        self.sims.work = work  # what other searches have left is as it was
 
     def _run(self, rows: Ints | None) -> None:
         if not self._begun:
@@ -141,7 +143,7 @@ class Search:
                 if not self.dual.step():
                     for _ in range(LAST_POLISHES if self.climbs or self._is_small() else 0):
                         if self._to_polish():
-                            self._polish()
+                            list(self._polish())
                     return
                 self._proving += self.work - before
             elif self._improve():
@@ -151,7 +153,7 @@ class Search:
 
     def _improve(self) -> bool:
         """One step of the local search; False where it has nothing left to do."""
-        climbs_first = self._climbed < CLIMBS
+        climbs_first = self._climbed < CLIMBS and self._polishing is None
         self.settled = not (
             self._climb_on() or self._polish_on() if climbs_first else self._polish_on() or self._climb_on()
         )
@@ -163,23 +165,26 @@ class Search:
         return self._climb.step()
 
     def _polish_on(self) -> bool:
-        """Polish what has not been; False where nothing promises to be better for it."""
-        if not self._to_polish():
-            return False
-        self._polish()
-        self._climbed = 0
+        """Polish one more of what has not been; False where nothing promises to be better for it."""
+        if self._polishing is None:
+            if not self._to_polish():
+                return False
+            self._polishing = self._polish()
+        if next(self._polishing, ENDED) is ENDED:
+            self._polishing, self._climbed = None, 0
         return True
 
     def _is_small(self) -> bool:
         """Whether the incumbent is simulated in no time."""
         return self.sims.chosen is not None and self.sims.chosen.actions <= SMALL
 
-    def _polish(self) -> None:
-        """Improve what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details; and of
+    def _polish(self) -> Iterator[None]:
+        """Improve, one after the other, what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details; and of
         what comes close to it, as the one may gain more by that than the other. Then single keys of the incumbent."""
         self._climb.try_schedules()
         for chosen in self._to_polish():
             self._polish_one(chosen)
+            yield
         self._polished = self.incumbent
         if self.climbs and self.sims.chosen is not None:
             self._climb.try_keys(self.sims.chosen)  # what is better is polished in its turn
