@@ -134,13 +134,13 @@ def _best_of(
 
     rejected = partial(alternative, outer.problem, kind.name, chosen=reference, expander=outer.book.expander)
     known = [e for e in seen if e is not best and outer.fits(e) and _belongs(kind, e.strategy)]
+    if known and work <= WORK_WHEN_STOPPED:  # the search has looked at it no less than at the answer
+        best_of = min(known, key=partial(objective_value, outer.problem))
+        return rejected(best_of.strategy, proved=False)
     shapes, chosen = outer.space.shapes, best.strategy
     near = (shapes.micro[rows] == chosen.batch.micro) & (
         shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
     )
-    if known and work <= WORK_WHEN_STOPPED:  # the search has looked at it no less than at the answer
-        best_of = min(known, key=partial(objective_value, outer.problem))
-        return rejected(best_of.strategy, proved=False)
     for part in (rows[near], rows):  # what differs in this alone is bounded best, and quickly searched
         found, proved = _searched(outer, kind, part, known, work)
         known = [found] if found is not None else known
