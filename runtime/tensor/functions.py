@@ -85,6 +85,8 @@ class TensorParallel(TorchFunctionMode):
         looked_up = func is F.embedding and self._looks_up
         if looked_up and (rows := rows_of_shares(args, kwargs)) is not None:
             return rows
+        if func is F.linear and given[0].dim() == 1:
+            return _of_one_row(given[0], *args[1:], **kwargs)
         odd = (
             func in GROUPED_PRODUCTS and given[0].dtype is not torch.bfloat16
         )  # DTensor knows those in bfloat16
@@ -98,6 +100,12 @@ class TensorParallel(TorchFunctionMode):
         if any(tensor.requires_grad and not isinstance(tensor, DTensor) for tensor in given):
             args, kwargs = tree_map_only(Tensor, lambda tensor: _replicated(tensor, mesh), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _of_one_row(vector: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`F.linear` of a vector. Torch takes the row of its product away in place, which DTensor does not see (torch 2.13: the shape
+    that it says is that of one row)."""
+    return F.linear(vector.unsqueeze(0), *args, **kwargs).squeeze(0)
 
 
 def _tensors_of(values: Sequence[Any]) -> list[Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.runtime.tensor.dtensor_rules import register_missing_rules
+from autoparallel.runtime.tensor.functions import TensorParallel
 from autoparallel.runtime.torch_private import as_one_of
 
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -42,3 +44,13 @@ def test_a_share_laid_out_otherwise_than_the_whole_can_be_seen_in_another_shape(
         whole._local_tensor = share
         seen = whole.view(24, 4).to_local()
         assert torch.equal(seen, share.reshape(12, 4))
+
+
+def test_a_vector_times_shares_of_a_weight_is_a_vector() -> None:
+    register_missing_rules()
+    with as_one_of(2), TensorParallel(in_shares=False):
+        mesh = init_device_mesh("cpu", (2,))
+        vector = DTensor.from_local(torch.randn(4), mesh, [Shard(0)])
+        weight = DTensor.from_local(torch.randn(6, 4), mesh, [Shard(1)])
+        product = F.linear(vector, weight)
+        assert product.shape == product.to_local().shape == (6,)
