@@ -14,7 +14,7 @@ from autoparallel.dryrun_findings import Finding, findings
 from autoparallel.dryrun_peak import Peak, peak_of
 from autoparallel.errors import UserError
 from autoparallel.model_errors import in_the_models_words
-from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, SECONDARY
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.schedules import rank_of_stage
@@ -165,7 +165,7 @@ def compare(
     pipeline, mesh, sizes = strategy.pipeline, strategy.mesh, _sizes(strategy)
     homes = rank_of_stage(pipeline.schedule, mesh.pp, pipeline.virtual_stages)
     predicted = program_messages(program)
-    keeps_gathered = zero_level(strategy) in (1, 2)
+    keeps_gathered = zero_level(strategy) in (1, 2) or strategy.shard.secondary > 0
     found = []
     for rank in range(mesh.pp):
         mine = [stage for stage, home in enumerate(homes) if home == rank]
@@ -202,7 +202,8 @@ def _sizes(strategy: Strategy) -> dict[str, int]:
     """Ranks along each mesh axis, those of experts among them."""
     mesh = strategy.mesh
     sizes = {axis: getattr(mesh, axis) for axis in (*AXES, EXPERTS)}
-    return {**sizes, EXPERT_SHARD: mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep}
+    shared = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
+    return {**sizes, EXPERT_SHARD: shared, SECONDARY: strategy.shard.secondary}
 
 
 def _added(counters: Iterable[Counter[Message]]) -> Counter[Message]:

@@ -38,7 +38,8 @@ def strategy_label(strategy: Strategy) -> str:
     axes = [f"{axis} {getattr(mesh, axis)}" for axis in (*mesh.order, "ep") if getattr(mesh, axis) > 1]
     words = [" × ".join(axes) or "one device"]
     if mesh.dp_shard * mesh.cp > 1:
-        words.append(f"zero {strategy.shard.zero}")
+        copied = f" with a second copy in {strategy.shard.secondary}" if strategy.shard.secondary else ""
+        words.append(f"zero {strategy.shard.zero}{copied}")
     if strategy.shard.sequence_parallel:
         words.append("sequence parallel")
     if mesh.tp > 1 and whole_matrices(strategy):

@@ -23,6 +23,8 @@ def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cl
         del decided["recovery"]["storage_every_s"]
     if strategy.grad_sync.weights == "none":  # likewise
         del decided["grad_sync"]["weights"]
+    if not strategy.shard.secondary:
+        del decided["shard"]["secondary"]
     made_for = {
         "strategy": decided, "graph": graph_hash, "seq_len": seq_len, "cluster": cluster_hash,
     }  # fmt: skip

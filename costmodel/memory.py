@@ -200,17 +200,15 @@ def _weight_saved(block: BlockWork) -> int:
 
 
 def _gather_bytes(block: BlockWork) -> int:
-    gathers = (block.gather, block.expert_gather)
-    return sum(gather.size_bytes for gather in gathers if gather is not None) - block.rooted_bytes
+    return sum(gather.size_bytes for gather in block.gathers) - block.rooted_bytes
 
 
 def _message_bytes(block: BlockWork) -> int:
     """Of encoded parameters, which stand beside those that they are decoded to until the gather is over."""
-    gathers = (block.gather, block.expert_gather)
     return sum(
         ceil(wire_bytes(gather.compression[-1], gather.size_bytes, gather.item_bytes))
-        for gather in gathers
-        if gather is not None and any(gather.compression)
+        for gather in block.gathers
+        if any(gather.compression)
     )
 
 

@@ -44,6 +44,7 @@ class BlockCost:
     backward_weight: Parts
     weight_again: Parts
     gather_s: float
+    regather_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +183,9 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
     for key, cost in costs.items():  # once for links that are the same block
         (forward_s, backward_s), inputs = shared[key], _sum(cost.recompute, cost.backward_input)
         forward_of[key] = Pass(cost.forward, cost.gather_s, forward_s)
-        input_of[key] = Pass(inputs, cost.gather_s, backward_s)
+        input_of[key] = Pass(inputs, cost.regather_s, backward_s)
         weight_of[key] = Pass(_sum(cost.weight_again, cost.backward_weight))
-        both_of[key] = Pass(_sum(inputs, cost.backward_weight), cost.gather_s, backward_s)
+        both_of[key] = Pass(_sum(inputs, cost.backward_weight), cost.regather_s, backward_s)
     forward = [(forward_of[id(block)], count) for block, count in stage.blocks]
     input_passes, weights, both = (
         [(of[id(block)], count) for block, count in reversed(stage.blocks)]
@@ -260,11 +261,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
         backward_input=parts(block.backward_input, "backward"),
         backward_weight=parts(block.backward_weight, "backward"),
         weight_again=parts(block.weight_again, "backward"),
-        gather_s=sum(
-            pricer.collective_s(gather, program.axes)
-            for gather in (block.gather, block.expert_gather)
-            if gather is not None
-        ),
+        gather_s=sum(pricer.collective_s(gather, program.axes) for gather in block.gathers),
+        regather_s=sum(pricer.collective_s(gather, program.axes) for gather in block.regathers),
     )
 
 
@@ -288,9 +286,8 @@ def _routing_wait_s(
 def contended_s(block: BlockWork, program: Program, pricer: Pricer) -> tuple[float, float]:
     """Seconds of a block's forward and of its backward (recomputation included) that its collectives take longer
     where gathers of ZeRO-3 and reductions of gradients use their links all the time."""
-    gathers = [gather for gather in (block.gather, block.expert_gather) if gather is not None]
-    forward = _excess_s(block.forward, gathers, program, pricer)
-    beside = [*gathers, *(block.reduce if program.overlap else ())]
+    forward = _excess_s(block.forward, block.gathers, program, pricer)
+    beside = [*block.regathers, *(block.reduce if program.overlap else ())]
     return forward, _excess_s((*block.recompute, *block.backward_input), beside, program, pricer)
 
 

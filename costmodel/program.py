@@ -160,8 +160,19 @@ class BlockWork:
     weight_reduced_bytes: int = 0
     host_bytes: int = 0  # of its activations, kept in the host's memory from its forward to its backward
     gather: Collective | None = None
+    regather: Collective | None = None  # before backward, where that is another one than before forward
     expert_gather: Collective | None = None
     reduce: tuple[Collective, ...] = ()
+
+    @property
+    def gathers(self) -> tuple[Collective, ...]:
+        """What is gathered before a forward."""
+        return tuple(one for one in (self.gather, self.expert_gather) if one is not None)
+
+    @property
+    def regathers(self) -> tuple[Collective, ...]:
+        """What is gathered before a backward."""
+        return tuple(one for one in (self.regather or self.gather, self.expert_gather) if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

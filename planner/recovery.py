@@ -142,7 +142,7 @@ def _smaller(strategy: Strategy, devices: int) -> Iterator[Strategy]:
         for shard in (mesh.dp_shard, data_parallel):  # fewer replicas, else smaller ones: the state must fit
             if data_parallel % shard == 0 and shard <= data_parallel:
                 resized = replace(mesh, dp_replicate=data_parallel // shard, dp_shard=shard)
-                zero = strategy.shard if shard > 1 else replace(strategy.shard, zero=0)
+                zero = replace(strategy.shard, zero=strategy.shard.zero if shard > 1 else 0, secondary=0)
                 yield replace(strategy, mesh=resized, shard=zero, recovery=RecoveryRule())
                 if mesh.dp_shard == data_parallel:
                     break

@@ -7,8 +7,41 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard as _units
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def regathered_from(copies: DeviceMesh | None) -> Iterator[None]:
+    """Inside, units that `fully_shard` makes keep a second copy of their parameters from forward to backward, shared along the inner
+    dim of `copies`; None: they do not.
+
+    What `reshard_after_forward=RANKS` says, but for its groups: torch 2.13 makes new ones for each unit, of the ranks of one group of shards
+    alone, which hangs where there are others.
+    """
+    name = "_get_post_forward_mesh_info"
+    known = getattr(_units, name)
+    if copies is not None:
+        again = HSDPMeshInfo(copies, shard_mesh_dim=1, replicate_mesh_dim=0)
+        setattr(_units, name, lambda *_: again)
+    try:
+        yield
+    finally:
+        setattr(_units, name, known)
+
+
+def drop_copies(module: nn.Module) -> None:
+    """Free the second copies of parameters after a forward pass that no backward follows: `parameters()` are the shards again."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group else ():
+                parameter._sharded_post_forward_param = None
+                parameter._sharded_post_forward_param_data = None
 
 
 def reduce_accumulated(module: nn.Module) -> None:

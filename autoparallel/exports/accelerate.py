@@ -19,6 +19,7 @@ from autoparallel.exports.plan import (
     unsaid_experts,
     unsaid_offload,
     unsaid_order,
+    unsaid_secondary,
 )
 from autoparallel.labels import recompute_label
 from autoparallel.planner.strategy.types import AXES, Strategy
@@ -102,6 +103,7 @@ def _unsaid(plan: Plan, *, sharded: bool) -> list[str]:
         f"batch.micro = {s.batch.micro}, gradient accumulation over {s.micro_batches} micro-batches: arguments of "
         f"your script (gradient_accumulation_steps={s.micro_batches})"
     )
+    unsaid += unsaid_secondary(s)
     if sharded and s.shard.zero < 3:
         unsaid.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     return unsaid + _unsaid_recompute(s, sharded=sharded)

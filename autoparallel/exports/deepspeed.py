@@ -50,6 +50,11 @@ def deepspeed(plan: Plan) -> Exported:
             zero["mics_shard_size"] = s.mesh.dp_shard
         else:
             unsaid.append(f"dp_replicate = {s.mesh.dp_replicate}: state is sharded over all ranks instead")
+    if ranks := s.shard.secondary:
+        if s.mesh.dp_replicate == 1:
+            zero["zero_hpz_partition_size"] = ranks
+        else:
+            unsaid.append(f"shard.secondary = {ranks}: with mics_shard_size there is no second copy")
     if offloads:
         zero["offload_optimizer"] = {"device": "cpu"}
         if zero["stage"] == 3:

@@ -17,6 +17,7 @@ from autoparallel.exports.plan import (
     unsaid_everywhere,
     unsaid_offload,
     unsaid_order,
+    unsaid_secondary,
 )
 from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import Strategy
@@ -150,7 +151,7 @@ def _offload(s: Strategy) -> list[str]:
 
 def _unsaid(plan: Plan) -> list[str]:
     s = plan.strategy
-    found = [*unsaid_everywhere(plan), *unsaid_offload(s, optimizer=bool(_offload(s)))]
+    found = [*unsaid_everywhere(plan), *unsaid_offload(s, optimizer=bool(_offload(s))), *unsaid_secondary(s)]
     full = s.recompute.per_stage
     if any(full) and not recomputes_all(s):
         if len(set(full)) > 1:

@@ -112,6 +112,12 @@ def unsaid_everywhere(plan: Plan) -> list[str]:
     return found
 
 
+def unsaid_secondary(strategy: Strategy) -> list[str]:
+    """FSDP2 takes a number of ranks to reshard to after forward; a framework that passes on yes or no alone does not say it."""
+    ranks = strategy.shard.secondary
+    return [f"shard.secondary = {ranks}: backward passes gather from all ranks there"] if ranks else []
+
+
 def bucket_elements(strategy: Strategy) -> int:
     """Gradients in a bucket: frameworks count elements."""
     return round(strategy.grad_sync.bucket_mib * MIB / dtype_bytes(strategy.execution.grad_dtype))

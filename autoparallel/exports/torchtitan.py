@@ -17,6 +17,7 @@ from autoparallel.exports.plan import (
     unsaid_everywhere,
     unsaid_offload,
     unsaid_order,
+    unsaid_secondary,
 )
 from autoparallel.planner.strategy.types import AXES, Strategy
 
@@ -164,6 +165,7 @@ def _unsaid(plan: Plan) -> list[str]:
             f"offload.optimizer = {s.offload.optimizer:g}: enable_cpu_offload moves all of it, and the parameters and "
             "gradients, too"
         )
+    found += unsaid_secondary(s)
     if s.shard.zero in (1, 2) and s.mesh.dp_shard > 1:
         found.append(f"zero = {s.shard.zero}: FSDP2 without resharding after forward is its nearest")
     if s.recompute.mode == "operators" and not recomputes_all(s):

@@ -166,6 +166,12 @@ def _data(strategy: Strategy, where: Mapping[str, Place], predicted: Mapping[str
             f"They talk {_over(place)}."
         )
         setting = f"dp_shard = {place.size}, zero = {strategy.shard.zero}"
+        if ranks := strategy.shard.secondary:
+            setting += f", secondary = {ranks}"
+            text += (
+                f" From forward to backward every {ranks} neighbours hold a second copy of the parameters in shares, which the "
+                "backward pass gathers from."
+            )
         found.append(Choice(name="Sharded data parallelism", setting=setting, text=text + cost))
     if "dp_replicate" in where:
         place = where["dp_replicate"]

@@ -17,6 +17,7 @@ from autoparallel.planner.embedding.options import TableClass
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.cold import cold_state, exchange_steps, host_bytes, rows_per_micro_batch
 from autoparallel.planner.expand.expander import Expander, mesh_axes
+from autoparallel.planner.expand.gathers import gathers_of, regather_of, updated_gather
 from autoparallel.planner.expand.tables import TablePlace, hot_graph
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.syncs import BUCKETS_MIB, open_algorithms
@@ -221,10 +222,11 @@ def terms_of(priced: Pricing, bare: Bare, which: int, option: int) -> Terms:
     if catalogue.alone(which):
         with_s, without_s = (priced.link_s(link)[1] for link in (work, catalogue.link(strategy, which, None)))
         more_s = max(with_s - without_s, 0.0)
-        gather, _ = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+        gather, _ = gathers_of(work.parameters, work.expert_parameters, strategy)
         if gather is not None:
-            gather_s = priced.device_s([gather])
-            exposed_s = _exposed_s(bare, one, gather_s)
+            again = regather_of(work.parameters, work.expert_parameters, strategy) or gather
+            gather_s = priced.device_s([again])
+            exposed_s = _exposed_s(bare, one, priced.device_s([gather]), gather_s)
     cold = cold_state(placed, strategy, cluster)
     hot = (place.hot if place else table.rows) * table.dim
     return Terms(
@@ -247,13 +249,13 @@ def _empty(updates: Sequence[Kernel]) -> list[Kernel]:
     return [replace(kernel, flops=0, bytes_moved=0) for kernel in updates]
 
 
-def _exposed_s(bare: Bare, one: TableClass, gather_s: float) -> tuple[float, float]:
+def _exposed_s(bare: Bare, one: TableClass, gather_s: float, regather_s: float) -> tuple[float, float]:
     """What of the gathers of a table's hot rows, forward and backward, the link before cannot hide, as it is issued
     when that starts."""
     hides, last = bare.slow / bare.slow_comm, len(bare.seconds) - 1
     before = max(bare.seconds[max(t.position - 1, 0)][0] for t in one.tables)
     behind = max(bare.seconds[min(t.position + 1, last)][1] for t in one.tables)
-    return max(gather_s - before * hides, 0.0), max(gather_s - behind * hides, 0.0)
+    return max(gather_s - before * hides, 0.0), max(regather_s - behind * hides, 0.0)
 
 
 def _reduce_s(priced: Pricing, bare: Bare, numbers: int) -> float:
@@ -314,7 +316,7 @@ def whole_of(priced: Pricing, bare: Bare, every: Sequence[Sequence[Terms]]) -> W
         lambda n: priced.device_s((*state.optimizer_kernel(dense + n, strategy), *tensors)), 0, hot,
         sum(max(priced.device_s([k]), priced.host_s([k])) for k in stage.optimizer),
     )  # fmt: skip
-    gather = chord(lambda n: priced.device_s(state.updated_gather(dense + n, strategy)), 0, hot)
+    gather = chord(lambda n: priced.device_s(updated_gather(dense + n, strategy)), 0, hot)
     last = max(table.position for one in classes for table in one.tables)
     profile = activation_profile(stage, reduce_every_micro=False)
     zero = state.zero_level(strategy)

@@ -13,6 +13,7 @@ from autoparallel.profiles.hardware import Cluster
 
 EXPERTS = "ep"  # ranks that hold different experts
 EXPERT_SHARD = "expert_shard"  # ranks that hold the same experts, which ZeRO shards over
+SECONDARY = "secondary"  # ranks of dp_shard that share a second copy of the parameters
 INNER = ("tp", "cp", EXPERTS)
 EXPERT_AXES = ("tp", "cp", "dp_shard")  # in the order in which ranks of different experts are taken from them
 
@@ -28,8 +29,12 @@ def expert_parts(mesh: Mesh) -> dict[str, int]:
 
 
 def mesh_axes(strategy: Strategy) -> tuple[Axis, ...]:
-    """The axes of a strategy's mesh."""
-    return axes_of(strategy.mesh)
+    """The axes of a strategy's mesh, and the derived axis `secondary` where it has one."""
+    axes, ranks = axes_of(strategy.mesh), strategy.shard.secondary
+    if ranks < 2:
+        return axes
+    shared = next(axis for axis in axes if axis.name == "dp_shard")
+    return (*axes, Axis(name=SECONDARY, size=ranks, stride=shared.stride, derived=True))
 
 
 def axes_of(mesh: Mesh) -> tuple[Axis, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp
 from autoparallel.planner.expand import state
+from autoparallel.planner.expand.gathers import gathers_of
 from autoparallel.planner.expand.glue import GlueUnit
 from autoparallel.planner.strategy.types import Strategy
 
@@ -57,7 +58,7 @@ def link_sizes(
 ) -> LinkSizes:
     """Of a link's work; `root` bytes of its parameters are gathered for a whole pass, `passing` bytes come with its forward. `stands`: None
     where all but experts is one unit."""
-    gather, expert_gather = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+    gather, expert_gather = gathers_of(work.parameters, work.expert_parameters, strategy)
     dense = whole_gradients(state.reduction_of(work.trainable - work.expert_trainable, strategy))
     whole = whole_gradients(state.reduction_of(work.trainable, strategy, work.expert_trainable))
     return LinkSizes(

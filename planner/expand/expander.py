@@ -20,6 +20,7 @@ from autoparallel.planner.expand.chain import (
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.deferred import with_deferred
+from autoparallel.planner.expand.gathers import gathers_of, regather_of, updated_gather
 from autoparallel.planner.expand.halves import with_whole_second_halves
 from autoparallel.planner.expand.hosted import with_whole_tensors
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
@@ -213,14 +214,15 @@ class Expander:
         work = without(self.works, strategy, work, link[0], place.dropped)
         if strategy.execution.fsdp2:  # which gathers a tied tensor once
             parameters = work.parameters
-        gather, expert_gather = state.gathers_of(parameters, work.expert_parameters, strategy)
+        gather, expert_gather = gathers_of(parameters, work.expert_parameters, strategy)
         reduce = state.reduction_of(work.trainable, strategy, work.expert_trainable)
         partial, every = self.partial_gradients(strategy, link[0]), tuple[Collective, ...]()
         if strategy.execution.fsdp2 and state.casts_parameters(strategy):
             every = partial  # FSDP2 adds up what it casts as it comes
         else:
             reduce = (*partial, *reduce)
-        work = replace(work, gather=gather, expert_gather=expert_gather)
+        regather = regather_of(parameters, work.expert_parameters, strategy)
+        work = replace(work, gather=gather, regather=regather, expert_gather=expert_gather)
         weight = (*work.backward_weight, *every, *state.accumulation_kernel(work, strategy))
         work = placed_unit(self.works, strategy, work, link[0], reduce, place)
         return replace(work, reduce=reduce, backward_weight=weight)
@@ -330,7 +332,7 @@ def _stage(
             *state.optimizer_kernel(trainable, strategy, experts[1]),
             *state.per_tensor_updates(sum(w.trainable_tensors for w in works), strategy),
         ),
-        after_step=state.updated_gather(parameters, strategy, experts[0]),
+        after_step=updated_gather(parameters, strategy, experts[0]),
         parameter_bytes=held,
         gradient_bytes=graded,
         optimizer_bytes=stepped,

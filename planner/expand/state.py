@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.compression import residual_bytes
 from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.costmodel.kernels import PER_TENSOR
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel
-from autoparallel.planner.expand.axes import EXPERT_SHARD
+from autoparallel.planner.expand.axes import EXPERT_SHARD, SECONDARY
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.offload import host_copy
 from autoparallel.planner.strategy.types import Execution, Strategy
@@ -74,7 +74,9 @@ def bytes_per_parameter(strategy: Strategy, shards: Shards) -> float:
     whole = dtype_bytes(strategy.execution.param_dtype)
     if keeps_shards(strategy, shards):
         return whole / shards.ranks + computed_bytes(strategy)
-    return whole / (shards.ranks if shards.zero == 3 else 1)
+    if shards.zero < 3:
+        return whole
+    return whole / shards.ranks + (computed_bytes(strategy) / shards.secondary if shards.secondary else 0.0)
 
 
 def bytes_per_gradient(strategy: Strategy, shards: Shards) -> float:
@@ -157,21 +159,28 @@ def share(count: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Where ZeRO keeps one kind of parameters: its level, the axes and number of ranks that it shards over, and
-    the axes over which the level 0 sums gradients."""
+    """Where ZeRO keeps one kind of parameters: its level, the axes and number of ranks that it shards over,
+    the axes over which the level 0 sums gradients, and the ranks that share a second copy (0: there is none)."""
 
     zero: int
     axes: tuple[str, ...]
     ranks: int
     summed: tuple[str, ...]
+    secondary: int = 0
+
+    @property
+    def in_backward(self) -> Shards:
+        """Where a backward pass gathers parameters from."""
+        return replace(self, axes=(SECONDARY,), ranks=self.secondary) if self.secondary else self
 
 
 def dense_shards(strategy: Strategy) -> Shards:
     """Parameters that all ranks of dp_shard * cp hold alike."""
     summed = tuple(a for a in ("dp_replicate", "dp_shard", "cp") if getattr(strategy.mesh, a) > 1)
     return Shards(
-        zero=zero_level(strategy), axes=shard_axes(strategy), ranks=shard_ranks(strategy), summed=summed
-    )
+        zero=zero_level(strategy), axes=shard_axes(strategy), ranks=shard_ranks(strategy), summed=summed,
+        secondary=strategy.shard.secondary,
+    )  # fmt: skip
 
 
 def expert_shards(strategy: Strategy) -> Shards:
@@ -188,30 +197,6 @@ def expert_shards(strategy: Strategy) -> Shards:
         axes=axes,
         ranks=ranks,
         summed=(*replicas, *axes),
-    )
-
-
-def _gather(parameters: int, item_bytes: int, shards: Shards, method: str = "none") -> Collective:
-    """`method` on every level of the network: what is gathered is encoded once."""
-    return Collective(
-        op=CollectiveOp.ALL_GATHER, axes=shards.axes, size_bytes=parameters * item_bytes, label="dp",
-        compression=() if method == "none" else (method,) * MOST_LEVELS, item_bytes=item_bytes,
-    )  # fmt: skip
-
-
-def gathers_of(
-    parameters: int, experts: int, strategy: Strategy
-) -> tuple[Collective | None, Collective | None]:
-    """ZeRO-3: so many parameters on this rank, in the dtype they are computed with; the `experts` among them apart."""
-
-    def gather(own: int, shards: Shards) -> Collective | None:
-        if shards.zero < 3 or not own:
-            return None
-        return _gather(own, computed_bytes(strategy), shards, strategy.grad_sync.weights)
-
-    return (
-        gather(parameters - experts, dense_shards(strategy)),
-        gather(experts, expert_shards(strategy)) if experts else None,
     )
 
 
@@ -275,14 +260,6 @@ def replica_reduction(trainable: int, strategy: Strategy, experts: int = 0) -> t
     return tuple(
         c for n, shards in kinds if shards.zero for c in _reduction(n, shards, strategy, at_end=True)
     )
-
-
-def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:
-    """ZeRO-1/2: updated parameters return to every rank of the sharding group."""
-    execution = strategy.execution
-    item = computed_bytes(strategy) if execution.fsdp2 else dtype_bytes(execution.param_dtype)
-    kinds = ((parameters - experts, dense_shards(strategy)), (experts, expert_shards(strategy)))
-    return tuple(_gather(count, item, shards) for count, shards in kinds if count and shards.zero in (1, 2))
 
 
 def updates_per_parameter(strategy: Strategy) -> tuple[float, float]:

@@ -103,7 +103,7 @@ def _after(work: BlockWork, block: Block, strategy: Strategy, beside: Beside) ->
     what was reduced before its own have gone."""
     if beside.ending is None:
         return 0
-    gathers = (gather.size_bytes for gather in (work.gather, work.expert_gather) if gather is not None)
+    gathers = (gather.size_bytes for gather in work.gathers)
     passing = passing_bytes(work, block, (), strategy, repeated=True)
     gone = work.trainable * state.computed_bytes(strategy) + sum(gathers) + passing + beside.reduced
     return work.left_bytes - gone + ending_reduction(beside.ending, _coming(strategy))

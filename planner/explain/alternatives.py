@@ -20,9 +20,10 @@ from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.partition.quick import even_partition
-from autoparallel.planner.search.space.build import MODES, Shapes, Variants
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.shapes import MODES, Shapes
 from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.planner.strategy.types import Offload, Strategy
 

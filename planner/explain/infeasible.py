@@ -22,8 +22,9 @@ from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.outer import Outer, build_outer
 from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
-from autoparallel.planner.search.space.build import MODES, SCHEDULES, Space, build_space
+from autoparallel.planner.search.space.build import SCHEDULES, Space, build_space
 from autoparallel.planner.search.space.meshes import divisors
+from autoparallel.planner.search.space.shapes import MODES
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.stacks import PLAIN
 

@@ -50,7 +50,7 @@ def _as_good(outer: Outer, strategy: Strategy, value: Value) -> Iterator[Evaluat
 
 def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
     """The strategy with one thing less, each in turn."""
-    mesh, shard, given = strategy.mesh, strategy.shard, rules_of(outer.problem)
+    mesh, shard, given = strategy.mesh, replace(strategy.shard, secondary=0), rules_of(outer.problem)
     if strategy.offload != Offload():
         yield replace(strategy, offload=Offload())
     if strategy.tensor != given:  # the first plan of the tensor plans
@@ -67,6 +67,8 @@ def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
         yield replace(strategy, mesh=replace(mesh, dp_replicate=1, dp_shard=ranks))
     for zero in range(1, shard.zero):
         yield replace(strategy, shard=replace(shard, zero=zero))
+    if strategy.shard.secondary:
+        yield replace(strategy, shard=shard)
     if shard.sequence_parallel:
         yield replace(strategy, shard=replace(shard, sequence_parallel=False))
     if strategy.recompute != Recompute():

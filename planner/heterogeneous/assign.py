@@ -68,7 +68,7 @@ def _collectives(program: Program) -> Iterator[tuple[Collective, int]]:
         for block, count in stage.blocks:
             steps = (*block.forward, *block.recompute, *block.backward_input, *block.backward_weight)
             yield from ((s, micro * count) for s in steps if isinstance(s, Collective))
-            yield from ((g, 2 * micro * count) for g in (block.gather, block.expert_gather) if g is not None)
+            yield from ((g, micro * count) for g in (*block.gathers, *block.regathers))
             yield from ((r, reduced * count) for r in block.reduce)
         yield from ((s, 2 * micro) for s in (stage.send, stage.received) if s is not None)
         yield from ((s, 1) for s in (*stage.after_step, *stage.tied_reduce))

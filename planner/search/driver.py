@@ -27,9 +27,10 @@ from autoparallel.planner.search.improve.starts import Promises, smallest_first,
 from autoparallel.planner.search.partition.problem import has_choice
 from autoparallel.planner.search.partition.solve import EFFORT
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.shapes import Shapes
 
 CLIMBS = 2  # neighbourhoods looked at before the incumbent is polished
 RIVALS = 6  # strategies polished beside the incumbent,

@@ -47,9 +47,10 @@ from autoparallel.planner.search.partition.problem import has_choice
 from autoparallel.planner.search.partition.quick import quick_partition
 from autoparallel.planner.search.partition.solve import EFFORT, SHORT, solve_for_memory, solve_stages
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.shapes import Shapes
 
 SHAPES_AT_ONCE = 192  # shapes expanded together: some ten thousand variants, a few tens of milliseconds
 AHEAD = 4096  # shapes that are bounded together, in the end, before some of them are expanded

@@ -22,9 +22,10 @@ from autoparallel.planner.search.partition.problem import (
     StageProblem,
     without_needless_recomputation,
 )
-from autoparallel.planner.search.space.build import Families, Shapes, Variants
+from autoparallel.planner.search.space.build import Families, Variants
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.space.shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

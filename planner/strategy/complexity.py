@@ -22,5 +22,5 @@ def complexity(strategy: Strategy) -> Complexity:
         (strategy.offload.optimizer > 0) + (strategy.offload.activations > 0),
         len({method for method in sync.compression if method != "none"}) + (sync.weights != "none"),
         int(strategy.shard.sequence_parallel),
-        strategy.shard.zero,
+        2 * strategy.shard.zero + (strategy.shard.secondary > 0),
     )

@@ -77,7 +77,9 @@ IN_PHASES = ("batch", "mesh", "shard", "pipeline", "recompute", "offload", "grad
 # Keys whose absence from a complete file means their default, not a decision left open: `[execution]` and
 # batch.global are inputs with defaults, these are marked optional in the file format.
 # (nor does a complete file say how to recover where nothing is known of failures)
-_DEFAULTED = ("mesh.groups", "mesh.placement", "mesh.per_node", "recompute.per_stage", "grad_sync.weights")
+_DEFAULTED = (
+    "mesh.groups", "mesh.placement", "mesh.per_node", "shard.secondary", "recompute.per_stage", "grad_sync.weights",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

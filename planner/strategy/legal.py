@@ -273,6 +273,7 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
             f"shard.zero = 0 needs mesh.dp_shard = 1, not {mesh.dp_shard}; move the ranks to mesh.dp_replicate "
             "or set shard.zero to 1, 2 or 3"
         )
+    yield from _secondary(strategy)
     if mesh.ep > 1:
         yield from _experts(graph, strategy)
     lengths = sequence_lengths(graph)
@@ -280,6 +281,28 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield f"mesh.cp = {mesh.cp}: {graph.name} has no attention over a sequence; use mesh.cp = 1"
     elif odd := [n for n in sorted(lengths) if n % mesh.cp]:
         yield f"mesh.cp = {mesh.cp} does not divide the sequence length {odd[0]}"
+
+
+def _secondary(strategy: Strategy) -> Iterator[str]:
+    """Where a second copy of the parameters says nothing, or parameters are not gathered unit by unit from whole groups of it."""
+    mesh, ranks = strategy.mesh, strategy.shard.secondary
+    if ranks == 0:
+        return
+    where = f"shard.secondary = {ranks}"
+    if strategy.shard.zero != 3 or mesh.dp_shard == 1:
+        yield f"{where} needs shard.zero = 3 and mesh.dp_shard > 1: others hold whole parameters; set it to 0"
+    elif ranks == 1 or ranks >= mesh.dp_shard or mesh.dp_shard % ranks:
+        good = [n for n in range(2, mesh.dp_shard) if mesh.dp_shard % n == 0]
+        tried = f"one of {', '.join(map(str, good[:8]))}" if good else "0"
+        yield f"{where}: a divisor of mesh.dp_shard = {mesh.dp_shard} between the two; use {tried}"
+    apart = [name for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
+    if apart:
+        yield (
+            f"{where} with mesh.{apart[0]} = {getattr(mesh, apart[0])}: a second copy is of whole parameters that one pass forwards "
+            "and one backwards follow; set it to 0"
+        )
+    if strategy.execution.parameter_gathers:
+        yield f"{where} with execution.parameter_gathers = true: parameters are fetched one by one; set one of them to 0"
 
 
 def sequence_lengths(graph: ModelGraph) -> frozenset[int]:

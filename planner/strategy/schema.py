@@ -70,6 +70,10 @@ class ShardSection(Section):
     sequence_parallel: bool | None = Field(
         None, description="activations outside tensor-parallel regions sharded along the sequence"
     )
+    secondary: Count | None = Field(
+        None,
+        description="ranks that share a second copy of ZeRO-3's parameters, for backward passes; 0: none",
+    )
 
 
 class PipelineSection(Section):

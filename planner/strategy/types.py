@@ -46,10 +46,15 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """ZeRO level over dp_shard * cp, and sequence parallelism beside tensor parallelism."""
+    """ZeRO level over dp_shard * cp, and sequence parallelism beside tensor parallelism.
+
+    `secondary` ranks of dp_shard, neighbours along it, share a second copy of ZeRO-3's parameters from forward to backward, which
+    the backward pass gathers from (hpZ of ZeRO++, Wang et al. 2023); 0: from all, as the forward pass.
+    """
 
     zero: int = 0
     sequence_parallel: bool = False
+    secondary: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

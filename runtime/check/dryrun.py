@@ -193,7 +193,7 @@ class _Step:
         self._mesh, self._dtypes = mesh, dtypes
         self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy)
         self._leaves_whole = self._splits and has_whole_passes(strategy)
-        self._axes, self._dispatch = group_names(mesh, strategy.shard.zero), dispatch_group(mesh)
+        self._axes, self._dispatch = group_names(mesh, strategy.shard), dispatch_group(mesh)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}
         self._activation_mesh = mesh.activation_mesh()
         pipeline = strategy.pipeline

@@ -92,7 +92,7 @@ def priced_places(stage: StageWork) -> dict[Message, Counter[Place]]:
             work.name,
             count,
         )
-        note((work.gather, work.expert_gather), "UNSHARD", work.name, count)
+        note(dict.fromkeys((*work.gathers, *work.regathers)), "UNSHARD", work.name, count)
         note(work.reduce, "REDUCE_GRAD", work.name, count)
     note(stage.tied_reduce, "REDUCE_GRAD", "tied parameters", 1)
     note(stage.after_step, "STEP", "updated parameters", 1)
@@ -111,9 +111,8 @@ def _stage_messages(stage: StageWork, program: Program, halves: int) -> Counter[
         for step in _passes(work):
             if isinstance(step, Collective):
                 found[_message(step)] += count * micro_batches
-        for gather in (work.gather, work.expert_gather):
-            if gather is not None:  # before the forward and before the backward
-                found[_message(gather)] += 2 * count * micro_batches
+        for gather in (*work.gathers, *work.regathers):
+            found[_message(gather)] += count * micro_batches
         for reduction in work.reduce:
             found[_message(reduction)] += count * (micro_batches if program.reduce_every_micro else 1)
     for collective in (*stage.after_step, *stage.tied_reduce):

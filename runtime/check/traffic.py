@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoparallel.costmodel.program import CollectiveOp
-from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
-from autoparallel.planner.strategy.types import AXES
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, SECONDARY
+from autoparallel.planner.strategy.types import AXES, Shard
 from autoparallel.runtime.check.messages import Message
 from autoparallel.runtime.ranks.mesh import RankMesh
 from autoparallel.runtime.ranks.places import replica_axes, sharding_axes
@@ -79,15 +79,18 @@ def _group_of(args: Any) -> str:
     return group_name_of(boxed[0] if boxed else [a for a in args if isinstance(a, str)][-1])
 
 
-def group_names(mesh: RankMesh, zero: int) -> dict[str, str]:
+def group_names(mesh: RankMesh, shard: Shard) -> dict[str, str]:
     """The axis, or joined axes, of each process group of this rank, by the group's name. Experts may be shared over the very group of
     another axis (torch makes one of all ranks), whose name it then has (see `dispatch_group`)."""
+    zero = shard.zero
     found: dict[str, str] = {
         mesh.group(axis).group_name: axis for axis in AXES if getattr(mesh.sizes, axis) > 1
     }
     for axes in (sharding_axes(mesh.sizes, zero), replica_axes(mesh.sizes, zero)):
         if len(axes) > 1:
             found[mesh.group(*axes).group_name] = " x ".join(axes)
+    if shard.secondary:
+        found[mesh.secondary(shard.secondary).get_group(SECONDARY).group_name] = SECONDARY
     for axis in (EXPERT_SHARD, EXPERTS) if mesh.expert_mesh is not None else ():
         found.setdefault(mesh.expert_axis(axis).get_group().group_name, axis)
     apart = mesh.expert_mesh is not None and not sharding_axes(mesh.sizes, zero)

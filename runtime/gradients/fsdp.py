@@ -25,7 +25,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.planner.expand.axes import EXPERT_SHARD
-from autoparallel.runtime.fsdp_private import end_reductions, gradients_as_summed, reduce_unit, whole_weights
+from autoparallel.runtime.fsdp_private import (
+    drop_copies,
+    end_reductions,
+    gradients_as_summed,
+    reduce_unit,
+    regathered_from,
+    whole_weights,
+)
 from autoparallel.runtime.gradients.copies import cast_copies
 from autoparallel.runtime.gradients.gathered import UnitGather
 from autoparallel.runtime.gradients.own_outputs import own_outputs
@@ -57,10 +64,12 @@ def shard_data(
     experts: Sequence[nn.Module] = (),
     entered: Collection[str] = (),
     alone: Collection[str] = (),
+    secondary: int = 0,
 ) -> set[nn.Parameter]:
     """Shard the parameters over `axes` (see `unit_axes`), in place; nothing to do without any. Those
     of the layers `experts`, which are shared over ep already, over the ranks that hold the same ones. Blocks that are
-    `entered`, of which other parts of the model use parameters, are no units of their own; modules that are `alone` are.
+    `entered`, of which other parts of the model use parameters, are no units of their own; modules that are `alone` are. `secondary`
+    ranks share a second copy of what ZeRO-3 shards, for backward passes (0: there is none).
 
     Returns those of which every rank keeps a copy (see `unshardable`), whose gradients are left to the caller.
     """
@@ -71,31 +80,47 @@ def shard_data(
         param_dtype=dtype if dtype != param_dtype else None,
         reduce_dtype=grad_dtype if grad_dtype != dtype else None,
     )
-    copied, placed = unshardable(module.parameters(), axis.size()), partial(_placed, axis.size())
+    copied = unshardable(module.parameters(), axis.size())
+    copies = mesh.secondary(secondary) if secondary else None
+    # FSDP2 makes copies of what is sharded along the first dim alone.
+    placed = partial(_placed, axis.size()) if copies is None else None
     ignored = copied | _shard_experts(experts, mesh, policy, reshard=zero == 3)
-    for block in unshared_blocks(module, [path for path in blocks if path not in entered]):
-        if any(p not in ignored for p in block.parameters()):
-            if zero == 3:
-                own_outputs(block)
-            fully_shard(
-                block, mesh=axis, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=ignored,
-                shard_placement_fn=placed,
-            )  # fmt: skip
-    by_themselves = {m for name, m in module.named_modules() if name in alone}
-    paths = [name for name, own in module.named_modules() if own in by_themselves]
-    for part in (*reversed(unshared_blocks(module, paths)), module):  # what stands inside another comes first
-        if part is module or any(p not in ignored for p in part.parameters()):
-            if zero == 3 and part is not module:
-                own_outputs(part)
-            fully_shard(
-                part, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=placed,
-                mp_policy=policy if part is module or isinstance(part, _ONE_DTYPE)
-                else replace(policy, cast_forward_inputs=False),
-            )  # fmt: skip
+    unit = partial(
+        fully_shard,
+        mesh=axis,
+        reshard_after_forward=zero == 3,
+        ignored_params=ignored,
+        shard_placement_fn=placed,
+    )
+    with regathered_from(copies):
+        for block in unshared_blocks(module, [path for path in blocks if path not in entered]):
+            if any(p not in ignored for p in block.parameters()):
+                if zero == 3:
+                    own_outputs(block)
+                unit(block, mp_policy=policy)
+        for part in (*_by_themselves(module, alone), module):
+            if part is module or any(p not in ignored for p in part.parameters()):
+                if zero == 3 and part is not module:
+                    own_outputs(part)
+                whole = part is module or isinstance(part, _ONE_DTYPE)
+                unit(part, mp_policy=policy if whole else replace(policy, cast_forward_inputs=False))
+    if copies is not None:
+        module.register_forward_hook(_without_backward)
     cast_copies(module, copied, dtype)
     if mesh.sizes.pp > 1:
         _gather_ahead_in_order(module, blocks)
     return copied
+
+
+def _by_themselves(module: nn.Module, alone: Collection[str]) -> list[nn.Module]:
+    """The modules that are units of their own: what stands inside another comes first."""
+    found = {m for name, m in module.named_modules() if name in alone}
+    return unshared_blocks(module, [name for name, own in module.named_modules() if own in found])[::-1]
+
+
+def _without_backward(module: nn.Module, *_: object) -> None:
+    if not torch.is_grad_enabled():
+        drop_copies(module)
 
 
 def _gather_ahead_in_order(module: nn.Module, blocks: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS
+from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, SECONDARY
 from autoparallel.planner.strategy.islands import is_local
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.runtime.ranks.levels import divided, pairs_of
@@ -19,6 +19,7 @@ from autoparallel.runtime.ranks.places import (
     groups_along,
     joined_name,
     rows_along,
+    secondary_groups,
     sharding_axes,
     summed_axes,
 )
@@ -69,6 +70,10 @@ def _groups(strategy: Strategy, level_sizes: Sequence[int]) -> Iterator[Groups]:
             inside = [part for group in parts for part in group]
             yield _made(f"{joined_name(axes)}_inside", "gradients, below one port of the network", inside)
             yield _made(f"{joined_name(axes)}_across", "gradients, between the ports", pairs_of(parts))
+    if ranks := strategy.shard.secondary:
+        inside, across = secondary_groups(mesh, ranks)
+        yield _made(SECONDARY, "a second copy of the parameters, in shares, for backward passes", inside)
+        yield _made(f"{SECONDARY}_copies", "the same share of other copies: no messages", across)
     for axis in (EXPERTS, EXPERT_SHARD) if mesh.ep > 1 else ():
         rows = rows_along(expert_ranks(mesh), [EXPERT_AXES.index(axis)])
         if len(rows[0]) > 1:

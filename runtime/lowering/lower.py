@@ -165,10 +165,9 @@ def lower_module(
 
     `blocks` are the paths of its repeated blocks in the order in which they run (one that runs twice stands there twice),
     `recomputed_in_full` of which are recomputed wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
-    the model of which `module` is a stage. Every rank must hold the same values before (see
-    `broadcast_state`), or meta tensors, which are initialised from `seed`; afterwards each holds its share. With
-    `weights` the shares are filled from files instead. `memory` surrounds the making of the shares, which then
-    get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
+    the model of which `module` is a stage. Every rank must hold the same values before (see `broadcast_state`), or meta tensors,
+    which are initialised from `seed`; afterwards each holds its share. With `weights` the shares are filled from files instead.
+    `memory` surrounds the making of the shares, which then get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
     """
     blocks, recomputed_in_full = tuple(dict.fromkeys(blocks)), len(set(blocks[:recomputed_in_full]))
     sharded, zero = _units(strategy, mesh, dtypes)
@@ -190,13 +189,14 @@ def lower_module(
     )  # fmt: skip
     puts_off = _puts_off(module, strategy)
     compile_blocks(module, blocks if compiled else ())
-    away, imagined = strategy.offload.activations, memory is not None
-    offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=imagined)
+    away = strategy.offload.activations
+    offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=memory is not None)
     if plain:
         plain.try_first()
     copied = shard_data(
         module, blocks, mesh, axes=sharded, zero=zero, dtype=dtypes.compute,
-        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered, alone=alone,
+        param_dtype=dtypes.param, grad_dtype=dtypes.grad, experts=layers, entered=entered,
+        alone=alone, secondary=strategy.shard.secondary,
     )  # fmt: skip
     copied = _fill(module, mesh.device, copied, seed=seed, origin=origin, weights=weights, memory=memory)
     sync = Synchronisation(module, strategy, mesh, grad_dtype=dtypes.grad, copied=copied, experts=layers)

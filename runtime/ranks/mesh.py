@@ -11,12 +11,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import UserError
-from autoparallel.planner.expand.axes import EXPERT_SHARD
+from autoparallel.planner.expand.axes import EXPERT_SHARD, SECONDARY
 from autoparallel.planner.strategy.types import AXES, Mesh
 from autoparallel.runtime.ranks.accelerator import backends, current_device, device_of_group, take_device
 from autoparallel.runtime.ranks.leaving import leave_at_exit
-from autoparallel.runtime.ranks.places import EXPERT_AXES, expert_ranks, joined_name, mesh_ranks
-from autoparallel.runtime.torch_private import joined_mesh
+from autoparallel.runtime.ranks.places import (
+    EXPERT_AXES,
+    expert_ranks,
+    joined_name,
+    mesh_ranks,
+    secondary_groups,
+)
+from autoparallel.runtime.torch_private import joined_mesh, outside_tracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,16 @@ class RankMesh:
         """As `axis`, along axes of `EXPERT_AXES`: `ep` (other experts), `expert_shard` (the same ones)."""
         assert self.expert_mesh is not None, f"axis {names} asked for without expert parallelism"
         return _along(self.expert_mesh, names)
+
+    def secondary(self, ranks: int) -> DeviceMesh:
+        """The two-dimensional mesh of this rank's shards: copies of the parameters, and the `ranks` that share each. Collective the
+        first time."""
+        inside, across = secondary_groups(self.sizes, ranks)
+        made = subgroup(across, f"{SECONDARY}_copies"), subgroup(inside, SECONDARY)
+        groups = [group for group in made if group is not None]  # every rank is in one of each
+        with outside_tracing():  # a dry run's tensors have no numbers
+            line = self.axis("dp_shard").mesh.view(-1, ranks)
+            return DeviceMesh.from_group(groups, self.device.type, line, mesh_dim_names=("copies", SECONDARY))
 
     def expert_replicas(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same experts as this one; None if it is the only one."""

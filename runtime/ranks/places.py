@@ -38,6 +38,14 @@ def summed_axes(strategy: Strategy) -> tuple[str, ...]:
     return tuple(axis for axis in found if axis != "dp_replicate") if is_local(strategy) else found
 
 
+def secondary_groups(sizes: Mesh, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of every group that shares a second copy of the parameters, `ranks` neighbours along dp_shard; and of every one
+    whose ranks have the same share of their copies."""
+    apart = np.moveaxis(mesh_ranks(sizes), AXES.index("dp_shard"), -1)
+    apart = apart.reshape(*apart.shape[:-1], -1, ranks)
+    return rows_along(apart, [apart.ndim - 1]), rows_along(apart, [apart.ndim - 2])
+
+
 def joined_name(axes: Sequence[str]) -> str:
     """The name of the mesh axis that several are joined to."""
     return "_".join(axes)

@@ -45,7 +45,7 @@ def strategy_of(
     example: Example, *, micro: int = 2, micro_batches: int = 1, zero: int = 0, recompute: str = "none",
     sequence_parallel: bool = False, compression: tuple[str, ...] = (), order: tuple[str, ...] | None = None,
     bucket_mib: float = 0.01, kernels: str = "eager", attention: str = "flash", tensor: tuple[TensorRule, ...] | None = None,
-    offload: float = 0.0, optimizer_offloaded: float = 0.0, **mesh: int,
+    offload: float = 0.0, optimizer_offloaded: float = 0.0, secondary: int = 0, **mesh: int,
 ) -> Strategy:  # fmt: skip
     """A strategy in which each data-parallel rank runs `micro_batches` of `micro` samples."""
     sizes = Mesh(**mesh)
@@ -54,7 +54,7 @@ def strategy_of(
     return Strategy(
         batch=Batch(global_=micro * micro_batches * sizes.data_parallel, micro=micro),
         mesh=sizes,
-        shard=Shard(zero=zero, sequence_parallel=sequence_parallel),
+        shard=Shard(zero=zero, sequence_parallel=sequence_parallel, secondary=secondary),
         recompute=Recompute(mode=recompute),
         offload=Offload(activations=offload, optimizer=optimizer_offloaded),
         execution=Execution(kernels=kernels, attention=attention),

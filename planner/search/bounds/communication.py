@@ -38,6 +38,8 @@ class Communication:
     reduce_least_s: Floats  # and of any at all, not ZeRO-3
     gather_s: Floats  # to gather the parameters of the smallest layer group, ZeRO-3
     gather_each_s: Floats  # to gather one parameter, when all are gathered at once
+    regather_s: Floats  # likewise, before a backward pass
+    regather_each_s: Floats
     step_s: Floats  # to update one parameter and gather it again,
     step_least_s: Floats  # and any at all
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
@@ -126,6 +128,8 @@ class CommunicationPrices:
         for zero in self.space.zeros:
             legal = self.space.zero_fits(shapes.take(owners), zero)
             for compression in range(self.space.methods(zero)):
+                if self.space.copies(compression):  # reduced and updated as without
+                    continue
                 found = Variants(
                     shape=owners, order=every, zero=np.full_like(owners, zero),
                     schedule=np.zeros_like(owners), virtual_stages=np.ones_like(owners),

@@ -13,6 +13,7 @@ import numpy as np
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes
+from autoparallel.planner.expand.gathers import gathers_of, regather_of
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.placements import Groups, sizes_shared
@@ -27,7 +28,7 @@ from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Offload, 
 Axes = tuple[Axis, ...]
 Known = dict[int, tuple[float, ...]]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
-GATHERED = ("gather_s", "gather_each_s")
+GATHERED = ("gather_s", "gather_each_s", "regather_s", "regather_each_s")
 EXCHANGED = ("reduce_s", "reduce_least_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
 STEPPED = ("step_s", "step_expert_s", "step_least_s")
 
@@ -48,7 +49,8 @@ class ExchangePrices:
     most_at_once: Floats  # the distinct ones
     experts: Ints  # of the parameters in experts that are apart
     syncs: tuple[GradSync, ...]  # by compression
-    weights: Ints  # by compression: the number of how gathered parameters are encoded
+    weights: Ints  # by compression: the number of how gathered parameters are encoded,
+    gradients: Ints  # and of how gradients are
     _reduced: Known = field(default_factory=dict, repr=False)
     _gathered: Known = field(default_factory=dict, repr=False)
     _experts: Known = field(default_factory=dict, repr=False)
@@ -68,6 +70,7 @@ class ExchangePrices:
         at_once = np.maximum(columns["most_trainable"], 1) + columns["all_experts"]
         at_once = np.where(np.isfinite(at_once), at_once, 1.0)
         weights = [one.weights for one in space.compressions]
+        gradients = [one.gradients for one in space.compressions]
         return ExchangePrices(
             problem=problem, space=space, prices=prices, book=book, groups=Groups.of(space, problem.cluster),
             sized=sizes_shared(space)[space.shapes.mesh],
@@ -76,6 +79,7 @@ class ExchangePrices:
             experts=by_shape(columns["all_experts"]),
             syncs=tuple(sync_of(problem, compression) for compression in space.compressions),
             weights=np.array([weights.index(word) for word in weights]),
+            gradients=np.array([gradients.index(words) for words in gradients]),
         )  # fmt: skip
 
     @property
@@ -163,7 +167,8 @@ class ExchangePrices:
         return self.prices.column(name, found.shape)
 
     def _gathers(self, found: Variants) -> Floats:
-        """Columns GATHERED, of ZeRO-3: what a layer group is gathered in, and a parameter where all are gathered at once."""
+        """Columns GATHERED, of ZeRO-3: what a layer group is gathered in, and a parameter where all are gathered at once, before
+        forward and before backward."""
         prices, rows = np.zeros((len(found), len(GATHERED))), np.flatnonzero(found.zero == 3)
         if not len(rows):
             return prices
@@ -173,13 +178,21 @@ class ExchangePrices:
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example(few, row)
             if fetches(strategy):
-                return 0.0, 0.0
+                return (0.0,) * len(GATHERED)
             axes, own = mesh_axes(strategy), int(group[rows[row]])
             each_s = gather_at_once_s(self.book, strategy, axes, whole, 0) / whole
-            return gather_at_once_s(self.book, strategy, axes, own, 0), each_s
+            gather_s = gather_at_once_s(self.book, strategy, axes, own, 0)
+            if not strategy.shard.secondary:
+                return gather_s, each_s, gather_s, each_s
+            again_s, again_each_s = (
+                regather_at_once_s(self.book, strategy, axes, count) for count in (own, whole)
+            )
+            return gather_s, each_s, again_s, again_each_s / whole
 
         where = self.groups.shards[self.space.shapes.mesh[few.shape], few.order]
         keys = where * len(self.weights) + self.weights[few.compression]
+        copied = self.space.secondary(few)
+        keys = keys * (int(copied.max(initial=0)) + 1) + copied
         keys = keys * (int(self.group.max(initial=0)) + 1) + self.group[few.shape]
         prices[rows] = looked_up(self._gathered, keys, price, len(GATHERED))
         return prices
@@ -213,7 +226,7 @@ class ExchangePrices:
         at = self.space.shapes.mesh[found.shape], found.order
         keys = shards[at] * (int(self.groups.replicas.max(initial=0)) + 1) + self.groups.replicas[at]
         keys = keys * 4 + np.where(found.zero == 2, 1, found.zero)
-        keys = keys * len(self.space.compressions) + found.compression
+        keys = keys * len(self.space.compressions) + self.gradients[found.compression]
         most = max(int(self.most.max(initial=0)), int(self.experts.max(initial=0)))
         return np.asarray((keys * (most + 1) + own) * 2 + self._at_end(found))
 
@@ -233,7 +246,7 @@ class ExchangePrices:
         several = 1 + int(shapes.micro_batches[shape] > 1)
         return Strategy(
             batch=Batch(global_=several * placed.dp_replicate * placed.dp_shard, micro=1), mesh=placed,
-            shard=Shard(zero=int(found.zero[row])),
+            shard=Shard(zero=int(found.zero[row]), secondary=int(self.space.secondary(found.take(slice(row, row + 1)))[0])),
             offload=Offload(optimizer=float(shapes.optimizer_offloaded[shape])),
             execution=self.problem.execution, grad_sync=self.syncs[int(found.compression[row])],
         )  # fmt: skip
@@ -279,8 +292,14 @@ def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, 
 
 def gather_at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int) -> float:
     """To gather so many parameters at once, all or none of them experts', ZeRO-3."""
-    gathers = state.gathers_of(parameters, experts, strategy)
+    gathers = gathers_of(parameters, experts, strategy)
     return sum(book.pricer.collective_s(c, axes) for c in gathers if c is not None)
+
+
+def regather_at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int) -> float:
+    """To gather so many parameters that have a second copy, and are no experts', before a backward pass."""
+    gather = regather_of(parameters, 0, strategy)
+    return 0.0 if gather is None else book.pricer.collective_s(gather, axes)
 
 
 def looked_up(known: Known, keys: Ints, price: Callable[[int], tuple[float, ...]], columns: int) -> Floats:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.planner.search.bounds.communication import RATES, Communication, CommunicationPrices
-from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, joined
+from autoparallel.planner.search.space.shapes import Shapes
 
 ANYWHERE = -1  # as the number of where blocks communicate: all orders of the axes count
 MOST_ALTERNATIVES = 4  # of a group; the last one stands for all that are left. Kind: choice
@@ -95,7 +96,9 @@ class LeastCommunication:
                 shape=owners[at], order=order, zero=np.full_like(at, zero), schedule=np.zeros_like(at),
                 virtual_stages=np.ones_like(at), compression=np.full_like(at, compression),
             )  # fmt: skip
-            least[at, order] = np.minimum(least[at, order], self.prices.rates(found))
+            some = np.flatnonzero(space.secondary(found)) if space.copies(compression) else slice(None)
+            rows = at[some], order[some]
+            least[rows] = np.minimum(least[rows], self.prices.rates(found.take(some)))
         return least
 
     def _there(self, shapes: Ints, placed: Ints) -> Bools:

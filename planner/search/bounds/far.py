@@ -22,8 +22,8 @@ from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.settings import placed_row
 from autoparallel.planner.search.bounds.tables import BY_KIND, KIND_TIMES, SINGLE, PriceTable
 from autoparallel.planner.search.partition.forms import Chain
-from autoparallel.planner.search.space.build import Shapes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
+from autoparallel.planner.search.space.shapes import Shapes
 from autoparallel.planner.strategy.types import Mesh
 
 TIMES = tuple(name for name in SINGLE if name.endswith("_s") and name != "recompute_s")

@@ -274,7 +274,6 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
     """Variants, or families, with these prices."""
     shapes = outer.space.shapes.take(found.shape)
     slow, slow_comm = slowdowns(outer.book)
-    gather_s = communication.gather_s + communication.gather_expert_s * table.group_experts
     least, ends, most = _blocks_per_chunk(outer, shapes.pp)
     return Rows(
         shapes=shapes,
@@ -286,20 +285,13 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         + communication.reduce_expert_s * table.group_expert_trainable,
         all_reduce_s=communication.reduce_s * table.all_trainable
         + communication.reduce_expert_s * table.all_expert_trainable,
-        group_gather_s=gather_s,
-        all_gather_s=np.maximum(
-            outer.repeated * gather_s,
-            communication.gather_each_s * table.all_parameters
-            + communication.gather_expert_s * table.all_experts,
-        ),
+        **_gathers_s(outer, communication, table),
         group_step_s=communication.step_s * table.group_trainable
         + communication.step_expert_s * table.group_expert_trainable,
         all_step_s=communication.step_s * table.all_trainable
         + communication.step_expert_s * table.all_expert_trainable,
-        kind_gather_s=_kind_gathers_s(communication, table),
         kind_reduce_s=_of_kinds(table, communication.reduce_s, communication.reduce_expert_s, "trainable"),
         kind_step_s=_of_kinds(table, communication.step_s, communication.step_expert_s, "trainable"),
-        gather_each_s=communication.gather_each_s,
         step_s=communication.step_s,
         reduce_s=communication.reduce_s,
         reduce_least_s=communication.reduce_least_s,
@@ -340,13 +332,28 @@ def _shortest(sends_s: Floats, chain: Chain) -> Floats:
     return sends_s[:, chain.sent].min(axis=1) if chain.sent else np.zeros(len(sends_s))
 
 
-def _kind_gathers_s(communication: Communication, table: PriceTable) -> Floats:
+def _gathers_s(outer: Outer, communication: Communication, table: PriceTable) -> dict[str, Floats]:
+    """Of a layer group, of all parameters, of a layer group of each kind, and of one parameter: what is gathered before a forward, and
+    before a backward."""
+    found, expert_s = {}, communication.gather_expert_s
+    for name in ("gather", "regather"):
+        group_s, each_s = getattr(communication, f"{name}_s"), getattr(communication, f"{name}_each_s")
+        with_experts_s = group_s + expert_s * table.group_experts
+        all_s = each_s * table.all_parameters + expert_s * table.all_experts
+        found[f"group_{name}_s"] = with_experts_s
+        found[f"all_{name}_s"] = np.maximum(outer.repeated * with_experts_s, all_s)
+        found[f"kind_{name}_s"] = _kind_gathers_s(table, group_s, each_s, expert_s)
+        found[f"{name}_each_s"] = each_s
+    return found
+
+
+def _kind_gathers_s(table: PriceTable, group_s: Floats, each_s: Floats, expert_s: Floats) -> Floats:
     """Seconds to gather the parameters of a layer group of each kind: at the best rate, and no less than those of the
     smallest layer group of the kinds that count where it has as many."""
     as_many = table.of_kinds("dense") >= table.group_parameters[:, None]
-    best = _of_kinds(table, communication.gather_each_s, 0.0 * communication.gather_expert_s, "all")
-    least = np.where(as_many, np.maximum(best, communication.gather_s[:, None]), best)
-    return least + table.of_kinds("experts") * communication.gather_expert_s[:, None]
+    best = _of_kinds(table, each_s, 0.0 * expert_s, "all")
+    least = np.where(as_many, np.maximum(best, group_s[:, None]), best)
+    return least + table.of_kinds("experts") * expert_s[:, None]
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints) -> tuple[Ints, Ints, Ints]:

@@ -14,8 +14,8 @@ from autoparallel.planner.search.bounds.tables import SINGLE, PriceTable
 from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.unlike import rank_devices
-from autoparallel.planner.search.space.build import Shapes
 from autoparallel.planner.search.space.meshes import Floats
+from autoparallel.planner.search.space.shapes import Shapes
 
 
 def pace_of_ranks(problem: Problem, chain: Chain, book: PriceBook, settings: SettingPrices) -> Floats | None:

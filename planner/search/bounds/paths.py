@@ -122,14 +122,17 @@ class _Took:
         gathers = (
             rows.kind_gather_s, rows.gather_each_s * u.head_parameters, rows.gather_each_s * u.tail_parameters
         )  # fmt: skip
+        regathers = (
+            rows.kind_regather_s, rows.regather_each_s * u.head_parameters, rows.regather_each_s * u.tail_parameters
+        )  # fmt: skip
         reduces = (rows.kind_reduce_s, *(rows.reduce_s * numbers for numbers in trainable))
-        both = tuple(a + b for a, b in zip(gathers, reduces, strict=True))
+        both = tuple(a + b for a, b in zip(regathers, reduces, strict=True))
         nothing = tuple(0.0 * seconds for seconds in gathers)
         forward = (u.of_kinds("forward_s"), u.head_forward_s, u.tail_forward_s)
         backward = (u.of_kinds("backward_s"), u.head_s - u.head_forward_s, u.tail_s - u.tail_forward_s)
         inputs = (u.of_kinds("input_s"), u.head_input_s, u.tail_input_s)
         weight = (u.of_kinds("weight_s"), *(a - b for a, b in zip(backward[1:], inputs[1:], strict=True)))
-        each = tuple(np.where(_column(every, a), a, b) for a, b in zip(both, gathers, strict=True))
+        each = tuple(np.where(_column(every, a), a, b) for a, b in zip(both, regathers, strict=True))
         each_weight = tuple(np.where(_column(every, a), a, b) for a, b in zip(reduces, nothing, strict=True))
         self._recompute_s = u.of_kinds("recompute_s")
         self.groups: dict[Q, Floats] = {}
@@ -138,10 +141,10 @@ class _Took:
         self.head: dict[Q, Floats] = {Q.TIED: rows.tied_s}
         self.tail: dict[Q, Floats] = {Q.TIED: rows.tied_s}
         self._take(Q.FORWARD, forward, gathers, ends_computing=True)
-        self._take(Q.BACKWARD_INPUT, inputs, gathers, ends_computing=True, recomputes=True)
+        self._take(Q.BACKWARD_INPUT, inputs, regathers, ends_computing=True, recomputes=True)
         for q in (Q.BACKWARD, Q.LAST_BACKWARD):
-            self._take(q, backward, each, waits_for=gathers[0], recomputes=True)
-        self._take(Q.END, backward, both, waits_for=gathers[0], recomputes=True)
+            self._take(q, backward, each, waits_for=regathers[0], recomputes=True)
+        self._take(Q.END, backward, both, waits_for=regathers[0], recomputes=True)
         for q in (Q.BACKWARD_WEIGHT, Q.LAST_BACKWARD_WEIGHT):
             self._take(q, weight, each_weight)
         self._take(Q.END_WEIGHT, weight, reduces)

@@ -10,8 +10,9 @@ from autoparallel.planner.expand.axes import EXPERT_AXES
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.partition.forms import Chain
-from autoparallel.planner.search.space.build import Shapes, Space
+from autoparallel.planner.search.space.build import Space
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Ints, Meshes, inside_units, numbered
+from autoparallel.planner.search.space.shapes import Shapes
 from autoparallel.planner.strategy.types import AXES
 from autoparallel.profiles.hardware import Cluster
 

@@ -18,6 +18,7 @@ from autoparallel.costmodel.topology import crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
+from autoparallel.planner.expand.gathers import gathers_of, regather_of, updated_gather
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.expand.places import least_unit
@@ -38,6 +39,7 @@ class BlockPrice:
     input_s: float  # recomputation and input gradients
     weight_s: float
     gather_s: float
+    regather_s: float  # before a backward pass
     reduce_s: float
     gather_bytes: int
     reduce_bytes: int  # whole gradients alive on their way to a reduction of every micro-batch
@@ -192,8 +194,11 @@ class PriceBook:
         gathered = (
             parameters if strategy.execution.fsdp2 else work.parameters
         )  # FSDP2 gathers a tied tensor once
-        both = state.gathers_of(gathered, work.expert_parameters, strategy)
-        gathers = [gather for gather in both if gather is not None and not one_by_one]
+        both = gathers_of(gathered, work.expert_parameters, strategy)
+        again = (regather_of(gathered, work.expert_parameters, strategy) or both[0], both[1])
+        gathers, regathers = (
+            [gather for gather in every if gather is not None and not one_by_one] for every in (both, again)
+        )
         accumulate = state.accumulation_kernel(replace(work, trainable=trainable), strategy) if added else ()
         if one_by_one:
             work, accumulate = self._fetched_work(strategy, work, block, held=held), ()
@@ -217,6 +222,7 @@ class PriceBook:
             input_s=input_s,
             weight_s=weight_s,
             gather_s=sum(self.pricer.collective_s(gather, axes) for gather in gathers),
+            regather_s=sum(self.pricer.collective_s(gather, axes) for gather in regathers),
             reduce_s=0.0 if one_by_one else self._reduce_s(trainable, work.expert_trainable, strategy, axes),
             gather_bytes=sum(gather.size_bytes for gather in gathers) - work.rooted_bytes,
             reduce_bytes=sum(whole) if state.gradient_level(strategy) >= 2 else 0,
@@ -254,10 +260,11 @@ class PriceBook:
         """As `costmodel.price.contended_s`; nothing where parameters are tied, which another block may gather and reduce."""
         if not beside or any(p.tied for p in self.expander.graph.blocks[block].parameters):
             return 0.0, 0.0
-        gather, expert_gather = state.gathers_of(work.parameters, work.expert_parameters, strategy)
+        gather, expert_gather = gathers_of(work.parameters, work.expert_parameters, strategy)
+        regather = regather_of(work.parameters, work.expert_parameters, strategy)
         reduction = state.reduction_of(work.trainable, strategy, work.expert_trainable)
         reduction = (*self.expander.partial_gradients(strategy, block), *reduction)
-        whole = replace(work, gather=gather, expert_gather=expert_gather, reduce=reduction)
+        whole = replace(work, gather=gather, regather=regather, expert_gather=expert_gather, reduce=reduction)
         return contended_s(whole, _bare_program(strategy, axes), self.pricer)
 
     def message_bytes(self, specs: Sequence[TensorSpec], dtype: str, micro: int, parts: int) -> int:
@@ -362,7 +369,7 @@ class PriceBook:
         self, count: int, strategy: Strategy, axes: tuple[Axis, ...], experts: int = 0
     ) -> float:
         """Seconds to gather `count` parameters, once updated, `experts` of them experts'."""
-        gathers = state.updated_gather(count, strategy, experts)
+        gathers = updated_gather(count, strategy, experts)
         return sum(self.pricer.collective_s(gather, axes) for gather in gathers)
 
     def _where(self, names: tuple[str, ...], axes: tuple[Axis, ...]) -> object:

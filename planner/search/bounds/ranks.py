@@ -27,8 +27,9 @@ from autoparallel.planner.search.bounds.ends import InLine, Passed, least_of_sta
 from autoparallel.planner.search.bounds.flight import InFlight, in_flight
 from autoparallel.planner.search.bounds.rows import EPSILON, Rows, passes
 from autoparallel.planner.search.bounds.tables import PriceTable
-from autoparallel.planner.search.space.build import SCHEDULES, Shapes
+from autoparallel.planner.search.space.build import SCHEDULES
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
+from autoparallel.planner.search.space.shapes import Shapes
 
 ROUNDS = 4  # of looking whether one block less is enough
 
@@ -178,7 +179,7 @@ class RankBounds:
         u, m, plain, first = rows.table, rows.shapes.micro_batches, rows.plain, self.first
         (f, b), (others_f, others_b) = own, others
         back, others_back = (
-            np.where(plain, whole, rows.beside(u.group_input_s * pace, rows.group_gather_s))
+            np.where(plain, whole, rows.beside(u.group_input_s * pace, rows.group_regather_s))
             for whole, pace in ((b, slower), (others_b, 1.0))
         )
         head_s, tail_s = (

@@ -8,8 +8,9 @@ import numpy as np
 
 from autoparallel.planner.search.bounds.flight import is_v_shaped
 from autoparallel.planner.search.bounds.tables import PriceTable, take_rows
-from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Shapes
+from autoparallel.planner.search.space.build import WHOLE_BACKWARD
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
+from autoparallel.planner.search.space.shapes import Shapes
 
 EPSILON = 1e-9  # numbers of blocks this close to a whole one are taken for it
 
@@ -27,12 +28,16 @@ class Rows:
     all_reduce_s: Floats  # of the whole model
     group_gather_s: Floats  # the parameters of a layer group, ZeRO-3
     all_gather_s: Floats
+    group_regather_s: Floats  # likewise, before a backward pass
+    all_regather_s: Floats
     group_step_s: Floats  # the optimizer and the gather of updated parameters of a layer group
     all_step_s: Floats
     kind_gather_s: Floats  # likewise [variant, kind of layer group]
+    kind_regather_s: Floats
     kind_reduce_s: Floats
     kind_step_s: Floats
     gather_each_s: Floats  # of one parameter, when all are gathered at once
+    regather_each_s: Floats
     step_s: Floats  # likewise per trainable parameter, experts aside
     reduce_s: Floats  # the gradient of one
     reduce_least_s: Floats  # gradients of a stage, however few
@@ -65,6 +70,7 @@ class Rows:
     def take(self, index: Ints) -> Rows:
         columns = (
             "zero", "schedule", "chunks", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
+            "group_regather_s", "all_regather_s", "kind_regather_s", "regather_each_s",
             "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
             "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s", "reduce_least_s", "step_least_s",
         )  # fmt: skip
@@ -144,6 +150,6 @@ def passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, 
     beside them, where computation is so much slower."""
     u = rows.table
     f = rows.beside(u.group_forward_s * slower, rows.group_gather_s)
-    gathered_s = rows.beside(u.group_backward_s * slower, rows.group_gather_s)
-    ended_s = rows.beside(u.group_backward_s * slower, rows.group_gather_s + rows.group_reduce_s)
+    gathered_s = rows.beside(u.group_backward_s * slower, rows.group_regather_s)
+    ended_s = rows.beside(u.group_backward_s * slower, rows.group_regather_s + rows.group_reduce_s)
     return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)

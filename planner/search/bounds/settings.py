@@ -25,9 +25,9 @@ from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.tables import SINGLE, PriceTable, as_columns, row_length, setting_row
 from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.partition.quick import even_partition
-from autoparallel.planner.search.space.build import MODES, Shapes
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike
+from autoparallel.planner.search.space.shapes import MODES, Shapes
 from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.sharding.rules import NotShardable
 from autoparallel.planner.sharding.solve import TensorRequest

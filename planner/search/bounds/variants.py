@@ -185,10 +185,9 @@ def _shared_s(rows: Rows) -> Floats:
     # A schedule in the shape of a V turns on its last rank, without a message.
     there_and_back_s = u.all_forward_s + u.all_input_s + sends_s - 2 * rows.v_shaped * rows.send_s + ending_s
     through_s = np.where(plain, whole_s + sends_s, there_and_back_s)
-    gathers_s = rows.all_gather_s
-    forward_s = rows.beside(u.all_forward_s, gathers_s)
-    backward_s = rows.beside(u.all_backward_s, gathers_s)
-    ended_s = rows.beside(u.all_backward_s, gathers_s + rows.all_reduce_s)
+    forward_s = rows.beside(u.all_forward_s, rows.all_gather_s)
+    backward_s = rows.beside(u.all_backward_s, rows.all_regather_s)
+    ended_s = rows.beside(u.all_backward_s, rows.all_regather_s + rows.all_reduce_s)
     backward_s = np.where(rows.zero >= 2, ended_s, backward_s)
     last_s = np.where(rows.chunks == 1, ended_s, backward_s)
     fill = rows.filled()

@@ -21,9 +21,10 @@ from autoparallel.planner.search.improve.neighbours import beside, neighbours, o
 from autoparallel.planner.search.improve.starts import first_of_each
 from autoparallel.planner.search.open import shape_values, values_of
 from autoparallel.planner.search.simulations import Simulations
-from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Variants, variants
+from autoparallel.planner.search.space.build import SCHEDULES, Variants, variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, shape_row
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.shapes import Shapes
 from autoparallel.planner.strategy.types import Offload
 
 BEAM = 3  # strategies of different shapes whose neighbours are looked at

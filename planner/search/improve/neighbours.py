@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoparallel.planner.search.space.build import SCHEDULES, Shapes, Space, Variants
+from autoparallel.planner.search.space.build import SCHEDULES, Space, Variants
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.shapes import Shapes
 from autoparallel.planner.search.space.syncs import Compressed
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -38,7 +39,7 @@ def one_key_apart(shapes: Shapes, row: int) -> Ints:
 def beside(space: Space, found: Variants, row: int, chosen: Candidate) -> Bools:
     """Variants of a candidate's own shape `row` that differ from it in one key, and of other shapes those that do not. The level
     of ZeRO may follow where replicas become shards, compression the level, and the order of the axes the shape."""
-    compressed = Compressed(gradients=chosen.compression, weights=chosen.weights)
+    compressed = Compressed(gradients=chosen.compression, weights=chosen.weights, copied=chosen.copied)
     own = found.shape == row
     resharded = space.shapes.dp_shard[found.shape] != chosen.mesh.dp_shard
     schedule = found.schedule != SCHEDULES.index(chosen.schedule)

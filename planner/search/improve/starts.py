@@ -9,9 +9,10 @@ import numpy as np
 
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
 from autoparallel.planner.search.open import Upcoming
-from autoparallel.planner.search.space.build import Shapes, Variants
+from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, joined
+from autoparallel.planner.search.space.shapes import Shapes
 
 SHAPES_EACH = 2  # shapes of each size of pp, tp, cp and the micro-batch looked at
 VARIANTS_EACH = 12  # of these shapes' variants, that are bounded rank by rank

@@ -108,14 +108,15 @@ class PricedChain:
         A layer group is charged with the smallest gather that may follow it; the last of a chunk is followed by none.
         """
         order = -1 if backward else 1
+        waited = _regather_s if backward else _gather_s
         groups = [prices[::order] for prices in (*self.kept, *self.recomputed)]
         first, final = (self.tail[::-1], self.head[::-1]) if backward else (self.head, self.tail)
         if not groups:
             alone = (*first, *final)
-            whole = sum(price.gather_s for price in alone[:1]) + self._spans(alone, work, 0.0)
+            whole = sum(map(waited, alone[:1])) + self._spans(alone, work, 0.0, waited)
             return Form(kept=(), recomputed=(), fixed=(_down(whole, PS),) * self.chunks)
-        least = min(prices[0].gather_s for prices in groups)
-        charged = [self._spans(prices, work, least) for prices in groups]
+        least = min(waited(prices[0]) for prices in groups)
+        charged = [self._spans(prices, work, least, waited) for prices in groups]
 
         def too_much(gather_s: float, *more: BlockPrice) -> float:
             """What a chunk's last layer group (or one of `more`) is charged beyond a following gather of `gather_s`."""
@@ -125,11 +126,11 @@ class PricedChain:
         start, end = [least] * self.chunks, [-too_much(0.0)] * self.chunks
         begins, ends = (self.chunks - 1, 0) if backward else (0, self.chunks - 1)
         if final:
-            start[ends] = min(least, final[0].gather_s)
-            end[ends] = self._spans(final, work, 0.0) - too_much(final[0].gather_s)
+            start[ends] = min(least, waited(final[0]))
+            end[ends] = self._spans(final, work, 0.0, waited) - too_much(waited(final[0]))
         if first:  # a chunk of nothing else ends with it
-            start[begins] = first[0].gather_s + self._spans(first, work, least)
-            gather_s = final[0].gather_s if final and begins == ends else 0.0
+            start[begins] = waited(first[0]) + self._spans(first, work, least, waited)
+            gather_s = waited(final[0]) if final and begins == ends else 0.0
             end[begins] += too_much(gather_s) - too_much(gather_s, first[-1])
         half = len(self.kept)
         return Form(
@@ -222,14 +223,22 @@ class PricedChain:
             return compute_s + gather_s * slow_comm * (1.0 - 1.0 / slow)
         return gather_s + compute_s * slow * (1.0 - 1.0 / slow_comm)
 
-    def _spans(self, prices: Sequence[BlockPrice], work: Work, after: float) -> float:
-        following = [*(price.gather_s for price in prices[1:]), after]
+    def _spans(self, prices: Sequence[BlockPrice], work: Work, after: float, waited: Value) -> float:
+        following = [*map(waited, prices[1:]), after]
         return sum(self.span(*work(price), gather) for price, gather in zip(prices, following, strict=True))
 
     def _ends(self, first: float, last: float, scale: float) -> tuple[int, ...]:
         if self.chunks == 1:
             return (_down(first + last, scale),)
         return (_down(first, scale), *(0,) * (self.chunks - 2), _down(last, scale))
+
+
+def _gather_s(price: BlockPrice) -> float:
+    return price.gather_s
+
+
+def _regather_s(price: BlockPrice) -> float:
+    return price.regather_s
 
 
 def _down(value: float, scale: float) -> int:

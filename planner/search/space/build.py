@@ -4,7 +4,8 @@ The space is a product in two levels, so that millions of strategies need no mil
 
     Shapes      mesh sizes x micro-batch x sequence parallelism x recomputation x offloading: what memory and work
                 depend on
-    Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression of gradients and gathers
+    Variants    of some shapes: x ZeRO level x schedule and chunks x placement of the axes x compression of gradients and gathers, and
+                whether backward passes gather from a second copy of the parameters
 
 What is left to `planner/search/partition/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
 The bucket size follows from the rest (`planner/search/space/syncs.py`).
@@ -21,64 +22,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 
 import numpy as np
 
-from autoparallel.costmodel.graph import OpKind
-from autoparallel.costmodel.host_memory import host_capacity_bytes
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.space.meshes import (
-    MESH_KEYS,
     Bools,
-    Floats,
     Ints,
     Meshes,
     alike,
     build_meshes,
-    divisors,
     most_chunks,
     only,
 )
+from autoparallel.planner.search.space.shapes import MODES, Shapes, may_copy, open_offloads, shapes_of
 from autoparallel.planner.search.space.syncs import Compressed, open_compressions
-from autoparallel.planner.strategy.types import Offload
+from autoparallel.planner.strategy.types import AXES, Offload
 
-MODES = ("none", "selective", "full", "operators")  # recompute.mode
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpipev")
 WHOLE_BACKWARD = SCHEDULES[:4]  # input and weight gradients together
 NONE = SCHEDULES.index("none")
 MAX_VIRTUAL_STAGES = 8  # chunks per rank tried unasked; bubbles shrink as 1/chunks, messages grow as chunks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
-    """Columns of the outer level; `mesh` is the row of `Meshes`, `recompute` the index into MODES."""
-
-    mesh: Ints
-    pp: Ints
-    dp_replicate: Ints
-    dp_shard: Ints
-    cp: Ints
-    tp: Ints
-    ep: Ints
-    micro: Ints
-    micro_batches: Ints
-    sequence_parallel: Ints
-    recompute: Ints
-    optimizer_offloaded: Floats  # shares on the host: `offload.optimizer`
-    activations_offloaded: Floats  # `offload.activations`
-
-    def __len__(self) -> int:
-        return len(self.mesh)
-
-    def take(self, rows: Ints | Bools) -> Shapes:
-        return Shapes(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
-
-    @property
-    def devices(self) -> Ints:
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +89,7 @@ class Space:
     meshes: Meshes
     shapes: Shapes
     compressions: tuple[Compressed, ...]  # those of gathered parameters last
+    copy_fixed: int | None  # the user's number of ranks that share a second copy of the parameters
     zeros: tuple[int, ...]
     zero_fixed: int | None  # the user's level
     alone: bool  # the user says that no rank shares its state: mesh.dp_shard = 1
@@ -156,6 +123,8 @@ class Space:
         Where the user fixes a level above 0 no rank is alone whose replicas could share with it, but by the user's word.
         """
         one = shapes.dp_shard * shapes.cp == 1
+        if self.copy_fixed:
+            return np.asarray(may_copy(shapes, self.copy_fixed) & (zero == 3))
         if self.zero_fixed == 0:
             return np.asarray(shapes.dp_shard == 1)
         if zero:
@@ -167,7 +136,30 @@ class Space:
         parameters for each pass."""
         if zero == 3:
             return len(self.compressions)
-        return sum(one.weights == self.compressions[0].weights for one in self.compressions)
+        first = (self.compressions[0].weights, self.compressions[0].copied)
+        return sum((one.weights, one.copied) == first for one in self.compressions)
+
+    def copies(self, compression: int) -> bool:
+        """Whether a compression is one of those with a second copy, which few variants have."""
+        return self.copy_fixed is None and self.compressions[compression].copied is not None
+
+    def secondary(self, found: Variants) -> Ints:
+        """The ranks that share a second copy of each variant's parameters; 0 where there is none."""
+        ranks = np.zeros(len(found), dtype=np.int64)
+        for number, one in enumerate(self.compressions):
+            if one.copied is None:
+                continue
+            rows = np.flatnonzero((found.compression == number) & (found.zero == 3))
+            shapes, order = self.shapes.take(found.shape[rows]), found.order[rows]
+            shared = self._copied(shapes, order, one.copied) if self.copy_fixed is None else self.copy_fixed
+            ranks[rows] = np.where(may_copy(shapes, shared), shared, 0)
+        return ranks
+
+    def _copied(self, shapes: Shapes, order: Ints, level: int) -> Ints:
+        """Ranks of dp_shard inside a unit of a level of the network; 0 where a level further inside has as many."""
+        near = self.meshes.near[order, shapes.mesh, AXES.index("dp_shard")]
+        again = (near[:, :level] == near[:, level : level + 1]).any(axis=1)
+        return np.asarray(np.where(again, 0, near[:, level]))
 
     def counts(self) -> Ints:
         """Number of variants of each shape."""
@@ -177,12 +169,27 @@ class Space:
         plans = sum(
             (self.plan_fits(few, s, v) for s, v in self.schedules), np.zeros(len(few), dtype=np.int64)
         )
-        first, of_syncs = alike(self.shapes.dp_shard, self.shapes.dp_replicate, self.shapes.cp)
-        few = self.shapes.take(first)
+        first, of_syncs = alike(
+            self.shapes.dp_shard, self.shapes.dp_replicate, self.shapes.cp, self.shapes.tp * self.shapes.pp
+        )
+        few, copies = self.shapes.take(first), [n for n in range(len(self.compressions)) if self.copies(n)]
         alone = few.dp_shard * few.dp_replicate * few.cp == 1
-        each = (self.zero_fits(few, z) * np.where(alone, 1, self.methods(z)) for z in self.zeros)
+        each = (
+            self.zero_fits(few, z) * np.where(alone, 1, self.methods(z) - len(copies) * (z == 3))
+            for z in self.zeros
+        )
         synced = sum(each, np.zeros(len(few), dtype=np.int64))
-        return np.asarray(orders * synced[of_syncs] * plans[of_plans], dtype=np.int64)
+        copied = sum(map(self._count_copied, copies), np.zeros(len(self.shapes), dtype=np.int64))
+        return np.asarray((orders * synced[of_syncs] + copied) * plans[of_plans], dtype=np.int64)
+
+    def _count_copied(self, compression: int) -> Ints:
+        """By shape, the orders that have a second copy with this compression."""
+        rows, order = np.nonzero(self.meshes.placed[self.shapes.mesh] * (3 in self.zeros))
+        same = np.zeros_like(rows)
+        found = Variants(
+            shape=rows, order=order, zero=same + 3, schedule=same, virtual_stages=same + 1, compression=same + compression,
+        )  # fmt: skip
+        return np.bincount(rows[self.secondary(found) > 0], minlength=len(self.shapes))
 
 
 def build_space(problem: Problem) -> Space:
@@ -190,9 +197,10 @@ def build_space(problem: Problem) -> Space:
     meshes = build_meshes(problem)
     return Space(
         meshes=meshes,
-        shapes=_shapes(problem, meshes),
+        shapes=shapes_of(problem, meshes),
         compressions=open_compressions(problem),
-        offloads=_offloads(problem),
+        copy_fixed=problem.fixed.shard.secondary,
+        offloads=open_offloads(problem),
         zeros=_zeros(problem),
         zero_fixed=problem.fixed.shard.zero,
         alone=problem.fixed.mesh.dp_shard == 1,
@@ -233,7 +241,10 @@ def spread(space: Space, found: Families, inner: Ints) -> tuple[Variants, Ints]:
             columns.append((own[there], order, 0))
             reduces = own[there & several]
             for method in range(1, space.methods(int(found.zero[first[number]]))):
-                columns.append((reduces, order, method))
+                rows = reduces
+                if space.copies(method):
+                    rows = reduces[_has_copy(space, found.take(reduces), order, method)]
+                columns.append((rows, order, method))
     of, (orders, methods) = _columns(columns, 2)
     kept = found.take(of)
     return Variants(
@@ -257,6 +268,16 @@ def _columns(parts: Sequence[tuple[Ints, *tuple[int, ...]]], numbers: int) -> tu
         np.repeat(np.array([part[1 + i] for part in parts], dtype=np.int64), lengths) for i in range(numbers)
     ]
     return rows, named
+
+
+def _has_copy(space: Space, found: Families, order: int, compression: int) -> Bools:
+    """Which families have a second copy of their parameters under this order and compression."""
+    same = np.zeros_like(found.shape)
+    every = Variants(
+        shape=found.shape, zero=found.zero, schedule=found.schedule, virtual_stages=found.virtual_stages,
+        order=same + order, compression=same + compression,
+    )  # fmt: skip
+    return space.secondary(every) > 0
 
 
 def _data_parallel(shapes: Shapes, rows: Ints) -> Ints:
@@ -320,80 +341,3 @@ def _fixed_chunks(problem: Problem) -> int | None:
             f"pipeline.stage_blocks sums to {sum(blocks)}, but {problem.graph.name} has {repeated} repeated blocks"
         )
     return len(blocks or full or ()) or None
-
-
-def _shapes(problem: Problem, meshes: Meshes) -> Shapes:
-    graph, sizes = problem.graph, meshes.sizes
-    rows: dict[str, list[Ints | Floats]] = {f.name: [] for f in fields(Shapes)}
-    modes = _modes(problem)
-    fixed_sp = problem.fixed.shard.sequence_parallel
-    always = problem.runs.sequence_parallel if fixed_sp is None else None  # the software's, under tp
-    replicas = sizes[:, 1] * sizes[:, 2]
-    per_rank = problem.global_batch // np.maximum(replicas, 1)
-    micros = only(problem.fixed.batch.micro, divisors(problem.global_batch))
-    for offload, micro, mode, sequence in product(_offloads(problem), micros, modes, (0, 1)):
-        if offload.activations and MODES[mode] == "operators":  # keeps no whole blocks' (`strategy.legal`)
-            continue
-        fits = (per_rank % micro == 0) if micro > 0 else np.zeros(len(sizes), dtype=np.bool_)
-        if fixed_sp is not None and bool(sequence) != bool(fixed_sp):
-            continue
-        tp = sizes[:, 4]
-        if sequence:
-            fits = fits & (tp > 1) & (graph.tokens_per_sample % tp == 0)
-        if always is not None and bool(sequence) != always:
-            fits = fits & (tp == 1)
-        if _moves_to_shards(problem):
-            fits = fits & (np.gcd(sizes[:, 3], max(micro, 1)) == 1)
-        hit = np.flatnonzero(fits)
-        columns: dict[str, Ints | Floats] = {
-            "mesh": hit,
-            "micro": np.full_like(hit, micro),
-            "recompute": np.full_like(hit, mode),
-        }
-        columns |= {key: sizes[hit, i] for i, key in enumerate(MESH_KEYS)}
-        columns |= {
-            "micro_batches": per_rank[hit] // max(micro, 1),
-            "sequence_parallel": np.full_like(hit, sequence),
-        }
-        columns |= {
-            "optimizer_offloaded": np.full(len(hit), offload.optimizer),
-            "activations_offloaded": np.full(len(hit), offload.activations),
-        }
-        for key, column in columns.items():
-            rows[key].append(column)
-    empty = np.zeros(0, dtype=np.int64)
-    return Shapes(**{key: np.concatenate([empty, *parts]) for key, parts in rows.items()})
-
-
-def _offloads(problem: Problem) -> tuple[Offload, ...]:
-    """Shares of optimizer state (or half of it) and of activations on the host, where the user fixes none and every host's
-    memory is known."""
-    known = host_capacity_bytes(problem.cluster) > 0
-
-    def shares(fixed: float | None, tried: tuple[float, ...]) -> tuple[float, ...]:
-        return (0.0, *tried) if fixed is None else (fixed,)
-
-    repeated = bool(problem.graph.repeated_positions)
-    of_optimizer = shares(problem.fixed.offload.optimizer, (0.5, 1.0) if known else ())
-    of_activations = shares(problem.fixed.offload.activations, (1.0,) if known and repeated else ())
-    return tuple(Offload(optimizer=o, activations=a) for o, a in product(of_optimizer, of_activations))
-
-
-def _moves_to_shards(problem: Problem) -> bool:
-    """Whether a divisor of cp and of the micro-batch may move to dp_shard."""
-    moved = ("mesh.cp", "mesh.dp_shard", "batch.micro", "mesh.order")
-    return not any(key in problem.constraints for key in moved)
-
-
-def _modes(problem: Problem) -> tuple[int, ...]:
-    """Recompute modes that differ: "selective" needs attention in a repeated block, "full" a repeated block, and
-    "operators" one whose attention is one kernel."""
-    word = problem.fixed.recompute.mode
-    if word is not None:
-        return (MODES.index(word),)
-    repeated = {problem.graph.chain[i].block for i in problem.graph.repeated_positions}
-    attention = any(op.kind == OpKind.ATTENTION for b in repeated for op in problem.graph.blocks[b].operators)
-    whole = bool(repeated) and (not attention or problem.execution.attention != "unfused")
-    whole &= not problem.fixed.offload.activations
-    legal = {"none": True, "selective": attention, "full": bool(repeated), "operators": whole}
-    return tuple(n for n, mode in enumerate(MODES) if legal[mode])

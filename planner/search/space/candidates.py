@@ -10,8 +10,9 @@ import numpy as np
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.partition.problem import Partition
-from autoparallel.planner.search.space.build import MODES, SCHEDULES, Shapes, Space, Variants
+from autoparallel.planner.search.space.build import SCHEDULES, Space, Variants
 from autoparallel.planner.search.space.meshes import MESH_KEYS
+from autoparallel.planner.search.space.shapes import MODES, Shapes
 from autoparallel.planner.search.space.syncs import Compressed, with_bucket
 from autoparallel.planner.strategy.types import (
     Batch,
@@ -43,6 +44,8 @@ class Candidate:
     offload: Offload
     compression: tuple[str, ...]
     weights: str = "none"
+    copied: int | None = None  # the level of the network inside which parameters have a second copy,
+    secondary: int = 0  # and the ranks that share it
 
     @property
     def chunks(self) -> int:
@@ -85,6 +88,8 @@ def candidate(space: Space, variants: Variants, row: int) -> Candidate:
         ),
         compression=compressed.gradients,
         weights=compressed.weights,
+        copied=compressed.copied,
+        secondary=int(space.secondary(variants.take(slice(row, row + 1)))[0]),
     )  # fmt: skip
 
 
@@ -100,7 +105,11 @@ def strategy_of(
     strategy = Strategy(
         batch=Batch(global_=problem.global_batch, micro=chosen.micro),
         mesh=mesh,
-        shard=Shard(zero=chosen.zero if zero is None else zero, sequence_parallel=chosen.sequence_parallel),
+        shard=Shard(
+            zero=chosen.zero if zero is None else zero,
+            sequence_parallel=chosen.sequence_parallel,
+            secondary=chosen.secondary,
+        ),
         pipeline=Pipeline(
             schedule=chosen.schedule, virtual_stages=chosen.virtual_stages, stage_blocks=partition.blocks
         ),

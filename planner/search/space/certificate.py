@@ -101,6 +101,7 @@ def _besides(problem: Problem) -> Mapping[str, str]:
         "grad_sync.overlap": "reductions that wait for the end, unless for the plan itself",
         "grad_sync.compression": f"methods other than {', '.join(problem.lossy or METHODS)}, and several at once",
         "grad_sync.weights": f"methods other than {', '.join(open_weights(problem))}",
+        "shard.secondary": "others than the ranks that share a unit of a level of the network",
         "recovery.policy": "plans of slower steps, but for replicas of whole nodes to drop (the three smallest numbers) and nodes that wait, where they could win 2 %",
         "recovery.checkpoint_every_s": "others than Daly's optimum in whole steps",
         "recovery.storage_every_s": "others than Daly's optimum for neighbours that are lost at once, in whole steps",

@@ -32,16 +32,28 @@ WEIGHTS = ("int8",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compressed:
-    """What of data parallelism's messages is compressed: gradients by network level, and ZeRO-3's parameters."""
+    """What is saved of data parallelism's messages: gradients that are compressed, by network level, and ZeRO-3's parameters; and
+    the level of the network inside which backward passes gather these from a second copy (None: there is none)."""
 
     gradients: tuple[str, ...] = ()
     weights: str = "none"
+    copied: int | None = None
 
 
 def open_compressions(problem: Problem) -> tuple[Compressed, ...]:
-    """What the constraints leave, none first, those that compress parameters last."""
-    pairs = product(open_weights(problem), _open_gradients(problem))
-    return tuple(Compressed(gradients=gradients, weights=weights) for weights, gradients in pairs)
+    """What the constraints leave, none first, those that are of ZeRO-3's parameters last."""
+    every = product(open_copies(problem), open_weights(problem), _open_gradients(problem))
+    return tuple(Compressed(gradients=g, weights=weights, copied=copied) for copied, weights, g in every)
+
+
+def open_copies(problem: Problem) -> tuple[int | None, ...]:
+    """Levels of the network inside which ZeRO-3's parameters may have a second copy: all but the outermost. Of a number of ranks that
+    the user names the level says nothing."""
+    if problem.fixed.shard.secondary is not None:
+        return (0,) if problem.fixed.shard.secondary else (None,)
+    if problem.execution.parameter_gathers or problem.cluster.network is not None:
+        return (None,)
+    return (None, *range(len(problem.cluster.levels) - 1))
 
 
 def open_weights(problem: Problem) -> tuple[str, ...]:

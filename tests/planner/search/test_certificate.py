@@ -79,7 +79,7 @@ def test_compression_pays_below_its_break_even_and_not_above() -> None:
 
 
 def test_gathers_of_fewer_bits_pay_below_their_break_even_and_not_above() -> None:
-    fixed = {"mesh.tp": 1, "mesh.pp": 1, "shard.zero": 3}
+    fixed = {"mesh.tp": 1, "mesh.pp": 1, "shard.zero": 3, "shard.secondary": 0}
     strategy = plan(replace(PROBLEM, constraints=fixed)).strategy
     (one,) = [
         b for b in break_evens(replace(PROBLEM, lossy=("int8",)), strategy) if b.key == "grad_sync.weights"

@@ -18,16 +18,10 @@ from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.schedules import schedule_problem
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.partition.quick import even_partition
-from autoparallel.planner.search.space.build import (
-    MODES,
-    SCHEDULES,
-    Space,
-    build_space,
-    schedule_fits,
-    variants,
-)
+from autoparallel.planner.search.space.build import SCHEDULES, Space, build_space, schedule_fits, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.search.space.meshes import divisors, tensor_degrees
+from autoparallel.planner.search.space.shapes import MODES
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
 from autoparallel.profiles.load import load_cluster
