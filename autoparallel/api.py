@@ -19,6 +19,7 @@ from autoparallel.costmodel.graph_json import graph_from_json, graph_hash, graph
 from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
+from autoparallel.planner.capture.dropout import largest_dropout
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.strategy.stacks import OWN_STACK
@@ -219,12 +220,6 @@ def _cluster(given: Cluster | str | None, source: StrategySource, device: torch.
         return None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size())))
     return load_cluster(f"{name}:{max(world_size() // per_node, 1)}x{per_node}")
-
-
-def largest_dropout(module: nn.Module) -> float:
-    """The largest share that its modules drop as they are now."""
-    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    return max((m.p for m in module.modules() if isinstance(m, kinds) and m.training), default=0.0)
 
 
 def _samples(example_inputs: Any) -> int:

@@ -142,7 +142,7 @@ def dry_run_of(
         )
         for rank in compare(strategy, program, lowered)
     )
-    different = findings(strategy, program, lowered, ranks, _sizes(strategy))
+    different = findings(strategy, program, lowered, ranks, _sizes(strategy), drops=graph.dropout)
     return DryRun(model=graph.name, strategy=strategy, ranks=ranks, findings=different)
 
 

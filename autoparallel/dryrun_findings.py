@@ -25,6 +25,9 @@ FUSED = (
     "execution.kernels=eager"
 )
 
+NO_DROPOUT = (
+    "the strategy, priced without the model's dropout: plan again with --set execution.dropout={drops:g}"
+)
 OTHER_ZERO = "the strategy, priced with another ZeRO than the FSDP2 of auto_parallelize (execution.stack): plan again with --runnable"
 
 
@@ -54,13 +57,16 @@ def findings(
     lowered: Sequence[LoweredStage],
     ranks: Sequence[RankComparison],
     sizes: Mapping[str, int],
+    *,
+    drops: float = 0.0,
 ) -> tuple[Finding, ...]:
-    """What differs by more than the tolerances, memory first; the same difference of several ranks is one finding."""
+    """What differs by more than the tolerances, memory first; the same difference of several ranks is one finding. `drops`: the
+    largest share that the model's modules drop."""
     found: dict[Finding, list[int]] = {}
     for rank in ranks:
         for one in (
             *_memory(strategy, rank),
-            *_peak(strategy, rank),
+            *_peak(strategy, rank, drops),
             *_traffic(strategy, program, lowered, rank, sizes),
         ):
             found.setdefault(replace(one, ranks=()), []).append(rank.rank)
@@ -80,13 +86,15 @@ def _memory(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _peak(strategy: Strategy, rank: RankComparison) -> Iterator[Finding]:
+def _peak(strategy: Strategy, rank: RankComparison, drops: float) -> Iterator[Finding]:
     peak, predicted = rank.peak, rank.predicted_peak_bytes
     if peak is None or abs(peak.bytes - predicted) <= MEMORY_TOLERANCE * predicted:
         return
     place = _without_numbers(Place(action=peak.action, module=peak.module))
     fused = strategy.execution.kernels == "fused" and peak.bytes > predicted
     blame = FUSED if fused else _of_two(peak.bytes, predicted, "holds")
+    if drops and not strategy.execution.dropout:
+        blame = NO_DROPOUT.format(drops=drops)
     yield Finding(
         ranks=(), what="peak memory", module=place.module, action=place.action, lowered=peak.bytes,
         predicted=predicted, blame=blame,

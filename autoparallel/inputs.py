@@ -269,7 +269,8 @@ def make_problem(checked: Checked, graph: ModelGraph) -> Problem:
         where = f"{checked.request.strategy}: " if checked.request.strategy else ""
         raise UserError("\n".join(f"{where}{problem}" for problem in problems))
     if checked.request.runnable:
-        constraints = {**graph_limits(graph), **constraints}
+        dropped = {"execution.dropout": graph.dropout} if graph.dropout else {}
+        constraints = {**graph_limits(graph), **dropped, **constraints}
     batch = constraints.get("batch.global", checked.cluster.devices)
     assert isinstance(batch, int)  # the strategy file's schema saw to it
     return Problem(

@@ -20,7 +20,6 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from autoparallel.api import largest_dropout
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
 from autoparallel.errors import UserError
@@ -118,8 +117,8 @@ def run_case(seed: int, index: int, only_model: str | None) -> tuple[str, DryRun
         try:
             loaded = load_model(f"hf:{folder}", model_args={}, seq_len=seq_len)
             execution = drawn_execution(rng)
-            execution["execution.dropout"] = largest_dropout(loaded.module)
             graph = capture(loaded.module, loaded.example_inputs, name=name, dtype=computed_in(execution))
+            execution["execution.dropout"] = graph.dropout
         except UserError as error:
             return said, error, time.perf_counter() - began
         strategy = drawn(rng, graph, execution)

@@ -243,6 +243,7 @@ class ModelGraph:
     has_loss: bool  # the captured outputs end in a scalar loss
     pipeline_cuts: bool  # the chain may be cut into pipeline stages between repeated instances
     warnings: tuple[str, ...] = ()
+    dropout: float = 0.0  # the largest share that its modules drop in training
     schema: int = SCHEMA
 
     @cached_property

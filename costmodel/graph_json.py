@@ -142,6 +142,7 @@ def _graph(graph: ModelGraph) -> dict[str, Any]:
         "has_loss": graph.has_loss,
         "pipeline_cuts": graph.pipeline_cuts,
         "warnings": graph.warnings,
+        **({"dropout": graph.dropout} if graph.dropout else {}),
         "blocks": [
             {
                 "name": block.name,
@@ -285,4 +286,5 @@ def _read_graph(raw: Mapping[str, Any]) -> ModelGraph:
         has_loss=bool(raw["has_loss"]),
         pipeline_cuts=bool(raw["pipeline_cuts"]),
         warnings=_words(raw["warnings"]),
+        dropout=float(raw.get("dropout", 0.0)),
     )

@@ -19,7 +19,7 @@
   `ModelGraph`, block by block (`blocks.py`), with what
   passes between them (`flow.py`, `parameters.py`, `boundaries.py`).
 
-Shared by them: `names.py`, `trees.py`, `loops.py`, `errors.py`.
+Shared by them: `names.py`, `trees.py`, `loops.py`, `errors.py`; `dropout.py`: what a model drops in training.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture.build import main_dtype
+from autoparallel.planner.capture.dropout import largest_dropout
 from autoparallel.planner.capture.errors import ModelError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.leaf import forget_leaves
@@ -89,7 +90,7 @@ def _graph_of(
         *_idle_warnings(graph),
         *_untrained_warnings(graph),
     )
-    return replace(graph, warnings=(*graph.warnings, *found))
+    return replace(graph, warnings=(*graph.warnings, *found), dropout=largest_dropout(module))
 
 
 def _folded(module: torch.nn.Module, take: Callable[..., ModelGraph], plan: FoldPlan) -> ModelGraph:

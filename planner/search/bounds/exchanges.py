@@ -191,8 +191,7 @@ class ExchangePrices:
 
         where = self.groups.shards[self.space.shapes.mesh[few.shape], few.order]
         keys = where * len(self.weights) + self.weights[few.compression]
-        copied = self.space.secondary(few)
-        keys = keys * (int(copied.max(initial=0)) + 1) + copied
+        keys = keys * (int(self.space.shapes.dp_shard.max(initial=0)) + 1) + self.space.secondary(few)
         keys = keys * (int(self.group.max(initial=0)) + 1) + self.group[few.shape]
         prices[rows] = looked_up(self._gathered, keys, price, len(GATHERED))
         return prices

@@ -159,7 +159,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
     every = state.zero_level(strategy) >= 2
 
     def communicates(price: BlockPrice) -> float:
-        return price.gather_s + price.reduce_s
+        return price.regather_s + price.reduce_s
 
     update, (gather, gather_once_s) = _update_rate(book, priced), _gather_rate(book, priced)
     late = strategy.execution.late_gathers  # then the next step's first forwards wait for it
@@ -176,7 +176,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         last, whole = None, None
         if state.zero_level(strategy) == 3:
             last = prices.ending(lambda price: price.reduce_s, backward=True)
-            first = prices.ending(lambda price: price.gather_s, backward=False)
+            first = prices.ending(lambda price: price.regather_s, backward=False)
             whole = [a + b for a, b in zip(last, first, strict=True)]
         *_, hidden = end = (backward, *prices.beside(_backward, communicates, whole))
         *_, hidden_weight = end_weight = (weight, *prices.beside(_weight, lambda price: price.reduce_s, last))
