@@ -106,3 +106,43 @@ def test_what_cannot_be_lowered_is_refused_with_a_remedy(planned: Path, tmp_path
     saved = tmp_path / "saved.toml"
     assert run("plan", graph, "--cluster", "h100-sxm:1x2", "-o", saved).status == 0
     refused("dryrun", saved, words=["saved graph", "--model hf:PATH"])
+
+
+DROPS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(256, 1024), nn.Dropout(0.25), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(self.drop(torch.relu(self.up(x))))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4))), torch.zeros(512, 256)
+"""
+
+
+def test_what_a_model_drops_is_priced_where_the_plan_is_to_run_and_else_to_blame(tmp_path: Path) -> None:
+    file, path = tmp_path / "drops.py", tmp_path / "s.toml"
+    file.write_text(DROPS)
+    common = ("plan", f"{file}:model", "--cluster", "h100-sxm:1x1", "--global-batch", "4096")
+    fixed = [
+        word
+        for key, value in {
+            "batch.micro": 4096,
+            "execution.kernels": "eager",
+            "recompute.mode": "none",
+        }.items()
+        for word in ("--set", f"{key}={value}")
+    ]
+    assert run(*common, *fixed, "--runnable", "-o", path).status == 0
+    assert "dropout = 0.25" in path.read_text()
+    answer = run("dryrun", path)
+    assert answer.status == 0, answer
+    assert run(*common, *fixed, "-o", path).status == 0
+    answer = run("dryrun", path)
+    assert answer.status == 4
+    assert "execution.dropout=0.25" in answer.err
