@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
+from math import gcd, prod
 from random import Random
 
 from autoparallel.costmodel.compression import is_lossy
@@ -141,6 +142,20 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
 def has_experts(problem: Problem) -> bool:
     """Whether mesh.ep may be above 1."""
     return any(op.kind is OpKind.GROUPED_GEMM for block in problem.graph.blocks for op in block.operators)
+
+
+def copies(problem: Problem, mesh: Mesh, zero: int) -> tuple[int, ...]:
+    """Numbers of ranks that may share a second copy of ZeRO-3's parameters: neighbours of dp_shard inside a unit of a level of the
+    network, but of the outermost."""
+    if zero != 3 or mesh.pp * mesh.cp * mesh.tp > 1 or problem.cluster.network is not None:
+        return ()
+    if problem.execution.parameter_gathers:
+        return ()
+    inside = mesh.order[mesh.order.index("dp_shard") + 1 :]
+    apart = prod(getattr(mesh, axis) for axis in inside)
+    units = [level.size for level in problem.cluster.levels[:-1]]
+    found = {gcd(mesh.dp_shard, unit // apart) for unit in units if unit % apart == 0}
+    return tuple(sorted(n for n in found if 1 < n < mesh.dp_shard))
 
 
 def meets(problem: Problem, strategy: Strategy) -> bool:

@@ -22,6 +22,7 @@ from autoparallel.profiles.parts import devices_of_nodes
 from benchmarks.random_problems.choices import (
     ALL,
     Choices,
+    copies,
     device_counts,
     draw_divisor,
     even_blocks,
@@ -138,7 +139,9 @@ def _batch(problem: Problem, rng: Random, mesh: Mesh) -> Batch:
 def _shard(problem: Problem, rng: Random, mesh: Mesh) -> Shard:
     zero = rng.choice((1, 2, 3)) if mesh.dp_shard > 1 else rng.choice((0, 0, 1, 3))
     parallel = mesh.tp > 1 and problem.graph.tokens_per_sample % mesh.tp == 0 and rng.random() < 0.7
-    return Shard(zero=zero, sequence_parallel=parallel)
+    several = copies(problem, mesh, zero)
+    secondary = rng.choice(several) if several and rng.random() < 0.5 else 0
+    return Shard(zero=zero, sequence_parallel=parallel, secondary=secondary)
 
 
 def draw_share(rng: Random, choices: Choices) -> float:

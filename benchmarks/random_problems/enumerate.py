@@ -26,6 +26,7 @@ from benchmarks.random_problems.choices import (
     ALL,
     Choices,
     compositions,
+    copies,
     device_counts,
     divisors,
     even_blocks,
@@ -96,8 +97,10 @@ def _shaped(problem: Problem, bare: Strategy, choices: Choices) -> Iterator[Stra
         if not _may_be(problem, probe):
             continue
         for order in orders_of(mesh) if choices.orders else (mesh.order,):
-            for place in _places(problem, mesh.pp, choices):
-                placed = replace(mesh, order=order, **place)
+            for place, secondary in product(
+                _places(problem, mesh.pp, choices), (0, *copies(problem, replace(mesh, order=order), zero))
+            ):
+                placed, shard = replace(mesh, order=order, **place), replace(shard, secondary=secondary)
                 for optimizer, activations in product(choices.shares, choices.shares):
                     offload = Offload(optimizer=optimizer, activations=activations)
                     yield replace(bare, mesh=placed, shard=shard, offload=offload)

@@ -12,6 +12,7 @@ from autoparallel.profiles.parts import devices_of_nodes
 from benchmarks.random_problems.choices import (
     ALL,
     Choices,
+    copies,
     divisors,
     has_experts,
     least_of_chunks,
@@ -80,7 +81,7 @@ def _followed(problem: Problem, rng: Random, strategy: Strategy, mesh: Mesh, cho
     parallel = strategy.shard.sequence_parallel if mesh.tp > 1 and strategy.mesh.tp > 1 else mesh.tp > 1
     found = replace(
         strategy, mesh=mesh, batch=replace(strategy.batch, micro=micro), tensor=_tensor(strategy, mesh),
-        shard=replace(strategy.shard, zero=zero, sequence_parallel=parallel),
+        shard=replace(strategy.shard, zero=zero, sequence_parallel=parallel, secondary=0),
     )  # fmt: skip
     return found if mesh.pp == strategy.mesh.pp else _restaged(problem, rng, found, choices)
 
@@ -155,7 +156,15 @@ def _micro(_: Problem, rng: Random, strategy: Strategy, __: Choices) -> Strategy
 
 
 def _zero(_: Problem, rng: Random, strategy: Strategy, __: Choices) -> Strategy:
-    return replace(strategy, shard=replace(strategy.shard, zero=rng.choice((0, 1, 2, 3))))
+    return replace(strategy, shard=replace(strategy.shard, zero=rng.choice((0, 1, 2, 3)), secondary=0))
+
+
+def _secondary(problem: Problem, rng: Random, strategy: Strategy, _: Choices) -> Strategy | None:
+    several = copies(problem, strategy.mesh, strategy.shard.zero)
+    if not several:
+        return None
+    other = rng.choice([n for n in (0, *several) if n != strategy.shard.secondary])
+    return replace(strategy, shard=replace(strategy.shard, secondary=other))
 
 
 def _sequence(_: Problem, __: Random, strategy: Strategy, ___: Choices) -> Strategy | None:
@@ -177,7 +186,8 @@ def _order(_: Problem, rng: Random, strategy: Strategy, __: Choices) -> Strategy
     order = list(strategy.mesh.order)
     a, b = rng.sample(range(len(order)), 2)
     order[a], order[b] = order[b], order[a]
-    return replace(strategy, mesh=replace(strategy.mesh, order=tuple(order)))
+    mesh, shard = replace(strategy.mesh, order=tuple(order)), replace(strategy.shard, secondary=0)
+    return replace(strategy, mesh=mesh, shard=shard)
 
 
 def _nodes(problem: Problem, rng: Random, strategy: Strategy, _: Choices) -> Strategy | None:
@@ -237,7 +247,7 @@ def _unpinned(_: Problem, __: Random, strategy: Strategy, ___: Choices) -> Strat
 # Each move and how often it is drawn.
 MOVES: dict[str, tuple[Move, float]] = {
     "mesh": (_factor, 5), "pipeline.schedule": (_schedule, 4), "pipeline.stage_blocks": (_partition, 2), "recompute": (_partly, 3),
-    "batch.micro": (_micro, 3), "shard.zero": (_zero, 2), "shard.sequence_parallel": (_sequence, 1), "mesh.ep": (_experts, 1),
+    "batch.micro": (_micro, 3), "shard.zero": (_zero, 2), "shard.secondary": (_secondary, 1), "shard.sequence_parallel": (_sequence, 1), "mesh.ep": (_experts, 1),
     "mesh.order": (_order, 2), "mesh.placement": (_nodes, 1), "offload": (_offload, 2), "grad_sync": (_sync, 2),
     "embedding": (_tables, 0.5), "tensor": (_unpinned, 0.3),
 }  # fmt: skip
