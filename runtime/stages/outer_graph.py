@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.errors import UserError
 from autoparallel.runtime.stages.opaque import Call, hidden_submodules
+from autoparallel.runtime.stages.vmapped import is_level, levels_of
 from autoparallel.runtime.torch_private import is_open
 
 HIDDEN = torch.ops.autoparallel.submodule.default
@@ -236,13 +237,16 @@ class _Builder:
         output = next(n for n in self.program.graph.nodes if n.op == "output")
         positions = self._inputs()
         # The exported graph is not functional: what writes in place counts as used.
-        needed = _ancestors([output, *(n for n in self.program.graph.nodes if writes(n))])
-        for node in self.program.graph.nodes:
+        nodes = self.program.graph.nodes
+        needed = _ancestors([output, *(n for n in nodes if writes(n))])
+        needed |= _ancestors(levels_of(nodes, needed))
+        for node in nodes:
             if node in needed and node.op not in ("placeholder", "output"):
                 self._copy(node)
         self.graph.output(fx.map_arg(tuple(output.args[0]), lambda n: self.env[n]))
         for node in reversed(self.graph.nodes):
-            if not node.users and node.op not in ("placeholder", "output") and not writes(node):
+            kept = node.op in ("placeholder", "output") or writes(node) or is_level(node)
+            if not node.users and not kept:
                 self.graph.erase_node(node)
         return OuterGraph(
             graph=self.graph,

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from autoparallel.errors import UserError
 from autoparallel.runtime.stages.outer_graph import OuterGraph, tensor_leaf, writes
+from autoparallel.runtime.stages.vmapped import levels_of
 
 
 class Split:
@@ -73,7 +74,13 @@ class Split:
         wanted = {node for node, home in self.placed.items() if home == stage}
         if stage == self.stages - 1:
             wanted.add(self.nodes[-1])
-        stack = list(wanted)
+        self._add_what_leads_there(wanted, list(wanted), stage)
+        levels = [level for level in levels_of(self.nodes, wanted) if level not in wanted]
+        wanted.update(levels)
+        self._add_what_leads_there(wanted, levels, stage)
+        return wanted
+
+    def _add_what_leads_there(self, wanted: set[fx.Node], stack: list[fx.Node], stage: int) -> None:
         while stack:
             node = stack.pop()
             if self.placed.get(node, stage) != stage:
@@ -82,7 +89,6 @@ class Split:
                 if parent not in wanted:
                     wanted.add(parent)
                     stack.append(parent)
-        return wanted
 
     def _check_sendable(self, node: fx.Node) -> None:
         homes = {self.placed.get(writer) for writer in self.writers.get(node, ())}

@@ -350,6 +350,31 @@ def test_a_padding_mask_is_read_anew_in_every_step() -> None:
         torch.testing.assert_close(_chain(stages, given).loss, module(**given).loss)
 
 
+class Near(nn.Module):
+    """Its blocks read a mask that `torch.vmap` makes of a function of two places, one of them the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def near(sample: Tensor, place: Tensor) -> Tensor:
+            return (place - sample >= 0) & (place - sample < 3)
+
+        both = torch.vmap(torch.vmap(near, in_dims=(None, 0)), in_dims=(0, None))
+        mask = both(torch.arange(x.shape[0]), torch.arange(8)).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def test_every_stage_makes_the_masks_that_vmap_makes() -> None:
+    module, x = Near(), torch.randn(4, 8)
+    stages = cut(module, x, repeated_paths=[f"blocks.{i}" for i in range(4)], stage_blocks=(2, 2))
+    torch.testing.assert_close(_chain(stages, x), module(x))
+    torch.testing.assert_close(_chain(stages, x[:3]), module(x[:3]))
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
