@@ -48,6 +48,7 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
 def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object]) -> list[str]:
     """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
     found = [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
+    found += _secondary_constraints(constraints)
     if constraints.get("pipeline.stage_blocks") == () and graph.repeated_positions:
         repeated = len(graph.repeated_positions)
         found.append(f"pipeline.stage_blocks = []: {graph.name} has {repeated} repeated blocks; leave it out, or name how many "
@@ -70,6 +71,19 @@ def _uncuttable(graph: ModelGraph, pp: int) -> Iterator[str]:
             f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages: it has no repeated blocks {repeated}; use "
             "mesh.pp = 1"
         )
+
+
+def _secondary_constraints(constraints: Mapping[str, object]) -> Iterator[str]:
+    """What `_secondary` says of every strategy that meets the constraints."""
+    ranks, shards = constraints.get("shard.secondary"), constraints.get("mesh.dp_shard")
+    if not isinstance(ranks, int) or ranks == 0:
+        return
+    for key, needed in (("shard.zero", 3), ("mesh.pp", 1), ("mesh.cp", 1), ("mesh.tp", 1)):
+        if constraints.get(key) not in (None, needed):
+            yield f"shard.secondary = {ranks} needs {key} = {needed}, not {constraints[key]}; leave out one of them"
+    if ranks == 1 or (isinstance(shards, int) and (ranks >= shards or shards % ranks)):
+        other = "" if ranks == 1 else f" = {shards}"
+        yield f"shard.secondary = {ranks}: a divisor of mesh.dp_shard{other} between 1 and it; use another, or 0"
 
 
 def _compression(cluster: Cluster, constraints: Mapping[str, object]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from autoparallel.planner.search.evaluate import evaluate
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import build_space, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.legal import constraint_problems, strategy_problems
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
 from tests.toy_graphs import toy_transformer
@@ -110,3 +110,17 @@ def test_a_copy_that_says_nothing_is_refused(found: Strategy, word: str) -> None
     (problem,) = strategy_problems(GRAPH, CLUSTER, found)
     assert problem.startswith("shard.secondary")
     assert word in problem
+
+
+@pytest.mark.parametrize(
+    ("beside", "word"),
+    [
+        ({"mesh.tp": 2}, "mesh.tp = 1, not 2"),
+        ({"shard.zero": 2}, "shard.zero = 3"),
+        ({"mesh.dp_shard": 12}, "divisor"),
+    ],
+)
+def test_constraints_that_no_copy_meets_are_told_apart(beside: dict[str, object], word: str) -> None:
+    (problem,) = constraint_problems(GRAPH, CLUSTER, {"shard.secondary": 8, **beside})
+    assert word in problem
+    assert not constraint_problems(GRAPH, CLUSTER, {"shard.secondary": 8})
