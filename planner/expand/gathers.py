@@ -33,11 +33,11 @@ def gathers_of(
 
 def regather_of(parameters: int, experts: int, strategy: Strategy) -> Collective | None:
     """What a backward pass gathers of parameters that are no experts' in the place of what `gathers_of` says; None where it is
-    the same."""
+    the same. It has been decoded: encoded anew it would be rounded once more."""
     shards, own = state.dense_shards(strategy), parameters - experts
     if shards.zero < 3 or not own or not shards.secondary:
         return None
-    return _gather(own, state.computed_bytes(strategy), shards.in_backward, strategy.grad_sync.weights)
+    return _gather(own, state.computed_bytes(strategy), shards.in_backward)
 
 
 def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:

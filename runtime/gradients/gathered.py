@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoparallel.planner.expand.axes import SECONDARY
 from autoparallel.runtime.gradients.codecs import codec_of
 
 
@@ -35,6 +36,7 @@ class UnitGather:
         if (
             codec is None
             or group.size() == 1  # nothing is sent
+            or group.group_desc == SECONDARY  # a copy of what was decoded before the forward pass
             or not input_tensor.is_floating_point()
             or not _shortens(codec.size(numbers), input_tensor)
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,25 @@ def _compared(rank: int, world_size: int) -> list[float]:
 
 def test_every_kind_of_unit_equals_one_process(gloo: Processes) -> None:
     assert max(max(found) for found in gloo.run(4, _compared)) < TOLERANCE
+
+
+def _encoded(rank: int, world_size: int) -> float:
+    """How far gradients with a second copy are from those without, where parameters are gathered in eight bits."""
+    found = []
+    for secondary in (0, 2):
+        example = build("llama", 8, torch.float32)  # whose every parameter is shared along the first dim
+        strategy = strategy_of(example, micro=2, dp_shard=4, zero=3, secondary=secondary)
+        strategy = replace(strategy, grad_sync=replace(strategy.grad_sync, weights="int8"))
+        model: Any = parallelize(example.module, None, strategy, blocks=example.blocks, program=no_program)
+        first = 2 * model.data_parallel_rank
+        inputs, targets = part(example.inputs, first, first + 2), part(example.targets, first, first + 2)
+        model.step(inputs, targets, loss_fn=example.loss_fn)
+        found.append(model.full_gradients())
+    return largest_difference(found[1], found[0])[0] if rank == 0 else 0.0
+
+
+def test_what_was_decoded_forwards_is_what_backward_passes_compute_with(gloo: Processes) -> None:
+    assert max(gloo.run(4, _encoded)) < TOLERANCE
 
 
 def _after_a_forward(rank: int, world_size: int) -> tuple[float, Counter[Message], set[str]]:
