@@ -119,10 +119,8 @@ def smaller(settings: Settings, by: Smaller) -> Settings:
     out = copy.deepcopy(settings)
     depths = {v for k, v in settings.items() if isinstance(v, int) and _DEPTH.search(k) and v > _DEPTH_LEFT}
     for key, value in settings.items():
-        if key == "per_layer_config" and isinstance(
-            value, dict
-        ):  # by the layer's number: the last one is unlike the others
-            out[key] = {str(_DEPTH_LEFT - 1): smaller(next(iter(value.values()), {}), by)}
+        if key == "per_layer_config" and value:  # by the layer's number: the last one is unlike the others
+            out[key] = {str(_DEPTH_LEFT - 1): smaller(next(iter(value.values())), by)}
         elif isinstance(value, dict) and key != "rope_parameters" and "label" not in key:
             out[key] = smaller(value, by)
         elif _DROPPED.search(key) and isinstance(value, int | float) and not isinstance(value, bool):

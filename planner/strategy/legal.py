@@ -10,6 +10,7 @@ from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, schedule_probl
 from autoparallel.planner.expand.state import STATES
 from autoparallel.planner.sharding.experts import expert_layers
 from autoparallel.planner.strategy.embedding import embedding_problems
+from autoparallel.planner.strategy.file import strategy_to_constraints
 from autoparallel.planner.strategy.groups import group_problems
 from autoparallel.planner.strategy.islands import outer_problems
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
@@ -18,6 +19,15 @@ from autoparallel.planner.strategy.recovery import recovery_problems
 from autoparallel.planner.strategy.runs import runs
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.hardware import Cluster
+
+# What must hold beside `shard.secondary`, by dotted key.
+_COPY_NEEDS = {
+    "shard.zero": 3,
+    "mesh.pp": 1,
+    "mesh.cp": 1,
+    "mesh.tp": 1,
+    "execution.parameter_gathers": False,
+}
 
 
 def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -> list[str]:
@@ -48,7 +58,7 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
 def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mapping[str, object]) -> list[str]:
     """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
     found = [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
-    found += _secondary_constraints(constraints)
+    found += _secondary(constraints)
     if constraints.get("pipeline.stage_blocks") == () and graph.repeated_positions:
         repeated = len(graph.repeated_positions)
         found.append(f"pipeline.stage_blocks = []: {graph.name} has {repeated} repeated blocks; leave it out, or name how many "
@@ -71,19 +81,6 @@ def _uncuttable(graph: ModelGraph, pp: int) -> Iterator[str]:
             f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages: it has no repeated blocks {repeated}; use "
             "mesh.pp = 1"
         )
-
-
-def _secondary_constraints(constraints: Mapping[str, object]) -> Iterator[str]:
-    """What `_secondary` says of every strategy that meets the constraints."""
-    ranks, shards = constraints.get("shard.secondary"), constraints.get("mesh.dp_shard")
-    if not isinstance(ranks, int) or ranks == 0:
-        return
-    for key, needed in (("shard.zero", 3), ("mesh.pp", 1), ("mesh.cp", 1), ("mesh.tp", 1)):
-        if constraints.get(key) not in (None, needed):
-            yield f"shard.secondary = {ranks} needs {key} = {needed}, not {constraints[key]}; leave out one of them"
-    if ranks == 1 or (isinstance(shards, int) and (ranks >= shards or shards % ranks)):
-        other = "" if ranks == 1 else f" = {shards}"
-        yield f"shard.secondary = {ranks}: a divisor of mesh.dp_shard{other} between 1 and it; use another, or 0"
 
 
 def _compression(cluster: Cluster, constraints: Mapping[str, object]) -> Iterator[str]:
@@ -287,7 +284,8 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
             f"shard.zero = 0 needs mesh.dp_shard = 1, not {mesh.dp_shard}; move the ranks to mesh.dp_replicate "
             "or set shard.zero to 1, 2 or 3"
         )
-    yield from _secondary(strategy)
+    if strategy.shard.secondary:
+        yield from _secondary(strategy_to_constraints(strategy))
     if mesh.ep > 1:
         yield from _experts(graph, strategy)
     lengths = sequence_lengths(graph)
@@ -297,26 +295,22 @@ def _shard(graph: ModelGraph, strategy: Strategy) -> Iterator[str]:
         yield f"mesh.cp = {mesh.cp} does not divide the sequence length {odd[0]}"
 
 
-def _secondary(strategy: Strategy) -> Iterator[str]:
-    """Where a second copy of the parameters says nothing, or parameters are not gathered unit by unit from whole groups of it."""
-    mesh, ranks = strategy.mesh, strategy.shard.secondary
-    if ranks == 0:
+def _secondary(said: Mapping[str, object]) -> Iterator[str]:
+    """Where a second copy of the parameters says nothing, or they are not gathered unit by unit in one pass forwards and one
+    backwards. `said`: of a complete strategy, or what is fixed of one, by dotted key."""
+    ranks, shards = said.get("shard.secondary"), said.get("mesh.dp_shard")
+    if not isinstance(ranks, int) or ranks == 0:
         return
     where = f"shard.secondary = {ranks}"
-    if strategy.shard.zero != 3 or mesh.dp_shard == 1:
-        yield f"{where} needs shard.zero = 3 and mesh.dp_shard > 1: others hold whole parameters; set it to 0"
-    elif ranks == 1 or ranks >= mesh.dp_shard or mesh.dp_shard % ranks:
-        good = [n for n in range(2, mesh.dp_shard) if mesh.dp_shard % n == 0]
-        tried = f"one of {', '.join(map(str, good[:8]))}" if good else "0"
-        yield f"{where}: a divisor of mesh.dp_shard = {mesh.dp_shard} between the two; use {tried}"
-    apart = [name for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
-    if apart:
-        yield (
-            f"{where} with mesh.{apart[0]} = {getattr(mesh, apart[0])}: a second copy is of whole parameters that one pass forwards "
-            "and one backwards follow; set it to 0"
-        )
-    if strategy.execution.parameter_gathers:
-        yield f"{where} with execution.parameter_gathers = true: parameters are fetched one by one; set one of them to 0"
+    for key, needed in _COPY_NEEDS.items():
+        if said.get(key) not in (None, needed):
+            values = (str(value).lower() for value in (needed, said[key]))
+            yield f"{where} needs {key} = {', not '.join(values)}; leave out one of them"
+    if ranks == 1 or (isinstance(shards, int) and (ranks >= shards or shards % ranks)):
+        known = shards if isinstance(shards, int) else 0
+        good = [n for n in range(2, known) if known % n == 0]
+        tried = f"one of {', '.join(map(str, good[:8]))}" if good else "another, or 0"
+        yield f"{where}: a divisor of mesh.dp_shard{f' = {known}' if known else ''} between 1 and it; use {tried}"
 
 
 def sequence_lengths(graph: ModelGraph) -> frozenset[int]:

@@ -150,6 +150,8 @@ class Space:
             if one.copied is None:
                 continue
             rows = np.flatnonzero((found.compression == number) & (found.zero == 3))
+            if not len(rows):
+                continue
             shapes, order = self.shapes.take(found.shape[rows]), found.order[rows]
             shared = self._copied(shapes, order, one.copied) if self.copy_fixed is None else self.copy_fixed
             ranks[rows] = np.where(may_copy(shapes, shared), shared, 0)
