@@ -85,8 +85,6 @@ class TensorParallel(TorchFunctionMode):
         looked_up = func is F.embedding and self._looks_up
         if looked_up and (rows := rows_of_shares(args, kwargs)) is not None:
             return rows
-        if func is F.linear and given[0].dim() == 1:
-            return _of_one_row(given[0], *args[1:], **kwargs)
         odd = (
             func in GROUPED_PRODUCTS and given[0].dtype is not torch.bfloat16
         )  # DTensor knows those in bfloat16
@@ -99,6 +97,8 @@ class TensorParallel(TorchFunctionMode):
             return func(*to_plain(args), **to_plain(kwargs))
         if any(tensor.requires_grad and not isinstance(tensor, DTensor) for tensor in given):
             args, kwargs = tree_map_only(Tensor, lambda tensor: _replicated(tensor, mesh), (args, kwargs))
+        if func is F.linear and args and args[0].dim() == 1:
+            return _of_one_row(*args, **kwargs)
         return func(*args, **kwargs)
 
 
