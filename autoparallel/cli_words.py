@@ -18,6 +18,7 @@ from autoparallel.report.words import (
     bound_words,
     break_even_words,
     choices,
+    chosen_words,
     cluster_words,
     constraint_words,
     seen_with_less_memory,
@@ -46,13 +47,8 @@ def print_plan(
         else f"not proved: {bound_words(search)}"
     )
     console.print(f"  search        {search['candidates']:,} candidates; {sure}", markup=False)
-    if "optimum" in search:
-        slower = predicted["step_time_s"] / search["optimum_s"] - 1.0
-        console.print(
-            f"  chosen        {percent(slower)} slower than the optimum, {search['optimum']}: it {search['instead']} "
-            "(--within 0 gives the optimum)",
-            markup=False,
-        )
+    if chosen := chosen_words(search, predicted["step_time_s"]):
+        console.print(f"  chosen        {chosen}", markup=False)
     if better := search.get("better_batch"):
         console.print(
             f"  batch         {better_batch_words(better, strategy.batch.global_, sample)}", markup=False

@@ -59,3 +59,13 @@ def test_every_block_in_full_leaves_no_others_to_tell_of() -> None:
     (told,) = [c for c in choices(whole, load_cluster("h100-sxm:2x8"), {}) if c.name == "Recomputation"]
     assert told.setting == "full"
     assert told.text.startswith("Each block keeps only its input")
+
+
+def test_a_report_says_what_the_optimum_was_where_another_strategy_was_chosen() -> None:
+    lines = why({**STOPPED, "optimum": "pp 2", "optimum_s": 6.0, "instead": "has memory to spare"}, 6.06)
+    assert (
+        "It is 1.0 % slower than the optimum, pp 2: it has memory to spare (--within 0 gives the optimum)."
+        in lines
+    )
+    assert any("rejected strategy, compared with the optimum, is dp_shard 16" in line for line in lines)
+    assert all("optimum" not in line for line in why(STOPPED, 6.06))
