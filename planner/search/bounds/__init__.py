@@ -7,7 +7,7 @@
 - `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("divided");
 - `rows.py`: variants with all that these are made of;
 - `ranks.py`: how many blocks a rank can hold in a given time and memory, with `flight.py`: micro-batches in flight, and `ends.py`:
-  what it has to do when it has computed all;
+  what it has to do when it has computed all; `hosts.py`: what they keep on hosts;
 - `families.py`: the least that variants communicate which differ in nothing else, so that they are bounded as one;
 - `far.py`: what blocks take whose parallelism is not between neighbours;
 - `paths.py`: variants of one schedule by its paths; `held.py`: and by what its moments hold;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from autoparallel.planner.expand.schedules import V_SHAPED
+from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.build import SCHEDULES
-from autoparallel.planner.search.space.meshes import Bools, Ints
+from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +17,38 @@ class InFlight:
     """Micro-batches that a rank holds when its warm-up ends: of its fewest-held chunk, of the one that fewer
     rounds have reached, of its most-held ones and how many these are, and the sum over its chunks."""
 
-    least: Ints
-    part: Ints
-    most: Ints
+    least: Ints | Floats
+    part: Ints | Floats
+    most: Ints | Floats
     whole: Ints
-    all: Ints
+    all: Ints | Floats
+
+    def with_weights(self, deferred: Ints, share: Floats, chunks: Ints) -> InFlight:
+        """And so many whose weight gradients are `deferred`, each of which holds a share of what one in flight does. They are of the
+        last chunk, the one that is least in flight."""
+        more = deferred * share
+        return replace(
+            self, least=self.least + more, part=self.part + more, most=self.most + more * (chunks == 1),
+            all=self.all + more,
+        )  # fmt: skip
+
+
+def deferred_weights(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp: int) -> Ints:
+    """Micro-batches of its last chunk of which a rank keeps what their weight gradients need, while it has as many in flight
+    as when its warm-up ends: ZB-1P lets as many wait as there are ranks before, if there are further ones to begin."""
+    m, v = micro_batches, chunks
+    round_ = m // np.maximum(1, m // pp)
+    begun = np.minimum((v - 1) * np.where(v > 1, round_, 0) + pp - rank, v * m)
+    return np.where(schedule == SCHEDULES.index("zb1p"), np.minimum(rank, v * m - begun), 0)
+
+
+def weights_share(table: PriceTable) -> Floats:
+    """The least share of what a layer group keeps of a micro-batch that its weight gradients wait with, by variant."""
+    shares = [
+        table.of_kinds(f"{least}weight_saved") / np.maximum(table.of_kinds(f"{least}saved"), 1.0)
+        for least in ("", "least_")
+    ]
+    return np.asarray(np.minimum(*shares).min(axis=1, initial=1.0))
 
 
 def in_flight(schedule: Ints, chunks: Ints, micro_batches: Ints, rank: Ints, pp: int) -> InFlight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, prod
 
 import numpy as np
 
@@ -281,6 +281,7 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         zero=found.zero,
         schedule=found.schedule,
         chunks=found.virtual_stages,
+        pp_stride=_pp_strides(outer.space, found),
         group_reduce_s=communication.reduce_s * table.group_trainable
         + communication.reduce_expert_s * table.group_expert_trainable,
         all_reduce_s=communication.reduce_s * table.all_trainable
@@ -309,6 +310,19 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         slower=None if outer.pace is None else 1.0 / outer.pace[:, found.shape],
         lacking_bytes=lacking_bytes(outer.problem),
     )
+
+
+def _pp_strides(space: Space, found: Variants | Families) -> Ints:
+    """Devices between neighbouring pipeline ranks; 0 of families, which leave the order of the axes open."""
+    strides = np.zeros(len(found), dtype=np.int64)
+    if isinstance(found, Families):
+        return strides
+    for number in np.unique(found.order).tolist():
+        order = space.meshes.orders[number]
+        rows = np.flatnonzero(found.order == number)
+        inner = [getattr(space.shapes, axis)[found.shape[rows]] for axis in order[order.index("pp") + 1 :]]
+        strides[rows] = prod(inner, start=np.ones(len(rows), dtype=np.int64))
+    return strides
 
 
 def slowdowns(book: PriceBook) -> tuple[float, float]:

@@ -24,7 +24,8 @@ from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.ends import InLine, Passed, least_of_stages
-from autoparallel.planner.search.bounds.flight import InFlight, in_flight
+from autoparallel.planner.search.bounds.flight import InFlight, deferred_weights, in_flight, weights_share
+from autoparallel.planner.search.bounds.hosts import host_room
 from autoparallel.planner.search.bounds.rows import EPSILON, Rows, passes
 from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.build import SCHEDULES
@@ -137,6 +138,7 @@ class RankBounds:
         final_s = np.where(alone, ended_s, b)
         exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
         self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
+        self.least_per_block_s = np.array(np.atleast_2d(self.per_block_s).min(axis=0))
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += tied_s * first
         stepped_s, reduces = least_of_stages(rows, rank, pp)
@@ -200,7 +202,11 @@ class RankBounds:
         state_bytes = u.group_parameters * held + u.group_trainable * rates.trainable
         state_bytes += u.group_experts * expert_held
         state_bytes += u.group_expert_trainable * expert_rates.trainable
-        flight = in_flight(rows.schedule, rows.chunks, rows.shapes.micro_batches, rank, pp)
+        scheduled = rows.schedule, rows.chunks, rows.shapes.micro_batches, rank, pp
+        deferred = deferred_weights(*scheduled)
+        begun = in_flight(*scheduled)
+        self.hosts = host_room(problem, rows, begun.least)
+        flight = begun.with_weights(deferred, weights_share(u), rows.chunks)
         spread = rows.least_per_chunk * np.maximum(flight.all - rows.chunks * flight.least, 0)
         fewer = rows.least_per_chunk - rows.least_per_end
         spread = np.maximum(spread - fewer * (flight.most - flight.least) * self.ends, 0)
@@ -208,15 +214,17 @@ class RankBounds:
         self.per_block_bytes = state_bytes + flight.least * u.saved
         self.freed_bytes = flight.most * freed
         self.per_block_all_bytes = state_bytes + flight.least * u.least_saved
-        whole, part = rows.most_per_chunk * flight.whole, rows.most_per_chunk
+        # Layer groups are counted in the chunk that is least in flight, but for those that every chunk must have.
+        part = np.where(rows.others, 0, rows.least_per_chunk)
+        self.freed_least_bytes = flight.least * freed
         self.freeing = (
-            (flight.most * freed, whole),
+            (self.freed_bytes, part * flight.whole),
             (flight.part * freed, part),
-            (flight.least * freed, None),
+            (self.freed_least_bytes, None),
         )
         gathered, reduced = _moving_bytes(problem, rows)
         peak = self._base_bytes(rows, pp, gathered, reduced)
-        base = peak + self._end_bytes(rows, rates, flight)
+        base = peak + self._end_bytes(rows, rates, begun)
         # A rank with a layer group of the kinds that count runs it on top of what all of these save; of several chunks
         # the fullest moment may be another one's.
         own = np.maximum(u.counted_peak, u.counted_backward_peak + reduced) + gathered
@@ -269,18 +277,26 @@ class RankBounds:
                 further, behind = before, after
                 n = self.most_blocks(time_s, room, further, behind)
             n = self.passed.most_blocks(time_s, n) if len(n) > 1 else n
-        return np.asarray((n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated))
+        found = (n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated)
+        if self.hosts is not None:
+            found &= self.hosts.hold(repeated, n, time_s - self.base_s, self.least_per_block_s)
+        return np.asarray(found)
 
     def room(self, capacity_bytes: float | Floats) -> Room:
         """What a capacity leaves every rank."""
         free = capacity_bytes - self.base_bytes - self.running_bytes
-        free_all = capacity_bytes - self.base_all_bytes
-        frees = self.freed_bytes > 0
+        none = capacity_bytes < self.base_all_bytes
+        free_all = capacity_bytes - self.base_all_bytes - self.running_bytes
+        frees, frees_least = self.freed_bytes > 0, self.freed_least_bytes > 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            kept = free / self.per_block_bytes
-            most = np.where(frees, (free_all - self.running_bytes) / self.per_block_all_bytes, kept)
+            kept, kept_all = free / self.per_block_bytes, free_all / self.per_block_bytes
+            most = np.where(frees, free_all / self.per_block_all_bytes, kept)
             again_s = np.where(frees, self.recompute_s / self.freed_bytes, 0.0)
-        return Room(free=free, none=free_all < 0, kept=kept, most=most, again_s=again_s)
+            again_least_s = np.where(frees_least, self.recompute_s / self.freed_least_bytes, 0.0)
+        return Room(
+            free=free, free_all=free_all, none=none, kept=kept, kept_all=np.where(frees_least, kept_all, np.inf),
+            most=most, again_s=again_s, again_least_s=again_least_s,
+        )  # fmt: skip
 
     def most_blocks(
         self, time_s: Floats, room: Room, further: Floats | int = 0, behind: Floats | int = 0
@@ -298,10 +314,14 @@ class RankBounds:
         n = np.minimum(n, self.in_line.most_blocks(time_s - further * self.fill_s))
         late_base_s = self.late_base_s + behind * self.late_s
         n = np.minimum(n, (time_s - late_base_s) / self.late_per_block_s)
+        limit = room.most
         # k = (n bytes - room) / freed, put into time: n (s + rec bytes / freed) <= room_s + rec room / freed
-        with_recompute = room_s + room.again_s * room.free
-        with_recompute /= self.per_block_s + room.again_s * self.per_block_bytes
-        limit = np.minimum(np.maximum(with_recompute, room.kept), room.most)
+        for free, kept, again_s in (
+            (room.free, room.kept, room.again_s), (room.free_all, room.kept_all, room.again_least_s),
+        ):  # fmt: skip
+            with_recompute = room_s + again_s * free
+            with_recompute /= self.per_block_s + again_s * self.per_block_bytes
+            limit = np.minimum(limit, np.maximum(with_recompute, kept))
         limit = np.where((limit < 0) & ~room.none, 0.0, limit)  # none of these, which needs no room for one
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
         n = np.where((room_s < 0) | (time_s < late_base_s) | room.none, -1.0, n)
@@ -345,13 +365,17 @@ class RankBounds:
 class Room:
     """What a capacity leaves a rank, [rank, variant]: bytes beside what it holds without a block, whether there are too
     few even for that, how many blocks it holds with none recomputed and with all that can be, and what each byte that
-    recomputation frees takes."""
+    recomputation frees takes. `_all`: where the layer groups that every chunk must have are recomputed, and each further
+    one frees the `_least`, as in the chunk that is least in flight, where it was counted."""
 
     free: Floats
+    free_all: Floats
     none: Bools
     kept: Floats
+    kept_all: Floats  # infinite where recomputation frees nothing there
     most: Floats
     again_s: Floats
+    again_least_s: Floats
 
 
 def _moving_bytes(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:

@@ -24,6 +24,7 @@ class Rows:
     zero: Ints
     schedule: Ints
     chunks: Ints  # per rank
+    pp_stride: Ints  # devices between neighbouring pipeline ranks; 0 where they may stand in any order
     group_reduce_s: Floats  # the gradients of a layer group
     all_reduce_s: Floats  # of the whole model
     group_gather_s: Floats  # the parameters of a layer group, ZeRO-3
@@ -69,7 +70,7 @@ class Rows:
 
     def take(self, index: Ints) -> Rows:
         columns = (
-            "zero", "schedule", "chunks", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
+            "zero", "schedule", "chunks", "pp_stride", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
             "group_regather_s", "all_regather_s", "kind_regather_s", "regather_each_s",
             "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
             "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s", "reduce_least_s", "step_least_s",

@@ -23,10 +23,10 @@ NUMBERS = ("dense", "dense_trainable", "experts", "expert_trainable")  # of para
 NEARLY_ALL = 0.9
 # What of each kind of layer group stands in `PriceTable.by_kind`: seconds of a micro-batch, of the cheaper of kept and
 # recomputed; numbers of parameters; bytes kept of a micro-batch, at least if it is recomputed in full, and the seconds
-# that this then costs; bytes kept for the weight gradients alone, and likewise at least.
+# that this then costs; bytes kept for the weight gradients alone, and likewise at least; bytes kept on the host, likewise.
 BY_KIND = (
     "forward_s", "backward_s", "input_s", "weight_s", *NUMBERS, "saved", "least_saved", "recompute_s",
-    "weight_saved", "least_weight_saved",
+    "weight_saved", "least_weight_saved", "host_saved", "least_host_saved",
 )  # fmt: skip
 KIND_TIMES = 4  # of these the first are seconds
 
@@ -247,6 +247,8 @@ def _kind_row(
         max(_sum(full, "backward_s") - _sum(group, "backward_s"), 0.0),
         _sum(group, "weight_saved"),
         min(_sum(group, "weight_saved"), _sum(full, "weight_saved")),
+        _sum(group, "host_bytes"),
+        min(_sum(group, "host_bytes"), _sum(full, "host_bytes")),
     )
 
 

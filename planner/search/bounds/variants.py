@@ -233,7 +233,8 @@ def _least_time(
         room = ranks.room(capacity_bytes)
     early = ranks.divided(rows.repeated, low_s, room)
     low, high = low_s, np.minimum(2 * low_s, top_s)
-    while not (done := early | ranks.divided(rows.repeated, high, room)).all():
+    # At `top_s` all are open, which other rows beside them may have told otherwise.
+    while not (done := early | (high >= top_s) | ranks.divided(rows.repeated, high, room)).all():
         low, high = np.where(done, low, high), np.where(done, high, np.minimum(2 * high, top_s))
     for _ in range(HALVINGS):
         if (early | (high - low <= close * low)).all():
@@ -248,6 +249,7 @@ def _least_time(
 def _least_memory(rows: Rows, ranks: RankBounds) -> Floats:
     """The least capacity under which all blocks can be divided, however long the step takes."""
     size = len(rows.zero)
+    ranks.hosts = None  # which hold no more for any capacity of the devices
     forever = np.full(size, FOREVER)
     low, high = np.zeros(size), np.ones(size)
     while not (done := ranks.divided(rows.repeated, forever, ranks.room(high))).all():

@@ -146,16 +146,20 @@ class Space:
     def secondary(self, found: Variants) -> Ints:
         """The ranks that share a second copy of each variant's parameters; 0 where there is none."""
         ranks = np.zeros(len(found), dtype=np.int64)
-        for number, one in enumerate(self.compressions):
-            if one.copied is None:
-                continue
-            rows = np.flatnonzero((found.compression == number) & (found.zero == 3))
-            if not len(rows):
+        open_ = np.flatnonzero((found.zero == 3) & self.only_data(found.shape))
+        for number, one in enumerate(self.compressions if len(open_) else ()):
+            rows = open_[found.compression[open_] == number]
+            if one.copied is None or not len(rows):
                 continue
             shapes, order = self.shapes.take(found.shape[rows]), found.order[rows]
             shared = self._copied(shapes, order, one.copied) if self.copy_fixed is None else self.copy_fixed
             ranks[rows] = np.where(may_copy(shapes, shared), shared, 0)
         return ranks
+
+    def only_data(self, rows: Ints) -> Bools:
+        """Which of these shapes are data parallel and nothing else: those that a second copy may have."""
+        shapes = self.shapes
+        return np.asarray(shapes.pp[rows] * shapes.cp[rows] * shapes.tp[rows] == 1)
 
     def _copied(self, shapes: Shapes, order: Ints, level: int) -> Ints:
         """Ranks of dp_shard inside a unit of a level of the network; 0 where a level further inside has as many."""
@@ -238,6 +242,7 @@ def spread(space: Space, found: Families, inner: Ints) -> tuple[Variants, Ints]:
         own = np.flatnonzero(which == number)
         placed = inner[own] == found.placed[own][:, None]
         several = _data_parallel(space.shapes, found.shape[own]) > 1
+        alone = space.only_data(found.shape[own])
         for order in np.flatnonzero(placed.any(axis=0)).tolist():
             there = placed[:, order]
             columns.append((own[there], order, 0))
@@ -245,7 +250,8 @@ def spread(space: Space, found: Families, inner: Ints) -> tuple[Variants, Ints]:
             for method in range(1, space.methods(int(found.zero[first[number]]))):
                 rows = reduces
                 if space.copies(method):
-                    rows = reduces[_has_copy(space, found.take(reduces), order, method)]
+                    rows = own[there & several & alone]
+                    rows = rows[_has_copy(space, found.take(rows), order, method)] if len(rows) else rows
                 columns.append((rows, order, method))
     of, (orders, methods) = _columns(columns, 2)
     kept = found.take(of)

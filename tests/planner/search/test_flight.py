@@ -9,7 +9,7 @@ import pytest
 
 from autoparallel.costmodel.program import ActionKind
 from autoparallel.planner.expand.schedules import build_schedule, schedule_problem
-from autoparallel.planner.search.bounds.flight import in_flight, most_on_their_way
+from autoparallel.planner.search.bounds.flight import deferred_weights, in_flight, most_on_their_way
 from autoparallel.planner.search.space.build import SCHEDULES
 
 CASES = [
@@ -27,20 +27,28 @@ def test_no_more_is_said_to_be_in_flight_than_a_rank_ever_holds(case: tuple[str,
     name, ranks, chunks, micro = case
     for rank, actions in enumerate(build_schedule(*case)):
         one = np.array([1])
-        said = in_flight(SCHEDULES.index(name) * one, chunks * one, micro * one, np.array([[rank]]), ranks)
-        held: Counter[int] = Counter()
-        fullest: list[list[int]] = []
+        scheduled = SCHEDULES.index(name) * one, chunks * one, micro * one, np.array([[rank]]), ranks
+        said, waiting = in_flight(*scheduled), int(np.ravel(deferred_weights(*scheduled))[0])
+        held, split, last = Counter[int](), Counter[int](), rank + ranks * (chunks - 1)
+        fullest: list[tuple[list[int], int, int]] = []  # in flight by chunk, and of the last one; its weights
         for action in actions:
             if action.kind is ActionKind.FORWARD:
                 held[action.stage] += 1
-                fullest.append(sorted(held.values()))
+                fullest.append((sorted(held.values()), held[last], split[last]))
             elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
                 held[action.stage] -= 1
-        moments = [m for m in fullest if len(m) == chunks or chunks == 1]
+            split[action.stage] += action.kind is ActionKind.BACKWARD_INPUT
+            split[action.stage] -= action.kind is ActionKind.BACKWARD_WEIGHT
+        moments = [m for m in fullest if len(m[0]) == chunks or chunks == 1]
         least, most, total = (int(np.ravel(x)[0]) for x in (said.least, said.most, said.all))
-        assert any(m[0] >= least and m[-1] >= most and sum(m) >= total for m in moments or [[0]]), (
-            rank, least, most, total, fullest[-3:],
-        )  # fmt: skip
+        assert any(
+            m[0] >= least
+            and m[-1] >= most
+            and sum(m) >= total
+            and own >= least * (waiting > 0)
+            and w >= waiting
+            for m, own, w in moments or [([0], 0, 0)]
+        ), (rank, least, most, total, waiting, fullest[-3:])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
