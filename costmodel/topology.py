@@ -117,3 +117,31 @@ def _aligned(axis: Axis, unit: int) -> int:
         (d for d in range(1, axis.size + 1) if axis.size % d == 0 and unit % (axis.stride * d) == 0),
         default=1,
     )
+
+
+def best_placed(cluster: Cluster) -> Cluster:
+    """The cluster as bounds see it: nobody has chosen which devices of an irregular network work together, and no level is slower
+    than one further out, as the bus of a node is whose devices have fast links of their own."""
+    network = cluster.network and replace(cluster.network, unplaced=True)
+    levels: list[Level] = []
+    for level in reversed(cluster.levels):
+        outer = levels[0] if levels else level
+        faster = replace(
+            level, bytes_per_s=max(_rate(level), _rate(outer)), oversubscription=1.0,
+            latency_s=min(level.latency_s, outer.latency_s),
+            in_network_reduction=level.in_network_reduction or outer.in_network_reduction,
+        )  # fmt: skip
+        same = replace(level, bytes_per_s=_rate(level), oversubscription=1.0) == faster
+        levels.insert(0, level if same else faster)
+    return replace(cluster, levels=tuple(levels), network=network)
+
+
+def slow_unit(cluster: Cluster) -> int:
+    """Devices of the largest unit that is slower inside than some level further out; 0 where none is."""
+    pairs = zip(cluster.levels, best_placed(cluster).levels, strict=True)
+    return max((level.size for level, best in pairs if level != best), default=0)
+
+
+def _rate(level: Level) -> float:
+    """Bytes per second of each of many devices that reach through a level at once."""
+    return level.bytes_per_s / level.oversubscription

@@ -14,7 +14,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES, TensorSpec
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.costmodel.price import Pricer, contended_s, price_block
 from autoparallel.costmodel.program import Axis, BlockWork, Collective, CollectiveOp, Kernel, Program, Step
-from autoparallel.costmodel.topology import crossings
+from autoparallel.costmodel.topology import best_placed, crossings
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.axes import EXPERT_SHARD, inner_axes
 from autoparallel.planner.expand.expander import MIB, Expander, mesh_axes
@@ -122,15 +122,17 @@ class PriceBook:
     _others: dict[str, PriceBook] = field(default_factory=dict, repr=False)
 
     def at_best(self) -> PriceBook:
-        """The prices that no placement on an irregular network goes below: what bounds are made of."""
-        cluster = self.pricer.cluster
-        if cluster.network is None or cluster.network.unplaced:
+        """The prices that no placement goes below: what bounds are made of."""
+        loose = best_placed(self.pricer.cluster)
+        if loose == self.pricer.cluster:
             return self
         if _UNPLACED not in self._others:
-            loose = replace(cluster, network=replace(cluster.network, unplaced=True))
+            expander = self.expander
+            if loose.levels != self.pricer.cluster.levels:  # which ask for tensor plans of their own
+                expander = expander.elsewhere(loose)
             self._others[_UNPLACED] = replace(
-                self, pricer=Pricer(loose), _blocks={}, _weights={}, _lines={}, _reductions={},
-                _block_prices={}, _others={},
+                self, expander=expander, pricer=Pricer(loose), _blocks={}, _weights={}, _lines={},
+                _reductions={}, _block_prices={}, _crossed={}, _fetched={}, _others={},
             )  # fmt: skip
         return self._others[_UNPLACED]
 

@@ -19,6 +19,7 @@ from math import gcd
 import numpy as np
 
 from autoparallel.costmodel.program import Axis
+from autoparallel.costmodel.topology import slow_unit
 from autoparallel.planner.expand.axes import nearest_axes
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import PriceBook
@@ -214,15 +215,24 @@ def _priced(
     """Rows of settings; infinite where there is no tensor-parallel plan, and why."""
     rows: list[tuple[float, ...]] = []
     illegal: NotShardable | None = None
+    apart = slow_unit(problem.cluster)
     for key in keys:
         try:
-            strategy = representative(problem, chain, key)
-            axes = nearest_axes(strategy.mesh, ordered=problem.fixed.order is not None)
-            row = setting_row(problem, chain, book, strategy, axes, added=key[ADDED] > 0)
+            row = _row_at(problem, chain, book, key)
+            if apart:  # neighbours may be slower than devices of different units
+                row = tuple(map(min, row, _row_at(problem, chain, book, key, apart)))
         except NotShardable as error:
             illegal, row = illegal or error, (np.inf,) * row_length(chain)
         rows.append(row)
     return rows, illegal
+
+
+def _row_at(problem: Problem, chain: Chain, book: PriceBook, key: Key, apart: int = 1) -> tuple[float, ...]:
+    """The row of a setting whose blocks communicate with the devices that are nearest, or so many `apart`."""
+    strategy = representative(problem, chain, key, apart)
+    axes = nearest_axes(strategy.mesh, ordered=problem.fixed.order is not None)
+    axes = tuple(replace(axis, stride=axis.stride * apart) for axis in axes)
+    return setting_row(problem, chain, book, strategy, axes, added=key[ADDED] > 0)
 
 
 def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:

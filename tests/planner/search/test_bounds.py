@@ -44,11 +44,12 @@ from tests.toy_graphs import toy_transformer
 
 FOREVER = float("inf")
 OWN = "own runtime"  # whose parameters and gradients come and go in a step of one micro-batch
+SLOW_BUS = "a100-pcie-80gb:4x2"  # here with links between nodes that are faster than those inside
 CASES = [
     (cluster, scale, kernels)
     for cluster in ("h100-sxm:1x4", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
     for scale, kernels in ((1, "fused"), (8, "eager"), (16, "fused"), (8, OWN), (16, OWN))
-]
+] + [(SLOW_BUS, 1, "fused"), (SLOW_BUS, 16, OWN)]
 
 
 def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
@@ -64,13 +65,30 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         grad_dtype=param if own else "fp32",
         fsdp2=own,
     )
+    devices = load_cluster(cluster)
+    if cluster == SLOW_BUS:
+        inner, outermost = devices.levels
+        fast = replace(outermost, bytes_per_s=4 * inner.bytes_per_s)
+        devices = replace(devices, levels=(inner, fast))
     outer = outer_of(
-        Problem(
-            graph=graph, cluster=load_cluster(cluster), global_batch=8, allow_lossy=True, execution=execution
-        )
+        Problem(graph=graph, cluster=devices, global_batch=8, allow_lossy=True, execution=execution)
     )
     assert outer is not None
     return outer
+
+
+def with_host_bytes(outer: Outer, host_bytes: int) -> Outer:
+    """The same where each host has room for so many bytes."""
+    cluster = outer.problem.cluster
+    groups = tuple(
+        replace(
+            group, device=replace(group.device, constants={
+                **group.device.constants, "host.memory_bytes": float(host_bytes), "host.usable": 1.0,
+            }),
+        )
+        for group in cluster.groups
+    )  # fmt: skip
+    return replace(outer, problem=replace(outer.problem, cluster=replace(cluster, groups=groups)))
 
 
 def random_partition(rng: random.Random, outer: Outer, chosen: Candidate) -> Partition:
@@ -104,6 +122,8 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
         assert outer.bounds.memory_bytes[shape] <= found.peak_bytes, shown
         assert bounds.memory_bytes[row] <= found.peak_bytes + 1, shown
         tight = replace(outer, capacity_bytes=float(found.peak_bytes))
+        if found.host_bytes:
+            tight = with_host_bytes(tight, found.host_bytes)
         one: Variants = every.take(np.array([row]))
         time_s = bound_variants(tight, one, FOREVER).time_s[0]
         assert time_s <= found.step_time_s * (1 + 1e-9), shown
