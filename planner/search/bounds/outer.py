@@ -307,6 +307,7 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         most_per_chunk=most,
         slow=slow,
         slow_comm=slow_comm,
+        apart=outer.problem.fixed.grad_sync.overlap is False,
         slower=None if outer.pace is None else 1.0 / outer.pace[:, found.shape],
         lacking_bytes=lacking_bytes(outer.problem),
     )

@@ -135,8 +135,9 @@ class RankBounds:
         step_s, tied_s = rows.step_s, np.where(plain, rows.tied_s, 0.0)
         ends = u.head_trainable * first + u.tail_trainable * last
         # Of several chunks only the reduction of the first, which is the last to end, is surely not hidden.
-        final_s = np.where(alone, ended_s, b)
-        exposed_s = np.where(plain & ~single, (ended_s - b) * rows.first_chunk(rank), 0.0)
+        shown = alone | rows.apart
+        final_s = np.where(shown, ended_s, b)
+        exposed_s = np.where(plain & ~shown, (ended_s - b) * rows.first_chunk(rank), 0.0)
         self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
         self.least_per_block_s = np.array(np.atleast_2d(self.per_block_s).min(axis=0))
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
@@ -144,7 +145,7 @@ class RankBounds:
         stepped_s, reduces = least_of_stages(rows, rank, pp)
         left_least_s = rows.reduce_least_s * reduces
         every_s = left_least_s * np.where((rows.zero == 2) & alone, m, 1)
-        self.base_s += stepped_s + every_s
+        self.base_s += stepped_s + every_s + rows.reduce_s * ends * rows.apart
         at_end_s = stepped_s + step_s * ends
         self.in_line = InLine.of(rows, rank, slower, reduces & alone, before * others_f + sends_s + at_end_s)
         self.passed = Passed.of(rows, rank, left_least_s * alone + at_end_s)

@@ -53,6 +53,7 @@ class Rows:
     most_per_chunk: Ints  # of any
     slow: float  # 1 + compute_slowdown
     slow_comm: float
+    apart: bool  # reductions run beside nothing: grad_sync.overlap = false
     slower: Floats | None = (
         None  # over unlike devices, [rank, variant]: the fastest one's pace against the rank's
     )
@@ -79,7 +80,7 @@ class Rows:
             shapes=self.shapes.take(index), table=take_rows(self.table, index),
             **{name: getattr(self, name)[index] for name in columns},
             repeated=self.repeated, others=self.others, least_per_chunk=self.least_per_chunk[index],
-            least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
+            least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm, apart=self.apart,
             slower=None if self.slower is None else self.slower[:, index], lacking_bytes=self.lacking_bytes,
         )  # fmt: skip
 
@@ -88,6 +89,12 @@ class Rows:
         gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
         more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
         return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)
+
+    def ended(self, compute_s: Floats, gather_s: Floats, reduce_s: Floats) -> Floats:
+        """Seconds of a backward at least that gathers, and ends with a reduction."""
+        if self.apart:
+            return self.beside(compute_s, gather_s) + reduce_s
+        return self.beside(compute_s, gather_s + reduce_s)
 
     def before(self, rank: Ints) -> Ints:
         """Layer groups in the stages that a rank's first input passes: the others cannot hold all the rest."""
@@ -152,5 +159,5 @@ def passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, 
     u = rows.table
     f = rows.beside(u.group_forward_s * slower, rows.group_gather_s)
     gathered_s = rows.beside(u.group_backward_s * slower, rows.group_regather_s)
-    ended_s = rows.beside(u.group_backward_s * slower, rows.group_regather_s + rows.group_reduce_s)
+    ended_s = rows.ended(u.group_backward_s * slower, rows.group_regather_s, rows.group_reduce_s)
     return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)

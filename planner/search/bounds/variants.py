@@ -187,9 +187,9 @@ def _shared_s(rows: Rows) -> Floats:
     through_s = np.where(plain, whole_s + sends_s, there_and_back_s)
     forward_s = rows.beside(u.all_forward_s, rows.all_gather_s)
     backward_s = rows.beside(u.all_backward_s, rows.all_regather_s)
-    ended_s = rows.beside(u.all_backward_s, rows.all_regather_s + rows.all_reduce_s)
+    ended_s = rows.ended(u.all_backward_s, rows.all_regather_s, rows.all_reduce_s)
     backward_s = np.where(rows.zero >= 2, ended_s, backward_s)
-    last_s = np.where(rows.chunks == 1, ended_s, backward_s)
+    last_s = np.where((rows.chunks == 1) | rows.apart, ended_s, backward_s)
     fill = rows.filled()
     sent_s = pp * (pp - 1) / 2 * rows.send_s
     fill_s, drain_s = fill * u.group_forward_s + sent_s, fill * u.group_backward_s + sent_s

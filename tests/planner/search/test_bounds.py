@@ -44,12 +44,13 @@ from tests.toy_graphs import toy_transformer
 
 FOREVER = float("inf")
 OWN = "own runtime"  # whose parameters and gradients come and go in a step of one micro-batch
+APART = "reductions beside nothing"
 SLOW_BUS = "a100-pcie-80gb:4x2"  # here with links between nodes that are faster than those inside
 CASES = [
     (cluster, scale, kernels)
     for cluster in ("h100-sxm:1x4", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
     for scale, kernels in ((1, "fused"), (8, "eager"), (16, "fused"), (8, OWN), (16, OWN))
-] + [(SLOW_BUS, 1, "fused"), (SLOW_BUS, 16, OWN)]
+] + [(SLOW_BUS, 1, "fused"), (SLOW_BUS, 16, OWN), ("h100-sxm:2x2", 8, APART)]
 
 
 def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
@@ -59,7 +60,7 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
     )  # fmt: skip
     own, param = kernels == OWN, "fp32" if scale == 8 else "bf16"
     execution = Execution(
-        kernels="eager" if own else kernels,
+        kernels="eager" if own or kernels == APART else kernels,
         dtype="fp32" if cluster.startswith("cpu") else "bf16",
         param_dtype=param,
         grad_dtype=param if own else "fp32",
@@ -70,8 +71,16 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         inner, outermost = devices.levels
         fast = replace(outermost, bytes_per_s=4 * inner.bytes_per_s)
         devices = replace(devices, levels=(inner, fast))
+    apart = {"grad_sync.overlap": False} if kernels == APART else {}
     outer = outer_of(
-        Problem(graph=graph, cluster=devices, global_batch=8, allow_lossy=True, execution=execution)
+        Problem(
+            graph=graph,
+            cluster=devices,
+            global_batch=8,
+            allow_lossy=True,
+            execution=execution,
+            constraints=apart,
+        )
     )
     assert outer is not None
     return outer
