@@ -26,7 +26,7 @@ MOST_EXPERT_SIZES = 6  # sizes of ep tried unasked; of more, every second. Kind:
 MANY = 8  # times as many numbers as rows: then rows are sorted to find equal ones. Kind: measured
 MESH_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 LEAST_TOKENS = (
-    1024  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
+    512  # of a sequence on a rank of cp: with fewer, kernels wait for their launches. Kind: formula
 )
 # A step whose arithmetic takes less on half of the devices may be mostly launches and latencies, which more devices
 # do not shorten: some tens of layers of some tens of kernels each. Kind: formula.
