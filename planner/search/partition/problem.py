@@ -200,8 +200,8 @@ def piece_amount(
     kinds, k = problem.kinds[blocks.start : blocks.stop], recomputed
     return max(
         form.fixed[chunk]
-        + sum(form.recomputed[kind] for kind in kinds[:k])
-        + sum(form.kept[kind] for kind in kinds[k:])
+        + _total(form.recomputed, kinds[:k])
+        + _total(form.kept, kinds[k:])
         + (form.when_all if k == len(kinds) > 0 else 0)
         + (form.when_few if len(kinds) <= 1 else 0)
         + (form.when_none[chunk] if form.when_none and not kinds else 0)
@@ -209,6 +209,11 @@ def piece_amount(
         + (form.after[blocks.stop] if form.after else 0)
         for form in quantity.forms
     )
+
+
+def _total(each: tuple[int, ...], kinds: tuple[int, ...]) -> int:
+    """What blocks of these kinds take together."""
+    return each[0] * len(kinds) if len(each) == 1 else sum(map(each.__getitem__, kinds))
 
 
 def merged(terms: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
