@@ -12,7 +12,7 @@ In the order in which a case goes through them:
   random, and those one or two keys beside a strategy
 - `keys.py`: one further key of the strategy file
 - `answers.py`: plans in processes that are stopped at a limit
-- `laws.py`, `verdicts.py`: what must hold of an answer
+- `laws.py`, `bounded.py`, `verdicts.py`: what must hold of an answer, and of the bounds that prove it
 - `summary.py`: the table at the end
 - `__main__.py`: the command; `inside.py`: the part of a case that runs in a fresh process
 """

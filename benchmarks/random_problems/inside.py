@@ -12,6 +12,7 @@ from random import Random
 from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.planner.problem import Problem
 from benchmarks.random_problems.answers import Answer, answer, isolated
+from benchmarks.random_problems.bounded import against_bounds
 from benchmarks.random_problems.cases import draw_case
 from benchmarks.random_problems.graphs import graph_path
 from benchmarks.random_problems.laws import Effort, against_strategies, claims, with_keys
@@ -34,7 +35,9 @@ def judge(problem: Problem, given: Answer, *, seed: str, effort: Effort) -> Laws
 
     def drawn() -> Laws:
         count = Counter[str]()
-        return list(against_strategies(problem, given, Random(f"{seed}/strategies"), effort, count)), count
+        told = list(against_strategies(problem, given, Random(f"{seed}/strategies"), effort, count))
+        told += against_bounds(problem, Random(f"{seed}/bounds"), effort.bounds, effort.most_cpu_s, count)
+        return told, count
 
     result, _, cut = isolated(drawn, effort.most_cpu_s * 3 + 60)
     if result is None:

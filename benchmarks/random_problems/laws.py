@@ -43,6 +43,7 @@ class Effort:
     keys: int = 6
     draws: int = 40
     moves: int = 120
+    bounds: int = 40  # variants whose own bounds are held against simulations
     most_cpu_s: float = 45.0  # of all drawn strategies together; no more are tried then
     limit_s: float = 180.0  # of one plan
     left_out: tuple[str, ...] = ()  # keys that are not varied, beside those that the answer says it left out

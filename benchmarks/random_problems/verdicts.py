@@ -34,7 +34,7 @@ VIOLATIONS = (Grade.BROKEN, Grade.OUTSIDE, Grade.CRASHED, Grade.CUT)
 class Finding:
     """One thing that does not hold of an answer."""
 
-    law: str  # "key", "strategy", "own key", "price", "twice", "claims"
+    law: str  # "key", "strategy", "own key", "price", "twice", "claims", "bound"
     grade: Grade
     told: str
     step_time_s: float = 0.0

@@ -12,9 +12,12 @@ import pytest
 from autoparallel.errors import UserError
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
+from autoparallel.planner.search.bounds.outer import bound_variants
+from autoparallel.planner.search.bounds.variants import Bounds
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
+from benchmarks.random_problems import bounded
 from benchmarks.random_problems.answers import Answer, isolated
 from benchmarks.random_problems.cases import draw_case
 from benchmarks.random_problems.choices import Choices, legal
@@ -139,6 +142,20 @@ def test_the_best_of_all_enumerated_strategies_keeps_the_laws() -> None:
     tried = Counter[str]()
     found = against_strategies(problem, given, Random(3), Effort(draws=15, moves=40), tried, everything)
     assert not [one for one in found if one.grade is Grade.BROKEN]
+
+
+def test_a_bound_above_what_its_variant_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, tried = small(layers=4, cluster="h100-sxm:1x4"), Counter[str]()
+    assert not list(bounded.against_bounds(problem, Random(3), 30, 60.0, tried))
+    assert tried["bounded variants"] == 30
+
+    def doubled(*args: object) -> Bounds:
+        found = bound_variants(*args)  # type: ignore[arg-type]
+        return replace(found, time_s=2 * found.time_s)
+
+    monkeypatch.setattr(bounded, "bound_variants", doubled)
+    (told,) = bounded.against_bounds(problem, Random(3), 30, 60.0, tried)
+    assert told.grade is Grade.BROKEN and told.better > 0.2
 
 
 def test_a_key_that_is_left_out_is_not_varied() -> None:
