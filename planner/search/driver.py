@@ -186,6 +186,9 @@ class Search:
         for chosen in self._to_polish():
             self._polish_one(chosen)
             yield
+            if chosen == self.sims.chosen and self.climbs:
+                self._climb.try_chunks(chosen)
+                yield
         self._polished = self.incumbent
         if self.climbs and self.sims.chosen is not None:
             self._climb.try_keys(self.sims.chosen)  # what is better is polished in its turn

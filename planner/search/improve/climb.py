@@ -84,6 +84,18 @@ class Climb:
         found = found.take(beside(space, found, row, chosen))
         self._try(self._promising(found, len(found), len(SCHEDULES), MOST_KEYS))
 
+    def try_chunks(self, chosen: Candidate) -> None:
+        """Simulate a candidate with other numbers of chunks, which bounds without a partition hardly tell apart."""
+        row = self._row(chosen)
+        if row is None:
+            return
+        found = self._expanded(np.array([row]))
+        other = found.virtual_stages != chosen.virtual_stages
+        other &= (found.schedule == SCHEDULES.index(chosen.schedule)) & beside(
+            self.sims.outer.space, found, row, chosen
+        )
+        self._try(self._promising(found.take(other), len(found), 1))
+
     def try_others(self) -> bool:
         """`try_keys` of the best strategy of one more size of pp, tp and cp that is near the incumbent; False where all have
         been."""
