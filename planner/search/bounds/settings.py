@@ -218,20 +218,24 @@ def _priced(
     apart = slow_unit(problem.cluster)
     for key in keys:
         try:
-            row = _row_at(problem, chain, book, key)
-            if apart:  # neighbours may be slower than devices of different units
-                row = tuple(map(min, row, _row_at(problem, chain, book, key, apart)))
+            strategy = representative(problem, chain, key)
+            row = _row_at(problem, chain, book, key, strategy)
+            far = min(apart, problem.cluster.devices // strategy.mesh.devices)
+            if far > 1:  # neighbours may be slower than devices of different units
+                strategy = representative(problem, chain, key, far)
+                row = tuple(map(min, row, _row_at(problem, chain, book, key, strategy, far)))
         except NotShardable as error:
             illegal, row = illegal or error, (np.inf,) * row_length(chain)
         rows.append(row)
     return rows, illegal
 
 
-def _row_at(problem: Problem, chain: Chain, book: PriceBook, key: Key, apart: int = 1) -> tuple[float, ...]:
+def _row_at(
+    problem: Problem, chain: Chain, book: PriceBook, key: Key, strategy: Strategy, apart: int = 1
+) -> tuple[float, ...]:
     """The row of a setting whose blocks communicate with the devices that are nearest, or so many `apart`."""
-    strategy = representative(problem, chain, key, apart)
-    axes = nearest_axes(strategy.mesh, ordered=problem.fixed.order is not None)
-    axes = tuple(replace(axis, stride=axis.stride * apart) for axis in axes)
+    nearest = nearest_axes(strategy.mesh, ordered=problem.fixed.order is not None)
+    axes = tuple(replace(axis, stride=axis.stride * apart) for axis in nearest)
     return setting_row(problem, chain, book, strategy, axes, added=key[ADDED] > 0)
 
 
