@@ -26,7 +26,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.ends import InLine, Passed, least_of_stages
 from autoparallel.planner.search.bounds.flight import InFlight, deferred_weights, in_flight, weights_share
 from autoparallel.planner.search.bounds.hosts import host_room
-from autoparallel.planner.search.bounds.rows import EPSILON, Rows, passes
+from autoparallel.planner.search.bounds.rows import EPSILON, Rows, hidden, passes
 from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.build import SCHEDULES
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
@@ -139,7 +139,8 @@ class RankBounds:
         final_s = np.where(shown, ended_s, b)
         exposed_s = np.where(plain & ~shown, (ended_s - b) * rows.first_chunk(rank), 0.0)
         self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
-        self.least_per_block_s = np.array(np.atleast_2d(self.per_block_s).min(axis=0))
+        self.hides_s, self.hides_once_s = hidden(rows, slower), exposed_s
+        self.least_per_block_s = np.array(np.atleast_2d(self.per_block_s - self.hides_s).min(axis=0))
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += tied_s * first
         stepped_s, reduces = least_of_stages(rows, rank, pp)
@@ -280,7 +281,8 @@ class RankBounds:
             n = self.passed.most_blocks(time_s, n) if len(n) > 1 else n
         found = (n >= self.least).all(axis=0) & (n.sum(axis=0) >= repeated)
         if self.hosts is not None:
-            found &= self.hosts.hold(repeated, n, time_s - self.base_s, self.least_per_block_s)
+            spare_s = time_s - self.base_s + self.hides_once_s
+            found &= self.hosts.hold(repeated, n, spare_s, self.least_per_block_s)
         return np.asarray(found)
 
     def room(self, capacity_bytes: float | Floats) -> Room:
@@ -320,8 +322,8 @@ class RankBounds:
         for free, kept, again_s in (
             (room.free, room.kept, room.again_s), (room.free_all, room.kept_all, room.again_least_s),
         ):  # fmt: skip
-            with_recompute = room_s + again_s * free
-            with_recompute /= self.per_block_s + again_s * self.per_block_bytes
+            with_recompute = room_s + self.hides_once_s + again_s * free
+            with_recompute /= self.per_block_s - self.hides_s + again_s * self.per_block_bytes
             limit = np.minimum(limit, np.maximum(with_recompute, kept))
         limit = np.where((limit < 0) & ~room.none, 0.0, limit)  # none of these, which needs no room for one
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))
@@ -339,7 +341,7 @@ class RankBounds:
             if not ((lacking_bytes > 0) & (n > 0)).any():
                 break
             again = self._recomputed(lacking_bytes)
-            late_s = self.recompute_s * again
+            late_s = np.maximum(self.recompute_s * again - n * self.hides_s - self.hides_once_s, 0.0)
             late = (base_s + n * self.per_block_s + late_s > limit_s) | (again > n)
             late |= drained_base_s + n * self.drained_per_block_s + late_s > limit_s
             late |= self.round_base_s + n * self.round_per_block_s + late_s > limit_s

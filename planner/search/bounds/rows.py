@@ -87,8 +87,13 @@ class Rows:
     def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
         """Seconds of both on two streams at least: `planner.search.partition.forms.PricedChain.beside`."""
         gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
-        more, less = max(1.0 - self.slow_comm * gain, 0.0), max(1.0 - self.slow * gain, 0.0)
-        return np.maximum(compute_s + more * communicate_s, communicate_s + less * compute_s)
+        less = max(1.0 - self.slow * gain, 0.0)
+        return np.maximum(self.computed(compute_s, communicate_s), communicate_s + less * compute_s)
+
+    def computed(self, compute_s: Floats, communicate_s: Floats) -> Floats:
+        """The one of both forms of `beside` in which all computation counts."""
+        gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
+        return compute_s + max(1.0 - self.slow_comm * gain, 0.0) * communicate_s
 
     def ended(self, compute_s: Floats, gather_s: Floats, reduce_s: Floats) -> Floats:
         """Seconds of a backward at least that gathers, and ends with a reduction."""
@@ -161,3 +166,18 @@ def passes(rows: Rows, slower: Floats | float) -> tuple[Floats, Floats, Floats, 
     gathered_s = rows.beside(u.group_backward_s * slower, rows.group_regather_s)
     ended_s = rows.ended(u.group_backward_s * slower, rows.group_regather_s, rows.group_reduce_s)
     return f, gathered_s, ended_s, np.where(rows.zero >= 2, ended_s, gathered_s)
+
+
+def hidden(rows: Rows, slower: Floats | float) -> Floats:
+    """Seconds of further computation, as recomputation is, that a layer group's communication hides in a step at most: what each of its
+    passes takes longer than the linear form of `Rows.beside` that computation adds to."""
+    u, m = rows.table, rows.shapes.micro_batches
+    compute_s, back_s = u.group_forward_s * slower, u.group_backward_s * slower
+    f, gathered_s, ended_s, _b = passes(rows, slower)
+    rest_s = 0.0 if rows.apart else rows.group_reduce_s
+    alone_s = rows.group_reduce_s if rows.apart else 0.0
+    of_forward = f - rows.computed(compute_s, rows.group_gather_s)
+    of_gathered = gathered_s - rows.computed(back_s, rows.group_regather_s)
+    of_ended = ended_s - alone_s - rows.computed(back_s, rows.group_regather_s + rest_s)
+    of_each = np.where(rows.zero >= 2, of_ended, of_gathered)
+    return np.maximum(m * of_forward + (m - 1) * of_each + np.maximum(of_ended, of_each), 0.0)
