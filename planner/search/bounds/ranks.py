@@ -9,8 +9,8 @@ backward:
     memory    state n + saved M(n) - freed R(k) + peak                                   <= capacity
 
 fill and drain are one micro-batch through the stages before r and the messages between them; M(n) is the least that
-n layer groups of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most that k
-of them do. Every term is one that no partition of blocks to stages goes below. Arrays are [rank, variant] or [variant].
+n layer groups of the rank's chunks weigh when each is counted as often as its chunk is in flight, R(k) the most of that
+which k of them free. Of k rec only what communication does not hide (`rows.hidden`) counts. Every term is one that no partition of blocks to stages goes below. Arrays are [rank, variant] or [variant].
 """
 
 from __future__ import annotations
