@@ -206,6 +206,7 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
     )
     updated_s = sum(pricer.collective_s(collective, program.axes) for collective in stage.after_step)
     late = program.late_gathers
+    waited_s = _waited_s(stage, forward, updated_s, interference) if late else 0.0
     return StageCost(
         forward=_run(forward, [], interference)[0],
         backward=last_backward if every else _run(both, [], interference)[0],
@@ -219,7 +220,8 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         send_s=send_s + joined_s,
         joined_s=joined_s,
         tied_s=sum(pricer.collective_s(collective, program.axes) for collective in stage.tied_reduce),
-        updated_s=updated_s if late else 0.0,
+        updated_s=waited_s,
+        updated_rest_s=max(updated_s - waited_s, 0.0) if late else 0.0,
     )
 
 
@@ -365,6 +367,21 @@ def _run(
                 segments[number] = replace(idle, reductions=tuple(ready[number]))
     times = run_streams(segments, interference)
     return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
+
+
+def _waited_s(
+    stage: StageWork, forward: Sequence[tuple[Pass, int]], gather_s: float, interference: Interference
+) -> float:
+    """Seconds after the gather of updated parameters has begun from which on a forward waits for none of them: they come block by block,
+    in the order in which they run."""
+    numbers = sum(block.parameters * count for block, count in stage.blocks)
+    if gather_s <= 0.0 or not numbers:
+        return 0.0
+    beside = [
+        (replace(one, gather_s=gather_s * block.parameters / numbers), count)
+        for (one, count), (block, _) in zip(forward, stage.blocks, strict=True)
+    ]
+    return _run(beside, [], interference)[0].total_s - _run(forward, [], interference)[0].total_s
 
 
 def _step_phase(stage: StageWork, program: Program, device: Device, pricer: Pricer, gather_s: float) -> Phase:

@@ -27,8 +27,9 @@ class StageCost:
     what is left of that reduction when the backward has ended. `send_s` is the time from the end of a
     computation until its output has arrived at the next stage (gradients come back in the same time), `joined_s`
     what of it is the receiver's alone, who joins shares of a message.
-    `reduce_after_weight_s` stands for `reduce_s` where the last backward is a W. `updated_s` is the gather of updated
-    parameters where it runs beside the next step's first forwards; else it is part of `step`.
+    `reduce_after_weight_s` stands for `reduce_s` where the last backward is a W. Where updated parameters are gathered beside the
+    next step's first forwards, the stage's first one waits for `updated_s` of that, so that it stops nowhere afterwards, and
+    `updated_rest_s` come beside it; else all of it is part of `step`.
     """
 
     forward: Phase
@@ -44,6 +45,7 @@ class StageCost:
     joined_s: float = 0.0
     tied_s: float = 0.0
     updated_s: float = 0.0
+    updated_rest_s: float = 0.0
 
 
 def phase(parts: Mapping[str, float]) -> Phase:

@@ -100,11 +100,13 @@ class _Builder:
     gathered: dict[int, int] = field(default_factory=dict)  # late gathers nobody has waited for: row
 
     def gather_late(self, stages: Sequence[int], rank: int) -> None:
-        """The rank's late gathers, which all stand before its first action."""
+        """The rank's late gathers, which all stand before its first action: of each stage what its first forward waits for, then
+        the rest, for which those of further stages wait."""
         for stage in stages:
             self.gathered[stage] = len(self.actions)
-            message = 3 * len(self.homes) + stage
-            self._add(Action(stage, K.STEP), (rank, -1, -1, self._link(rank, -2), message))
+            for kind in (3, 4) if stage is not stages[-1] else (3,):
+                message = kind * len(self.homes) + stage
+                self._add(Action(stage, K.STEP), (rank, -1, -1, self._link(rank, -2), message))
 
     def place(self, action: Action, rank: int) -> bool:
         """Add the row of an action; False when the message that it needs has not been sent yet."""
@@ -264,13 +266,14 @@ def action_seconds(costs: Sequence[StageCost]) -> list[float]:
 
 
 def message_seconds(costs: Sequence[StageCost]) -> list[float]:
-    """What `Timetable.message` points into: sends of every stage, then its reductions after a B, and after a W, and its
-    late gathers."""
+    """What `Timetable.message` points into: sends of every stage, then its reductions after a B, and after a W, and of
+    its late gathers what is waited for, and the rest."""
     return [
         *(cost.send_s for cost in costs),
         *(cost.reduce_s for cost in costs),
         *(cost.reduce_after_weight_s for cost in costs),
         *(cost.updated_s for cost in costs),
+        *(cost.updated_rest_s for cost in costs),
     ]
 
 

@@ -159,9 +159,24 @@ def test_the_optimizer_step_is_followed_by_the_gather_of_parameters() -> None:
 def test_a_late_gather_of_parameters_is_no_part_of_the_optimizer_step() -> None:
     stage = toy_stage(((toy_block(), 1),), last=True, after_step=(GATHER,))
     plain, late = priced(stage), priced(stage, late_gathers=True)
-    assert plain.updated_s == 0.0
+    assert plain.updated_s == plain.updated_rest_s == 0.0
     assert late.updated_s == pytest.approx(seconds(GATHER))
     assert plain.step.total_s == pytest.approx(late.step.total_s + late.updated_s)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("gather_bytes", [10**3, 10**9])
+def test_a_late_gather_runs_beside_the_forwards_of_the_blocks_that_have_theirs(
+    blocks: int, gather_bytes: int
+) -> None:
+    """A forward of n blocks waits for the first gather, and where gathers are longer than blocks for all but what n - 1 blocks hide."""
+    gather = replace(GATHER, size_bytes=gather_bytes)
+    stage = toy_stage(((toy_block(), blocks),), last=True, after_step=(gather,))
+    cost, whole_s = priced(stage, late_gathers=True), seconds(gather)
+    of_one_s = cost.forward.total_s / blocks
+    hidden_s = (blocks - 1) * min(of_one_s, whole_s / blocks)
+    assert cost.updated_s == pytest.approx(whole_s - hidden_s)
+    assert cost.updated_s + cost.updated_rest_s == pytest.approx(whole_s)
 
 
 def test_equal_stages_are_priced_once_and_groups_pick_the_device() -> None:

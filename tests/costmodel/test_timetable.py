@@ -135,6 +135,10 @@ def test_the_chunks_of_a_rank_gather_one_after_the_other() -> None:
     timetable = prepare(schedule, late_gathers=True)
     assert pipeline_times(timetable, hidden).step_time_s == pytest.approx(plain)
     assert pipeline_times(timetable, shown).step_time_s > plain
+    rest = [replace(cost, updated_s=5.0, updated_rest_s=4.0) if cost.updated_s else cost for cost in shown]
+    ends = pipeline_times(timetable, rest)
+    first = {show([[action]]): end for action, end in zip(timetable.actions, ends.end_s, strict=True)}
+    assert first["2F0"] == pytest.approx(5.0 + 2.0), "it does not wait for the rest"
 
 
 @given(

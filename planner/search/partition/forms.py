@@ -19,6 +19,8 @@ Prices = tuple[BlockPrice, ...]
 Value = Callable[[BlockPrice], float]
 Work = Callable[[BlockPrice], tuple[float, float]]  # seconds, and how much longer that takes on shared links
 
+_Spans = Callable[[Prices, Work, float, Value], float]  # of blocks, before what is gathered next
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
@@ -102,21 +104,29 @@ class PricedChain:
         )  # fmt: skip
 
     def streamed(self, work: Work, *, backward: bool) -> Form:
-        """Computation that waits for gathered parameters, one block fetched ahead: exact for equal layer groups.
+        """Computation that waits for gathered parameters, one block fetched ahead: exact for equal layer groups."""
+        return self._streamed(work, self._spans, _regather_s if backward else _gather_s, backward=backward)
 
-        The first gather of a chunk is waited for; then each block takes `span(its computation, the next gather)`.
-        A layer group is charged with the smallest gather that may follow it; the last of a chunk is followed by none.
-        """
+    def waits(self, work: Work, gathered: Value) -> Form:
+        """By how much such a pass is longer than what it computes."""
+
+        def longer(prices: Prices, work: Work, after: float, waited: Value) -> float:
+            return self._spans(prices, work, after, waited) - sum(work(price)[0] for price in prices)
+
+        return self._streamed(work, longer, gathered, backward=False)
+
+    def _streamed(self, work: Work, spans: _Spans, waited: Value, *, backward: bool) -> Form:
+        """The first gather of a chunk is waited for; then each block takes `span(its computation, the next gather)`.
+        A layer group is charged with the smallest gather that may follow it; the last of a chunk is followed by none."""
         order = -1 if backward else 1
-        waited = _regather_s if backward else _gather_s
         groups = [prices[::order] for prices in (*self.kept, *self.recomputed)]
         first, final = (self.tail[::-1], self.head[::-1]) if backward else (self.head, self.tail)
         if not groups:
             alone = (*first, *final)
-            whole = sum(map(waited, alone[:1])) + self._spans(alone, work, 0.0, waited)
+            whole = sum(map(waited, alone[:1])) + spans(alone, work, 0.0, waited)
             return Form(kept=(), recomputed=(), fixed=(_down(whole, PS),) * self.chunks)
         least = min(waited(prices[0]) for prices in groups)
-        charged = [self._spans(prices, work, least, waited) for prices in groups]
+        charged = [spans(prices, work, least, waited) for prices in groups]
 
         def too_much(gather_s: float, *more: BlockPrice) -> float:
             """What a chunk's last layer group (or one of `more`) is charged beyond a following gather of `gather_s`."""
@@ -127,9 +137,9 @@ class PricedChain:
         begins, ends = (self.chunks - 1, 0) if backward else (0, self.chunks - 1)
         if final:
             start[ends] = min(least, waited(final[0]))
-            end[ends] = self._spans(final, work, 0.0, waited) - too_much(waited(final[0]))
+            end[ends] = spans(final, work, 0.0, waited) - too_much(waited(final[0]))
         if first:  # a chunk of nothing else ends with it
-            start[begins] = waited(first[0]) + self._spans(first, work, least, waited)
+            start[begins] = waited(first[0]) + spans(first, work, least, waited)
             gather_s = waited(final[0]) if final and begins == ends else 0.0
             end[begins] += too_much(gather_s) - too_much(gather_s, first[-1])
         half = len(self.kept)
@@ -223,7 +233,7 @@ class PricedChain:
             return compute_s + gather_s * slow_comm * (1.0 - 1.0 / slow)
         return gather_s + compute_s * slow * (1.0 - 1.0 / slow_comm)
 
-    def _spans(self, prices: Sequence[BlockPrice], work: Work, after: float, waited: Value) -> float:
+    def _spans(self, prices: Prices, work: Work, after: float, waited: Value) -> float:
         following = [*map(waited, prices[1:]), after]
         return sum(self.span(*work(price), gather) for price, gather in zip(prices, following, strict=True))
 

@@ -210,7 +210,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
             left_of(once, work, head, latency_s, none=every, beside=strategy.grad_sync.overlap)
             for work, head in ((_backward, left), (_weight, left_weight))
         ),
-        Quantity(forms=(prices.sums(gather) if late else prices.constant(0),)),
+        Quantity(forms=(prices.waits(_forward, gather) if late else prices.constant(0),)),
     )
 
 

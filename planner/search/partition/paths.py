@@ -21,7 +21,8 @@ _QUANTITIES = {q.name.lower(): q for q in Q if q < Q.END} | {
     "reduce_s": Q.REDUCE,
     "reduce_after_weight_s": Q.REDUCE_AFTER_WEIGHT,
 }
-_MESSAGES = (Q.SEND, Q.REDUCE, Q.REDUCE_AFTER_WEIGHT, Q.UPDATED)  # in the order of `Timetable.message`
+# In the order of `Timetable.message`, whose last ones, the rest of late gathers, count as nothing.
+_MESSAGES = (Q.SEND, Q.REDUCE, Q.REDUCE_AFTER_WEIGHT, Q.UPDATED)
 # A last backward and what is left of its reduction are one quantity where both stand on a path.
 _ENDS = ((Q.LAST_BACKWARD, Q.REDUCE, Q.END), (Q.LAST_BACKWARD_WEIGHT, Q.REDUCE_AFTER_WEIGHT, Q.END_WEIGHT))
 
@@ -67,7 +68,8 @@ class SchedulePaths:
         """Add what a row of the timetable takes."""
         if self.timetable.link[at] >= 0:
             kind, stage = divmod(self.timetable.message[at], len(self.timetable.homes))
-            terms[int(_MESSAGES[kind]), stage] += 1
+            if kind < len(_MESSAGES):
+                terms[int(_MESSAGES[kind]), stage] += 1
         elif self.timetable.cost[at] >= 0:
             stage, column = phase_of(self.timetable.cost[at])
             terms[int(_QUANTITIES[column]), stage] += 1
