@@ -20,7 +20,7 @@ from autoparallel.planner.expand.chain import (
 )
 from autoparallel.planner.expand.cold import host_bytes, with_cold_rows
 from autoparallel.planner.expand.deferred import with_deferred
-from autoparallel.planner.expand.gathers import gathers_of, regather_of, updated_gather
+from autoparallel.planner.expand.gathers import gathers_late, gathers_of, regather_of, updated_gather
 from autoparallel.planner.expand.halves import with_whole_second_halves
 from autoparallel.planner.expand.hosted import with_whole_tensors
 from autoparallel.planner.expand.one_by_one import fetches, with_fetches
@@ -95,7 +95,7 @@ class Expander:
                 self.schedule(strategy),
                 overlap=strategy.grad_sync.overlap,
                 blocking_sends=strategy.execution.blocking_sends,
-                late_gathers=strategy.execution.late_gathers,
+                late_gathers=gathers_late(strategy),
             )
         return self._prepared[key]
 
@@ -130,7 +130,7 @@ class Expander:
             overlap=sync.overlap,
             blocking_launches=strategy.execution.blocking_launches,
             blocking_sends=strategy.execution.blocking_sends,
-            late_gathers=strategy.execution.late_gathers,
+            late_gathers=gathers_late(strategy),
             bucket_bytes=0 if zero == 3 else round(sync.bucket_mib * MIB),
             reduce_every_micro=state.gradient_level(strategy) >= 2,
             kernels=strategy.execution.kernels,
@@ -351,5 +351,5 @@ def _schedule_key(strategy: Strategy) -> tuple[str, int, int, int, bool, bool, b
     pipeline = strategy.pipeline
     return (
         pipeline.schedule, strategy.mesh.pp, pipeline.virtual_stages, strategy.micro_batches,
-        strategy.grad_sync.overlap, strategy.execution.blocking_sends, strategy.execution.late_gathers,
+        strategy.grad_sync.overlap, strategy.execution.blocking_sends, gathers_late(strategy),
     )  # fmt: skip

@@ -40,6 +40,11 @@ def regather_of(parameters: int, experts: int, strategy: Strategy) -> Collective
     return _gather(own, state.computed_bytes(strategy), shards.in_backward)
 
 
+def gathers_late(strategy: Strategy) -> bool:
+    """Whether updated parameters of ZeRO-1 and 2 are gathered when the next step begins, in the order in which it needs them."""
+    return strategy.execution.late_gathers or strategy.execution.fsdp2
+
+
 def updated_gather(parameters: int, strategy: Strategy, experts: int = 0) -> tuple[Collective, ...]:
     """ZeRO-1/2: updated parameters return to every rank of the sharding group."""
     execution = strategy.execution

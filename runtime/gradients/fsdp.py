@@ -241,6 +241,17 @@ def unshared_blocks(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]
     return [block for block in distinct if alone(block)]
 
 
+def gather_ahead(module: nn.Module) -> None:
+    """Begin to gather what the units will compute with, in the order in which the next forward needs it: each waits for its own.
+
+    FSDP2 by itself begins with a unit when the one before runs: on a backend whose gathers wait (Gloo) nothing runs beside them, and of a
+    pipeline each stage would begin when the first micro-batch has come to it.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard(async_op=True)
+
+
 def announce_micro_batch(module: nn.Module, *, zero: int, last: bool) -> None:
     """Tell FSDP2 which micro-batch of the step comes: when to reduce gradients and to free parameters.
 

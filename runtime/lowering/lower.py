@@ -20,6 +20,7 @@ from autoparallel.runtime.experts.parallel import Sharing, share_experts
 from autoparallel.runtime.fsdp_private import adding_up, reduce_accumulated
 from autoparallel.runtime.gradients.fsdp import (
     announce_micro_batch,
+    gather_ahead,
     reductions_per_step,
     run_weights,
     shard_data,
@@ -86,7 +87,7 @@ def module_dtypes(
 class Lowered:
     """A module after lowering: what a driver of steps has to do around forward and backward passes.
 
-    Per step: `begin(micro_batches)`, then per micro-batch `announce(last)`, forward and backward, at the end
+    Per step: `begin(micro_batches)` and `gather_ahead()`, then per micro-batch `announce(last)`, forward and backward, at the end
     `finish()`. A driver that makes FSDP2 reduce once per step whatever the ZeRO level (torch's pipeline
     schedules do) passes `reductions=1`.
     """
@@ -106,6 +107,11 @@ class Lowered:
         """Start a step of `micro_batches` forward and backward passes."""
         own = reductions_per_step(self._zero, micro_batches, sharded=self._sharded)
         self.sync.begin(own if reductions is None else reductions)
+
+    def gather_ahead(self) -> None:
+        """Begin to gather updated parameters that are to stand whole all through the step that has begun."""
+        if self._sharded and self._zero in (1, 2):
+            gather_ahead(self.module)
 
     def announce(self, *, last: bool, whole: bool = False) -> None:
         """Say that the next micro-batch comes, whether it is the step's last, and whether its backward is a whole one where the

@@ -84,6 +84,7 @@ class ParallelModule(nn.Module):
         batches = split(inputs, micro=micro, count=count, what="inputs", shared=run.shared)
         wanted = split(targets, micro=micro, count=count, what="targets")
         run.lowered.begin(count)
+        run.lowered.gather_ahead()
         losses = []
         for index, (batch, target) in enumerate(zip(batches, wanted, strict=True)):
             run.lowered.announce(last=index == count - 1)

@@ -237,6 +237,8 @@ class PipelineModule(nn.Module):
         self._ties.begin()
         for lowered in self._lowered.values():
             lowered.begin(count)
+        for _, lowered in sorted(self._lowered.items()):
+            lowered.gather_ahead()
         mean = self._runner.step(batches, wanted, loss)
         first = min(self._by_index)
         self._progress("REDUCE_GRAD", first)

@@ -13,7 +13,7 @@ import numpy as np
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes
-from autoparallel.planner.expand.gathers import gathers_of, regather_of
+from autoparallel.planner.expand.gathers import gathers_late, gathers_of, regather_of
 from autoparallel.planner.expand.one_by_one import fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.placements import Groups, sizes_shared
@@ -273,8 +273,7 @@ def _kernels_s(book: PriceBook, strategy: Strategy, parameters: int, experts: in
 def _gather_updated_s(
     book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0
 ) -> float:
-    late = strategy.execution.late_gathers
-    return 0.0 if late else book.updated_gather_s(parameters, strategy, axes, experts)
+    return 0.0 if gathers_late(strategy) else book.updated_gather_s(parameters, strategy, axes, experts)
 
 
 def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> Line:

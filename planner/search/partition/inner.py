@@ -9,6 +9,7 @@ from math import floor
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
+from autoparallel.planner.expand.gathers import gathers_late
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook, line_below
@@ -162,7 +163,7 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         return price.regather_s + price.reduce_s
 
     update, (gather, gather_once_s) = _update_rate(book, priced), _gather_rate(book, priced)
-    late = strategy.execution.late_gathers  # then the next step's first forwards wait for it
+    late = gathers_late(strategy)  # then first forwards wait for it
     step = prices.sums(lambda price: update(price) + (0.0 if late else gather(price)))
     backward = prices.streamed(_backward, backward=True)
     weight = prices.sums(lambda price: price.weight_s)
