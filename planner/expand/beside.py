@@ -19,29 +19,23 @@ from autoparallel.planner.strategy.types import Strategy
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSizes:
     """Whole bytes of a link: what its reductions take in, and of that what `stands` when it has run back, in its last one; what is gathered
-    for it, experts apart, which are gathered while it runs; parameters that come with its forward; and whether it is a repeated
-    block."""
+    for it, experts apart, which are gathered while it runs."""
 
     reduced: int
     stands: int
     gathered: int
     expert_gathered: int
-    passing: int
-    repeated: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """Bytes: of the last reduction (of the link behind), which goes when gradients of this link are reduced; of what is gathered for the
-    link ahead, which runs back next; of parameters that come with the link behind; and of what those of the link ahead came
-    in. `inside`: what the walk adds for both neighbours of units that are reduced and gathered while those run. `ending`: the root unit
+    link ahead, which runs back next. `inside`: what the walk adds for both neighbours of units that are reduced and gathered while those run. `ending`: the root unit
     of the stage, beside its first link, the last to run back; `gone`, what repeated blocks have freed by then where gradients are summed
     up: those, and parameters. `alone`: no other link is in the stage."""
 
     reduced: int = 0
     gathered: int = 0
-    coming: int = 0
-    came: int = 0
     inside: int = 0
     ending: GlueUnit | None = None
     gone: int = 0
@@ -53,10 +47,8 @@ def whole_gradients(reduce: Sequence[Collective]) -> int:
     return sum(c.size_bytes for c in reduce if c.op is CollectiveOp.REDUCE_SCATTER)
 
 
-def link_sizes(
-    work: BlockWork, strategy: Strategy, *, stands: int | None, root: int, passing: int, repeated: bool
-) -> LinkSizes:
-    """Of a link's work; `root` bytes of its parameters are gathered for a whole pass, `passing` bytes come with its forward. `stands`: None
+def link_sizes(work: BlockWork, strategy: Strategy, *, stands: int | None, root: int) -> LinkSizes:
+    """Of a link's work; `root` bytes of its parameters are gathered for a whole pass. `stands`: None
     where all but experts is one unit."""
     gather, expert_gather = gathers_of(work.parameters, work.expert_parameters, strategy)
     dense = whole_gradients(state.reduction_of(work.trainable - work.expert_trainable, strategy))
@@ -65,7 +57,6 @@ def link_sizes(
         reduced=whole, stands=dense if stands is None else stands,
         gathered=max(gather.size_bytes - root, 0) if gather else 0,
         expert_gathered=expert_gather.size_bytes if expert_gather else 0,
-        passing=passing, repeated=repeated,
     )  # fmt: skip
 
 
@@ -74,8 +65,6 @@ def beside_of(ahead: LinkSizes | None, behind: LinkSizes | None, ending: GlueUni
     return Beside(
         reduced=behind.stands if behind else 0,
         gathered=ahead.gathered if ahead else 0,
-        coming=behind.passing if behind else 0,
-        came=ahead.passing if ahead and ahead.repeated else 0,
         inside=(behind.reduced - behind.stands if behind else 0) + (ahead.expert_gathered if ahead else 0),
         ending=ending,
         alone=ahead is None and behind is None,
@@ -87,7 +76,5 @@ def most_beside(every: Sequence[Beside]) -> Beside:
     return Beside(
         reduced=max(one.reduced for one in every),
         gathered=max(one.gathered for one in every),
-        coming=max(one.coming for one in every),
-        came=min(one.came for one in every),
         inside=max(one.inside for one in every),
     )

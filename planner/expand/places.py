@@ -18,7 +18,6 @@ from autoparallel.planner.expand.units import (
     as_unit,
     joined,
     last_reduction,
-    passing_bytes,
     root_bytes,
     root_unit,
     rooted,
@@ -193,9 +192,8 @@ def _sizes(works: LocalWorks, strategy: Strategy, block: int, dropped: frozenset
     work = without(works, strategy, works.work(strategy, block, "none"), block, dropped)
     own, repeated = works.graph.blocks[block], _repeated(works.graph, block)
     root = 0 if repeated or state.zero_level(strategy) < 3 else root_bytes(work, own, dropped, strategy)
-    passing = passing_bytes(work, own, dropped, strategy, repeated=repeated)
     stands = None if repeated else last_reduction(work, own, dropped, strategy)
-    return link_sizes(work, strategy, stands=stands, root=root, passing=passing, repeated=repeated)
+    return link_sizes(work, strategy, stands=stands, root=root)
 
 
 def _repeated(graph: ModelGraph, block: int) -> bool:

@@ -58,19 +58,16 @@ def as_unit(
         two = _two_units(work, block, strategy, experts)
         peak = glue_peak(two, backward.moments, before=beside.reduced)
         apart = 0 if work.expert_gather is None else work.expert_gather.size_bytes
-        came = [unit.whole for unit in (*two.units, two.root)]
-        forward = _forward_temp(work, came, strategy, beside, together=sum(came))
         temp = max(peak + more - apart, _after(work, block, strategy, beside)) - whole - beside.inside
-        return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
+        return replace(work, backward_temp_bytes=temp)
     passing = work.parameters * state.passing_per_parameter(strategy, state.dense_shards(strategy))
     # Each rank's share is made when the gradients have gone.
     share = _made_share(whole, strategy) // state.shard_ranks(strategy) - work.trainable * item
     reduced = work.left_bytes + whole + max(share, 0) - beside.reduced - max(gathered, passing)
     if _of_two(strategy):
         reduced -= min(whole // state.shard_ranks(strategy), work.parameters * item)
-    forward = _forward_temp(work, [passing], strategy, beside, together=passing + beside.came)
     temp = max(standing, reduced, _after(work, block, strategy, beside)) - whole - beside.inside
-    return replace(work, backward_temp_bytes=temp, forward_temp_bytes=forward)
+    return replace(work, backward_temp_bytes=temp)
 
 
 def as_glue(
@@ -91,10 +88,9 @@ def as_glue(
         shares = sum(unit.share for unit in (*glue.units, glue.root))
         last = glue_peak(replace(glue, coming=Coming.PASSING), backward.moments, before=beside.reduced)
         peak = max(peak - shares, last)
-    forward = _forward_temp(work, [unit.whole for unit in (*glue.units, glue.root)], strategy, beside)
     return replace(
         work, backward_temp_bytes=peak - whole - (gathered - root) - beside.gathered - beside.inside, rooted_bytes=root,
-        buffer_bytes=work.buffer_bytes + root, forward_temp_bytes=forward,
+        buffer_bytes=work.buffer_bytes + root,
     )  # fmt: skip
 
 
@@ -107,17 +103,6 @@ def _after(work: BlockWork, block: Block, strategy: Strategy, beside: Beside) ->
     passing = passing_bytes(work, block, (), strategy, repeated=True)
     gone = work.trainable * state.computed_bytes(strategy) + sum(gathers) + passing + beside.reduced
     return work.left_bytes - gone + ending_reduction(beside.ending, _coming(strategy))
-
-
-def _forward_temp(
-    work: BlockWork, came: Sequence[int], strategy: Strategy, beside: Beside, *, together: int = 0
-) -> int:
-    """Where parameters come in a step's only forward: what they came in (bytes by unit) stands until those of the next unit have
-    come; `together` of it there may be before there is anything that is saved."""
-    if _coming(strategy) is not Coming.PASSING:
-        return work.forward_temp_bytes
-    temp = max(work.forward_temp_bytes + max(came), together - work.saved_bytes)
-    return max(temp - beside.coming, work.forward_temp_bytes)
 
 
 def _summed_up(work: BlockWork, whole: int, strategy: Strategy, beside: Beside, *, root: int) -> BlockWork:

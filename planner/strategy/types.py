@@ -109,7 +109,7 @@ class Execution:
     blocking_sends: bool = False  # a stage waits until its message has gone to the next one
     kept_outputs: bool = False  # what a stage has sent (DeepSpeed), or the model returned beside its loss, stays until the backward pass
     blocking_launches: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
-    late_gathers: bool = False  # ZeRO-1 and 2 gather updated parameters beside the next step's first forwards
+    late_gathers: bool = False  # ZeRO-1 and 2 gather updated parameters beside the next step's first forwards, as fsdp2 does, too
     parameter_gathers: bool = False  # ZeRO-3 fetches each parameter by itself and waits for it
     joined_pieces: bool = (
         False  # with parameter_gathers: in one piece, not one of each rank (DeepSpeed since October 2021)

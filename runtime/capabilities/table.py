@@ -36,7 +36,6 @@ _OTHER_SOFTWARE = {
     "kept_outputs": "frees what a stage has sent",
     "blocking_launches": "does not wait for each kernel",
     "parameter_gathers": "gathers whole blocks",
-    "late_gathers": "gathers at the end of a step",
     "hidden_dispatch": "computes one micro-batch at a time",
     "merged_dispatch": "sends a token to each expert",
 }

@@ -331,6 +331,7 @@ class _Step:
         self._lowered[index].announce(last=last)
         is_last = index == len(self._stages) - 1
         with self._counting(index, "F", often):
+            self._lowered[index].gather_ahead()  # in the first micro-batch: then all is there
             arrived = received(handed, self._live)
             outputs = self._forward(index, arrived, inputs)
             ways = ways_back(outputs, last=is_last)
@@ -388,8 +389,7 @@ class _Step:
         return _bytes_of(p for p in self._stages[index].parameters() if p not in self._own[index])
 
     def _gradient_bytes(self, index: int) -> int:
-        stage, lowered = self._stages[index], self._lowered[index]
-        own = self._own[index]
+        stage, lowered, own = self._stages[index], self._lowered[index], self._own[index]
         shares = [p.grad for p in own if p.grad is not None]
         whole = [p.grad for p in stage.parameters() if p.grad is not None and p not in own]
         return max(_bytes_of(shares), lowered.buffer_bytes()) + _bytes_of(whole) + accumulated_bytes(stage)

@@ -75,7 +75,9 @@ def _strategies(draw: st.DrawFn) -> Strategy:
         mesh=Mesh(**sizes),
         shard=Shard(zero=draw(st.integers(1, 3)) if sizes["dp_shard"] > 1 else often(0, 1)),
         pipeline=Pipeline(
-            schedule=schedule, virtual_stages=chunks // pp, stage_blocks=(4 // chunks,) * chunks
+            schedule=schedule,
+            virtual_stages=chunks // pp,
+            stage_blocks=tuple(4 * (i + 1) // chunks - 4 * i // chunks for i in range(chunks)),
         ),
         execution=replace(
             Execution(dtype=often("fp32", "bf16", "fp8"), kernels=often("eager", "compiled", "fused")),

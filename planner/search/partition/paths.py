@@ -100,7 +100,7 @@ class SchedulePaths:
         for at, (rank, wait, link) in enumerate(zip(table.rank, table.wait, table.link, strict=True)):
             if link < 0 and first[rank] < 0:
                 first[rank] = at
-            if wait >= 0:
+            if wait >= 0 and table.rank[wait] != rank:  # not what it gathers itself
                 receiver.setdefault(wait, at)
                 sent[table.rank[wait]] = max(sent[table.rank[wait]], wait)
         found = []

@@ -45,12 +45,18 @@ from tests.toy_graphs import toy_transformer
 FOREVER = float("inf")
 OWN = "own runtime"  # whose parameters and gradients come and go in a step of one micro-batch
 APART = "reductions beside nothing"
+LATE = "updated parameters gathered beside forwards"
 SLOW_BUSES = ("a100-pcie-80gb:4x2", "l40s:2x2")  # here with faster links between nodes than inside
 CASES = [
     (cluster, scale, kernels)
     for cluster in ("h100-sxm:1x4", "a100-pcie-80gb:2x2", "cpu-gloo:1x4")
     for scale, kernels in ((1, "fused"), (8, "eager"), (16, "fused"), (8, OWN), (16, OWN))
-] + [(SLOW_BUSES[0], 16, OWN), (SLOW_BUSES[1], 1, "fused"), ("h100-sxm:2x2", 8, APART)]
+] + [
+    ("h100-sxm:2x2", 8, LATE),
+    (SLOW_BUSES[0], 16, OWN),
+    (SLOW_BUSES[1], 1, "fused"),
+    ("h100-sxm:2x2", 8, APART),
+]
 
 
 def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
@@ -60,11 +66,12 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
     )  # fmt: skip
     own, param = kernels == OWN, "fp32" if scale == 8 else "bf16"
     execution = Execution(
-        kernels="eager" if own or kernels == APART else kernels,
+        kernels="eager" if kernels in (OWN, APART, LATE) else kernels,
         dtype="fp32" if cluster.startswith("cpu") else "bf16",
         param_dtype=param,
         grad_dtype=param if own else "fp32",
         fsdp2=own,
+        late_gathers=kernels == LATE,
     )
     devices = load_cluster(cluster)
     if cluster in SLOW_BUSES:

@@ -69,11 +69,11 @@ def test_a_path_is_as_long_as_the_step_and_never_longer_for_other_costs(
 
 
 @settings(max_examples=60)
-@given(case=st.sampled_from(CASES), overlap=st.booleans(), data=st.data())
+@given(case=st.sampled_from(CASES), overlap=st.booleans(), late=st.booleans(), data=st.data())
 def test_no_path_that_a_timetable_shows_unasked_is_longer_than_the_step(
-    case: tuple[str, int, int, int], overlap: bool, data: st.DataObject
+    case: tuple[str, int, int, int], overlap: bool, late: bool, data: st.DataObject
 ) -> None:
-    timetable = prepare(build_schedule(*case), overlap=overlap)
+    timetable = prepare(build_schedule(*case), overlap=overlap, late_gathers=late)
     costs = draw_costs(data, timetable)
     step_s = pipeline_times(timetable, costs).step_time_s
     rows = SchedulePaths(timetable).rows
