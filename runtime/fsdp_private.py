@@ -44,6 +44,13 @@ def drop_copies(module: nn.Module) -> None:
                 parameter._sharded_post_forward_param_data = None
 
 
+def wait_where_needed(module: nn.Module) -> None:
+    """Let gathers of parameters, also those ahead of a backward pass, be waited for by the unit that needs them, not where they begin."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit._set_unshard_async_op(True)
+
+
 def reduce_accumulated(module: nn.Module) -> None:
     """Let FSDP2 reduce and scatter the gradients that it has been told to keep whole, and free parameters.
 

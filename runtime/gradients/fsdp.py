@@ -20,6 +20,7 @@ from itertools import pairwise
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,6 +32,7 @@ from autoparallel.runtime.fsdp_private import (
     gradients_as_summed,
     reduce_unit,
     regathered_from,
+    wait_where_needed,
     whole_weights,
 )
 from autoparallel.runtime.gradients.copies import cast_copies
@@ -86,12 +88,8 @@ def shard_data(
     placed = partial(_placed, axis.size()) if copies is None else None
     ignored = copied | _shard_experts(experts, mesh, policy, reshard=zero == 3)
     unit = partial(
-        fully_shard,
-        mesh=axis,
-        reshard_after_forward=zero == 3,
-        ignored_params=ignored,
-        shard_placement_fn=placed,
-    )
+        fully_shard, mesh=axis, reshard_after_forward=zero == 3, ignored_params=ignored, shard_placement_fn=placed
+    )  # fmt: skip
     with regathered_from(copies):
         for block in unshared_blocks(module, [path for path in blocks if path not in entered]):
             if any(p not in ignored for p in block.parameters()):
@@ -109,6 +107,8 @@ def shard_data(
     cast_copies(module, copied, dtype)
     if mesh.sizes.pp > 1:
         _gather_ahead_in_order(module, blocks)
+    if zero == 3 and dist.get_backend(axis.get_group()) == dist.Backend.GLOO:
+        _gather_beside(module, blocks)
     return copied
 
 
@@ -132,6 +132,15 @@ def _gather_ahead_in_order(module: nn.Module, blocks: Sequence[str]) -> None:
     units = [unit for unit in map(module.get_submodule, blocks) if isinstance(unit, FSDPModule)]
     for before, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([before])
+
+
+def _gather_beside(module: nn.Module, blocks: Sequence[str]) -> None:
+    """Beside a block the next one is gathered, as FSDP2 does by streams of its own where the host does not wait for gathers. On Gloo
+    it does: unless a gather is waited for only where it is needed, nothing runs beside it."""
+    wait_where_needed(module)
+    units = [unit for unit in map(module.get_submodule, blocks) if isinstance(unit, FSDPModule)]
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def set_scatters(
