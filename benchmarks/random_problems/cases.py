@@ -8,7 +8,9 @@ from typing import Any
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.strategy.stacks import stack_values
 from autoparallel.planner.strategy.types import Execution
+from autoparallel.profiles.stacks import stack_names
 from benchmarks.random_problems.clusters import DrawnCluster, draw_cluster, pick
 from benchmarks.random_problems.families import Model, draw_model
 from benchmarks.random_problems.sizes import log_uniform, rounded
@@ -56,10 +58,12 @@ def draw_case(seed: int, number: int) -> Case:
     )
     model = draw_model(rng, cluster.devices, memory)
     common = frozenset.intersection(*(frozenset(group.device.peak_flops) for group in cluster.groups))
+    batch, constraints = _batch(rng, model, cluster.devices), _constraints(rng, model, cluster.devices)
+    execution = _execution(rng, common)
+    software = _software(Random(f"{seed}/{number}/software"), str(execution.get("dtype", Execution().dtype)))
     return Case(
-        seed=seed, number=number, model=model, cluster=drawn, global_batch=_batch(rng, model, cluster.devices),
-        constraints=_constraints(rng, model, cluster.devices), execution=_execution(rng, common),
-        allow_lossy=rng.random() < 0.15,
+        seed=seed, number=number, model=model, cluster=drawn, global_batch=batch, constraints=constraints,
+        execution={**software, **execution}, allow_lossy=rng.random() < 0.15,
     )  # fmt: skip
 
 
@@ -96,6 +100,13 @@ def _execution(rng: Random, peaks: frozenset[str]) -> dict[str, Any]:
     if rng.random() < 0.06:
         found["async_tp"] = True
     return found
+
+
+def _software(rng: Random, dtype: str) -> dict[str, Any]:
+    """What a stack that people train with does of its own accord; mostly none."""
+    if rng.random() >= 0.3:
+        return {}
+    return dict(stack_values(rng.choice(stack_names()), dtype))
 
 
 def _constraints(rng: Random, model: Model, devices: int) -> dict[str, object]:
