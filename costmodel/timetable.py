@@ -104,7 +104,7 @@ class _Builder:
         the rest, for which those of further stages wait."""
         for stage in stages:
             self.gathered[stage] = len(self.actions)
-            for kind in (3, 4) if stage is not stages[-1] else (3,):
+            for kind in (3, 4):
                 message = kind * len(self.homes) + stage
                 self._add(Action(stage, K.STEP), (rank, -1, -1, self._link(rank, -2), message))
 

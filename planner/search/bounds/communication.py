@@ -42,6 +42,7 @@ class Communication:
     regather_each_s: Floats
     step_s: Floats  # to update one parameter and gather it again,
     step_least_s: Floats  # and any at all
+    updated_s: Floats  # to gather one beside the next step's first forward
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
     gather_expert_s: Floats
     step_expert_s: Floats

@@ -30,7 +30,7 @@ Known = dict[int, tuple[float, ...]]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
 GATHERED = ("gather_s", "gather_each_s", "regather_s", "regather_each_s")
 EXCHANGED = ("reduce_s", "reduce_least_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
-STEPPED = ("step_s", "step_expert_s", "step_least_s")
+STEPPED = ("step_s", "step_least_s", "updated_s", "step_expert_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,21 +146,22 @@ class ExchangePrices:
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example(found, row)
-            line = update_line(self.book, strategy, mesh_axes(strategy), whole)
-            return line.each_s, line.least_s
+            axes = mesh_axes(strategy)
+            line = update_line(self.book, strategy, axes, whole)
+            late = gathers_late(strategy)
+            updated_s = self.book.updated_gather_s(whole, strategy, axes) / whole if late else 0.0
+            return line.each_s, line.least_s, updated_s
 
         def of_experts(row: int) -> tuple[float, ...]:
             strategy = self._example(found, row)
             return (update_s(self.book, strategy, mesh_axes(strategy), whole, whole) / whole,)
 
         prices = np.zeros((len(found), len(STEPPED)))
-        prices[:, [STEPPED.index(name) for name in ("step_s", "step_least_s")]] = looked_up(
-            self._stepped, keys(self.groups.shards), price, 2
-        )
+        prices[:, :3] = looked_up(self._stepped, keys(self.groups.shards), price, 3)
         rows = np.flatnonzero(self._column("all_experts", found) > 0)  # then their shards are elsewhere
         if len(rows):
             known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
-            prices[rows, 1] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 1)[:, 0]
+            prices[rows, 3] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 1)[:, 0]
         return prices
 
     def _column(self, name: str, found: Variants) -> Floats:

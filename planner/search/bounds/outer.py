@@ -275,6 +275,11 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
     shapes = outer.space.shapes.take(found.shape)
     slow, slow_comm = slowdowns(outer.book)
     least, ends, most = _blocks_per_chunk(outer, shapes.pp)
+    # A model of one stage ends its first forward when all parameters have come, and not before.
+    waits_s = np.maximum(
+        communication.updated_s * (table.all_parameters - table.all_experts) - table.all_forward_s, 0.0
+    )
+    waits_s *= shapes.pp == 1
     return Rows(
         shapes=shapes,
         table=table,
@@ -288,9 +293,11 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         + communication.reduce_expert_s * table.all_expert_trainable,
         **_gathers_s(outer, communication, table),
         group_step_s=communication.step_s * table.group_trainable
-        + communication.step_expert_s * table.group_expert_trainable,
+        + communication.step_expert_s * table.group_expert_trainable
+        + waits_s / max(outer.repeated, 1),
         all_step_s=communication.step_s * table.all_trainable
-        + communication.step_expert_s * table.all_expert_trainable,
+        + communication.step_expert_s * table.all_expert_trainable
+        + waits_s,
         kind_reduce_s=_of_kinds(table, communication.reduce_s, communication.reduce_expert_s, "trainable"),
         kind_step_s=_of_kinds(table, communication.step_s, communication.step_expert_s, "trainable"),
         step_s=communication.step_s,

@@ -322,8 +322,9 @@ class RankBounds:
         for free, kept, again_s in (
             (room.free, room.kept, room.again_s), (room.free_all, room.kept_all, room.again_least_s),
         ):  # fmt: skip
-            with_recompute = room_s + self.hides_once_s + again_s * free
-            with_recompute /= self.per_block_s - self.hides_s + again_s * self.per_block_bytes
+            spare_s = room_s + self.hides_once_s + again_s * free
+            each_s = self.per_block_s - self.hides_s + again_s * self.per_block_bytes
+            with_recompute = np.where(each_s > 0, spare_s / each_s, np.inf)  # else all of it may be hidden
             limit = np.minimum(limit, np.maximum(with_recompute, kept))
         limit = np.where((limit < 0) & ~room.none, 0.0, limit)  # none of these, which needs no room for one
         n = np.minimum(n, np.where(np.isnan(limit), np.inf, limit))

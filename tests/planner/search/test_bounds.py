@@ -27,7 +27,7 @@ from autoparallel.planner.search.bounds.outer import (
     spread_families,
 )
 from autoparallel.planner.search.bounds.paths import weigh
-from autoparallel.planner.search.bounds.ranks import rates_of
+from autoparallel.planner.search.bounds.ranks import RankBounds, rates_of
 from autoparallel.planner.search.evaluate import Evaluation, evaluate
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
 from autoparallel.planner.search.partition.paths import SchedulePaths
@@ -45,6 +45,7 @@ from tests.toy_graphs import toy_transformer
 FOREVER = float("inf")
 OWN = "own runtime"  # whose parameters and gradients come and go in a step of one micro-batch
 APART = "reductions beside nothing"
+SLOW = "reductions that take longer than all computation"
 LATE = "updated parameters gathered beside forwards"
 SLOW_BUSES = ("a100-pcie-80gb:4x2", "l40s:2x2")  # here with faster links between nodes than inside
 CASES = [
@@ -66,7 +67,7 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
     )  # fmt: skip
     own, param = kernels == OWN, "fp32" if scale == 8 else "bf16"
     execution = Execution(
-        kernels="eager" if kernels in (OWN, APART, LATE) else kernels,
+        kernels="eager" if kernels in (OWN, APART, LATE, SLOW) else kernels,
         dtype="fp32" if cluster.startswith("cpu") else "bf16",
         param_dtype=param,
         grad_dtype=param if own else "fp32",
@@ -74,6 +75,10 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         late_gathers=kernels == LATE,
     )
     devices = load_cluster(cluster)
+    if kernels == SLOW:
+        inner, outermost = devices.levels
+        far = replace(outermost, bytes_per_s=outermost.bytes_per_s / 100)
+        devices = replace(devices, levels=(inner, far))
     if cluster in SLOW_BUSES:
         inner, outermost = devices.levels
         fast = replace(outermost, bytes_per_s=4 * inner.bytes_per_s)
@@ -148,6 +153,23 @@ def test_no_bound_exceeds_the_simulation(cluster: str, scale: int, kernels: str)
             assert bound_variants(tight, one, FOREVER).time_s[0] <= found.step_time_s * (1 + 1e-9), shown
         _paths_are_below(tight, one, chosen, found, shown)
         _stage_problem_is_below(outer, chosen, partition, shown, random_partition(rng, outer, chosen))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_what_communication_hides_leaves_room_for_no_fewer_blocks(share: float) -> None:
+    outer = outer_for("h100-sxm:2x2", 8, SLOW)
+    shapes = np.flatnonzero(outer.space.shapes.pp == 2)
+    every, _ = expand_shapes(outer, shapes, FOREVER, memory=True)
+    bounds = RankBounds(outer.problem, rows_of(outer, every), 2)
+    fits = bounds.base_bytes + bounds.running_bytes + bounds.per_block_bytes * len(outer.chain.kinds)
+    room = bounds.room(float(np.median(fits)) * share)
+    for time_s in (0.1, 1.0, 100.0):
+        limit_s, hides_s = np.full(len(every), time_s), bounds.hides_s
+        with np.errstate(all="ignore"):
+            found = bounds.most_blocks(limit_s, room)
+            bounds.hides_s = np.zeros_like(hides_s)
+            assert (found >= bounds.most_blocks(limit_s, room)).all()
+        bounds.hides_s = hides_s
 
 
 @pytest.mark.parametrize(("cluster", "scale", "kernels"), CASES[::2])
