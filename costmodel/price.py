@@ -205,10 +205,12 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         for message in (stage.send, stage.received)
     )
     updated_s = sum(pricer.collective_s(collective, program.axes) for collective in stage.after_step)
-    late = program.late_gathers
-    waited_s = _waited_s(stage, forward, updated_s, interference) if late else 0.0
+    late, forward_phase = program.late_gathers, _run(forward, [], interference)[0]
+    waited_s = 0.0
+    if late and updated_s:
+        waited_s = _with_gathers_s(stage, forward, updated_s, interference) - forward_phase.total_s
     return StageCost(
-        forward=_run(forward, [], interference)[0],
+        forward=forward_phase,
         backward=last_backward if every else _run(both, [], interference)[0],
         backward_input=_run(input_passes, [], interference)[0],
         backward_weight=last_weight if every else _run(weights, [], interference)[0],
@@ -369,19 +371,17 @@ def _run(
     return phase(_sum(total, {"dp_comm": times.exposed_s})), times.tail_s
 
 
-def _waited_s(
+def _with_gathers_s(
     stage: StageWork, forward: Sequence[tuple[Pass, int]], gather_s: float, interference: Interference
 ) -> float:
-    """Seconds after the gather of updated parameters has begun from which on a forward waits for none of them: they come block by block,
-    in the order in which they run."""
-    numbers = sum(block.parameters * count for block, count in stage.blocks)
-    if gather_s <= 0.0 or not numbers:
-        return 0.0
+    """Seconds of a forward that begins with the gather of all its parameters: they come block by block, in the order in which they
+    run."""
+    numbers = max(sum(block.parameters * count for block, count in stage.blocks), 1)
     beside = [
         (replace(one, gather_s=gather_s * block.parameters / numbers), count)
         for (one, count), (block, _) in zip(forward, stage.blocks, strict=True)
     ]
-    return _run(beside, [], interference)[0].total_s - _run(forward, [], interference)[0].total_s
+    return _run(beside, [], interference)[0].total_s
 
 
 def _step_phase(stage: StageWork, program: Program, device: Device, pricer: Pricer, gather_s: float) -> Phase:

@@ -46,9 +46,8 @@ def drop_copies(module: nn.Module) -> None:
 
 def wait_where_needed(module: nn.Module) -> None:
     """Let gathers of parameters, also those ahead of a backward pass, be waited for by the unit that needs them, not where they begin."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit._set_unshard_async_op(True)
+    assert isinstance(module, FSDPModule)
+    module._set_unshard_async_op(True)  # of all units within, too
 
 
 def reduce_accumulated(module: nn.Module) -> None:

@@ -30,8 +30,8 @@ class LinkSizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """Bytes: of the last reduction (of the link behind), which goes when gradients of this link are reduced; of what is gathered for the
-    link ahead, which runs back next. `inside`: what the walk adds for both neighbours of units that are reduced and gathered while those run. `ending`: the root unit
-    of the stage, beside its first link, the last to run back; `gone`, what repeated blocks have freed by then where gradients are summed
+    link ahead, which runs back next. `inside`: what the walk adds for both neighbours of units that are reduced and gathered while those
+    run. `ending`: the root unit of the stage, beside its first link, the last to run back; `gone`, what repeated blocks have freed by then where gradients are summed
     up: those, and parameters. `alone`: no other link is in the stage."""
 
     reduced: int = 0

@@ -235,9 +235,8 @@ class PipelineModule(nn.Module):
             return scalar(to_plain(loss_fn(to_plain(output), target)))
 
         self._ties.begin()
-        for lowered in self._lowered.values():
+        for _, lowered in sorted(self._lowered.items()):  # in the order in which they run
             lowered.begin(count)
-        for _, lowered in sorted(self._lowered.items()):
             lowered.gather_ahead()
         mean = self._runner.step(batches, wanted, loss)
         first = min(self._by_index)

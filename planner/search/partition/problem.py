@@ -28,9 +28,7 @@ class Q(IntEnum):
     TIED = 10  # the exchange of gradients of tied tensors
     REDUCE = 11  # what is left of the reduction after the last backward, alone
     REDUCE_AFTER_WEIGHT = 12  # likewise after the last weight gradients
-    UPDATED = (
-        13  # what a first forward waits for of the gather of updated parameters where that runs beside it
-    )
+    UPDATED = 13  # what a first forward waits for of updated parameters that are gathered beside it
     STATE = 14
     SAVED = 15
     WEIGHT_SAVED = 16
