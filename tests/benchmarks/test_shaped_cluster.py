@@ -41,7 +41,7 @@ def _seconds(links: Links, source: int, target: int) -> float:
         text=True,
         check=True,
     )
-    receiver.wait(timeout=10)
+    receiver.wait(timeout=120)
     return float(done.stdout)
 
 
@@ -69,7 +69,7 @@ def test_nothing_is_left_of_a_cluster_whose_process_is_killed() -> None:
     assert all(name in _there() for name in names)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(name in _there() for name in names):
         assert time.monotonic() < deadline, "namespaces outlive their process"
         time.sleep(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.recurrent import stepwise
+from tests.work import calls
 
 WIDTH, HIDDEN = 6, 8
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -93,9 +93,7 @@ def test_step_by_step_is_what_torch_computes(kind: str, setting: str) -> None:
 
 def test_length_costs_little() -> None:
     module = Series("LSTM")
-    taken = []
-    for steps in (40, 40, 2000):
-        started_s = time.process_time()
-        capture(module, torch.randn(2, steps, WIDTH), name="x")
-        taken.append(time.process_time() - started_s)
-    assert taken[2] < 8 * taken[1]
+    _, short, long = (
+        calls(lambda n=n: capture(module, torch.randn(2, n, WIDTH), name="x")) for n in (40, 40, 2000)
+    )
+    assert long < 2 * short, f"{long:,} calls against {short:,}"

@@ -427,7 +427,7 @@ def test_an_interrupt_ends_cleanly_and_leaves_no_half_file(tmp_path: Path) -> No
     )  # fmt: skip
     time.sleep(3.0)
     process.send_signal(signal.SIGINT)
-    said, complaint = process.communicate(timeout=60)
+    said, complaint = process.communicate(timeout=120)
     assert "Traceback" not in complaint, complaint
     assert said == ""
     left = list(out.iterdir())

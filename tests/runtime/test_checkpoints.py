@@ -249,7 +249,7 @@ with Signals() as signals:
 
 def test_a_forked_child_ends_when_it_is_told_to_as_a_data_loader_wants() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == [str(-signal.SIGTERM), "NOTHING"]
 

@@ -48,7 +48,7 @@ def _runs(pid: int) -> bool:
 
 
 def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.002)
