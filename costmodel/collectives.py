@@ -30,15 +30,10 @@ _FACTORS = {
 }  # what a library's own way of doing it costs, relative to the forms below
 
 
-Paths = dict[tuple[tuple[str, ...], tuple[Axis, ...], str], tuple[Crossing, ...]]
-
-
-def collective_s(
-    collective: Collective, axes: Sequence[Axis], cluster: Cluster, paths: Paths | None = None
-) -> float:
+def collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> float:
     """Seconds of one collective in a training step: longer than alone where its group leaves the innermost level, for
-    nodes do not arrive together, and share the network. `paths` remembers the levels that groups of this cluster cross."""
-    path = _path(collective, axes, cluster, {} if paths is None else paths)
+    nodes do not arrive together, and share the network."""
+    path = _path(collective, axes, cluster)
     if not path:
         return 0.0
     constants = cluster.device.constants
@@ -53,22 +48,18 @@ def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cl
     stride of the axes that it spans. One rank, or no bytes, costs nothing. `auto` takes the cheapest
     algorithm that a library has: `hierarchical` runs only where it is asked for. Raises UserError for an unknown algorithm or compression, and where the group does not fit.
     """
-    path = _path(collective, axes, cluster, {})
+    path = _path(collective, axes, cluster)
     return _alone_s(collective, axes, path, cluster) if path else 0.0
 
 
-def _path(
-    collective: Collective, axes: Sequence[Axis], cluster: Cluster, paths: Paths
-) -> tuple[Crossing, ...]:
+def _path(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> tuple[Crossing, ...]:
     """The levels that the group crosses; none where it has one rank or nothing to send."""
     if collective.algorithm not in ALGORITHMS:
         raise UserError(
             f"unknown algorithm `{collective.algorithm}` of {collective.op}; one of {', '.join(ALGORITHMS)}"
         )
-    key = (collective.axes, tuple(axes), pattern_of(collective))
-    if key not in paths:
-        paths[key] = crossings(collective.axes, axes, cluster, key[2])
-    return paths[key] if collective.size_bytes else ()
+    found = crossings(collective.axes, axes, cluster, pattern_of(collective))
+    return found if collective.size_bytes else ()
 
 
 def _alone_s(

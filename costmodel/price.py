@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from autoparallel.costmodel.buckets import Bucket, fill_buckets
-from autoparallel.costmodel.collectives import Paths, collective_s
+from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.contention import Shares, excess, port_shares
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.kernels import FROM_DISK, HOST_COPY, SERVED, device_s, host_s
@@ -87,7 +87,6 @@ class Pricer:
     cluster: Cluster
     kernels: dict[tuple[Kernel, str, str], tuple[float, float]] = field(default_factory=dict)
     collectives: dict[tuple[Collective, tuple[Axis, ...]], float] = field(default_factory=dict)
-    paths: Paths = field(default_factory=dict)  # whatever is sent along them
     shares: dict[tuple[Collective, tuple[Axis, ...]], Shares] = field(default_factory=dict)
     passes: dict[tuple[int, str, str], PassKernels] = field(default_factory=dict)
 
@@ -129,7 +128,7 @@ class Pricer:
         axes = tuple(axis for axis in axes if axis.name in collective.axes and axis.size > 1)
         key = (collective, axes)
         if key not in self.collectives:
-            self.collectives[key] = collective_s(collective, axes, self.cluster, self.paths)
+            self.collectives[key] = collective_s(collective, axes, self.cluster)
         return self.collectives[key]
 
     def port_shares(self, collective: Collective, axes: tuple[Axis, ...]) -> Shares:

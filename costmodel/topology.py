@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from autoparallel.costmodel.links import RING, linked
 from autoparallel.costmodel.program import Axis
@@ -52,7 +53,14 @@ def crossings(
     with d * s dividing L: where groups do not line up with units, the worst placed group counts. What an
     irregular network gives depends on who talks to whom (`pattern`).
     """
-    members = [axis for axis in axes if axis.name in names and axis.size > 1]
+    members = tuple(axis for axis in axes if axis.name in names and axis.size > 1)
+    key = (*((axis.size, axis.stride) for axis in members), pattern)
+    if (known := cluster.crossed.get(key)) is None:
+        known = cluster.crossed[key] = _crossings(members, cluster, pattern)
+    return known
+
+
+def _crossings(members: Sequence[Axis], cluster: Cluster, pattern: str) -> tuple[Crossing, ...]:
     constants = cluster.device.constants
     found: list[Crossing] = []
     inside = 1
@@ -72,11 +80,11 @@ def crossings(
                 )
             )
             inside = within
-    total = ranks_of(names, axes)
+    total = prod(axis.size for axis in members)
     if inside < total:
         last = cluster.levels[-1]
         raise UserError(
-            f"a group of {total} ranks over {'+'.join(names)} does not fit in cluster `{cluster.name}`: "
+            f"a group of {total} ranks over {'+'.join(axis.name for axis in members)} does not fit in cluster `{cluster.name}`: "
             f"its outermost level `{last.name}` joins {last.size} devices"
         )
     if cluster.network is not None and found and found[-1].index == len(cluster.levels) - 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 ANY_SIZE = 2**31  # a box's outermost level takes any number of devices
 
@@ -180,6 +181,9 @@ class Cluster:
     )  # of the levels' figures
     network: Network | None = None  # what stands behind the outermost level, where that is irregular
     failures: Failures | None = None
+    crossed: dict[object, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # what `costmodel.topology.crossings` found: every price of a collective asks for it
 
     @property
     def nodes(self) -> int:

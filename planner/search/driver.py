@@ -43,7 +43,7 @@ TRIES = 4  # variants of one size tried until one fits
 MUCH_BETTER = (
     0.7  # times what was found: the bound of a schedule that may take a second to lay out. Kind: choice
 )
-ENOUGH = 3  # starts that fit, with which none are looked for that need least memory
+ENOUGH = 3  # starts that fit, with which none are looked for that need least memory, though some did not fit
 LAST_POLISHES = 3  # at the end of a search that proved its answer
 LAST_SHARE = 0.2  # of all work, once it is done, to end what was begun. Kind: choice
 AGAIN = 4.0  # looks at what was looked at before get so much less of the work. Kind: choice
@@ -154,7 +154,7 @@ class Search:
 
     def _improve(self) -> bool:
         """One step of the local search; False where it has nothing left to do."""
-        climbs_first = self._climbed < CLIMBS and self._polishing is None
+        climbs_first = self._was_polished and self._climbed < CLIMBS and self._polishing is None
         self.settled = not (
             self._climb_on() or self._polish_on() if climbs_first else self._polish_on() or self._climb_on()
         )
@@ -202,8 +202,11 @@ class Search:
             improve_details(self.sims, chosen, self.sims.candidates[chosen])
 
     def _to_polish(self) -> list[Candidate]:
-        """The incumbent, and of the candidates near it that have not been polished those that promise most."""
+        """The incumbent, and of the candidates near it that have not been polished those that promise most; the first time the
+        incumbent alone."""
         own, problem = self.sims.chosen, self.outer.problem
+        if own is not None and not self._was_polished and not self._is_far_behind():
+            return [own]
         values = {
             one: objective_value(problem, found)
             for one, found in (self.sims.candidates.items() if self.climbs else ())
@@ -253,7 +256,7 @@ class Search:
             self.dual.upcoming, self.only, self.most_actions, self.most_groups
         )
         self.sims.work += spending.PER_START * looked_at
-        left, found = self.starts, set[object]()
+        left, found, in_vain = self.starts, set[object](), False
         for promised in promises:
             for chosen, bound_s in promised[:TRIES] if left else ():
                 yield
@@ -263,8 +266,9 @@ class Search:
                     left -= 1
                     found.add(chosen.size)
                     break
+                in_vain = True
         yield from self._start_large(large)
-        if left <= self.starts - ENOUGH:
+        if left <= self.starts - ENOUGH or not (in_vain or self.sims.nothing_fits):
             return
         args = self.dual.upcoming, self.only, self.most_actions
         for chosen, bound_s in smallest_first(*args):

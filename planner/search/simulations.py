@@ -140,8 +140,7 @@ class Simulations:
 
     def relaxed(self, chosen: Candidate, problem: StageProblem) -> Value:
         """What the linear relaxation of a candidate's stage problem says that no partition goes below."""
-        kinds = len(self.outer.chain.groups)
-        self.work += spending.PER_RELAXATION + spending.PER_CHUNK * chosen.chunks * kinds
+        self.work += spending.PER_RELAXATION + spending.PER_TERM_RELAXED * problem.terms
         least_s = relaxed_bound_s(problem, problem.paths)
         return NOTHING if least_s is None else self.outer.problem.value_of(least_s, 0.0, chosen.mesh.devices)
 
@@ -228,6 +227,7 @@ class Simulations:
         home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
         whole = problem
         for _ in range(ROOMS_TRIED):
+            self.work += spending.PER_TERM_FILLED * problem.terms
             partition = quick_partition(problem)
             if partition is None and (self.nothing_fits or self._is_short):
                 partition = smallest_partition(problem, self.spend)

@@ -88,7 +88,8 @@ def unpipelined(
     open_ = np.isfinite(bounds.time_s)
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
-    kept = np.flatnonzero(open_)
+    near = open_ & (outer.communication.inner_placements(found) == 0)  # elsewhere prices are not known yet
+    kept = np.flatnonzero(near if near.any() else open_)
     kept = kept[np.argsort(bounds.time_s[kept], kind="stable")][:UNPIPELINED_BOUNDED]
     time_s = bound_variants(outer, found.take(kept), inf).time_s
     best = np.argsort(time_s, kind="stable")

@@ -102,6 +102,11 @@ class StageProblem:
         """The problem with further paths."""
         return replace(self, paths=(*self.paths, *(row for row in rows if row not in self.paths)))
 
+    @property
+    def terms(self) -> int:
+        """Terms of all rows: what the work on a problem grows with."""
+        return sum(len(row.terms) for row in (*self.paths, *self.memory))
+
     def room(self, row: Row) -> int:
         """What a row of memory may come to."""
         return self.capacity_bytes if row.capacity_bytes is None else row.capacity_bytes

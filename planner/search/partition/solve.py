@@ -31,6 +31,7 @@ from autoparallel.planner.search.partition.problem import (
     most_amounts,
     partition_fits,
     partition_value,
+    starts_of,
     without_idle_rows,
 )
 from autoparallel.planner.search.partition.small_numbers import in_small_numbers
@@ -39,12 +40,12 @@ from autoparallel.planner.search.partition.small_numbers import in_small_numbers
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.13
 SHORT = 0.1  # of it, for a first look at a problem, and where a good partition is wanted and no proof
-PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
+PER_EFFORT = 9000.0  # milliseconds on one core for one unit of it. Kind: measured
 # Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a partition that is
 # excluded. Kind: measured
-PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.008, 0.01
+PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.015, 0.01
 PER_NUMBER = (
-    1e-6  # and for each partition and term of a row, where all partitions are looked at. Kind: measured
+    3e-6  # and for each partition and term of a row, where all partitions are looked at. Kind: measured
 )
 FEW_CHUNKS = 4  # up to which presolving takes longer than the rest of the solve. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
@@ -71,8 +72,7 @@ def solve_stages(
     if not can_be_cut(problem):
         return _by_cp_sat(problem, known, hint)
     if spend is not None:
-        terms = sum(len(row.terms) for row in (*problem.paths, *problem.memory))
-        spend(PER_MODEL + PER_NUMBER * (len(problem.kinds) + 1) ** 2 * terms)
+        spend(PER_MODEL + PER_NUMBER * (len(problem.kinds) + 1) ** 2 * problem.terms)
 
     def ask(blocks: tuple[int, ...]) -> StageAnswer | None:
         return _by_cp_sat(replace(problem, blocks=blocks), known)
@@ -96,6 +96,8 @@ class _Known:
 def _by_cp_sat(problem: StageProblem, known: _Known, hint: Partition | None = None) -> StageAnswer | None:
     """`solve_stages`, by CP-SAT."""
     excluded, below, spend = known.excluded, known.below, known.spend
+    if not sum(problem.least) <= len(problem.kinds) <= sum(problem.most):
+        return None
     small, unit = in_small_numbers(without_idle_rows(problem), below)
     model = cp_model.CpModel()
     builder = _Builder(model, small)
@@ -120,8 +122,7 @@ def _by_cp_sat(problem: StageProblem, known: _Known, hint: Partition | None = No
     solver.parameters.max_deterministic_time = known.effort
     status = solver.solve(model)
     if spend is not None:
-        terms = sum(len(row.terms) for row in (*small.paths, *small.memory))
-        stated = PER_MODEL + PER_TERM * terms + PER_EXCLUDED * small.chunks * len(excluded)
+        stated = PER_MODEL + PER_TERM * small.terms + PER_EXCLUDED * small.chunks * len(excluded)
         spend(stated + PER_EFFORT * solver.response_proto.deterministic_time)
     if status == cp_model.INFEASIBLE:
         return None
@@ -189,40 +190,48 @@ class _Builder:
         self.last: dict[tuple[int, tuple[int, ...]], Linear] = {}
         self.after: dict[tuple[int, tuple[int, ...]], Linear] = {}
         self.cuts = list[cp_model.IntVar]()
+        # Where each chunk may start, and the last one end. Presolving finds that too, one chunk further at each look at all
+        # constraints, which it does not count as work.
+        starts = starts_of(len(problem.kinds), problem.least, [n.proto.domain[1] for n in self.blocks])
+        self.starts = [(start.start, start.stop - 1) for start in starts]
         if not self.uniform:
             self._positions()
 
     def _positions(self) -> None:
         """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end. And of each kind, how many blocks
         stand before these."""
-        model, n = self.model, len(self.problem.kinds)
         self._cut()
-        self.turns = [model.new_int_var(0, n, f"r{c}") for c in range(self.problem.chunks)]
-        for turn, cut, recomputed in zip(self.turns, self.cuts, self.recomputed, strict=False):
-            model.add(turn == cut + recomputed)
-        self.before_cuts = [self._of_each_kind(cut) for cut in self.cuts]
-        self.before_turns = (
-            [self._of_each_kind(turn) for turn in self.turns] if self.problem.recompute else []
-        )
+        self.before_cuts = [
+            self._of_each_kind(cut, first, last)
+            for cut, (first, last) in zip(self.cuts, self.starts, strict=True)
+        ]
+        self.before_turns: list[dict[int, Linear]] = []
+        for c, (cut, recomputed) in enumerate(zip(self.cuts, self.recomputed, strict=False)):
+            first, last = self.starts[c][0], self.starts[c + 1][1]
+            turn = self.model.new_int_var(first, last, f"r{c}")
+            self.model.add(turn == cut + recomputed)
+            if self.problem.recompute:
+                self.before_turns.append(self._of_each_kind(turn, first, last))
 
     def _cut(self) -> None:
         """cuts[c], unless it is there."""
         if not self.cuts:
-            every = len(self.problem.kinds)
-            self.cuts = [self.model.new_int_var(0, every, f"s{c}") for c in range(self.problem.chunks + 1)]
-            self.model.add(self.cuts[0] == 0)
+            self.cuts = [
+                self.model.new_int_var(first, last, f"s{c}") for c, (first, last) in enumerate(self.starts)
+            ]
             for start, end, blocks in zip(self.cuts, self.cuts[1:], self.blocks, strict=False):
                 self.model.add(end == start + blocks)
 
-    def _of_each_kind(self, position: cp_model.IntVar) -> dict[int, Linear]:
-        """By kind, how many of the blocks before a position are of it; what is not of the others is of the last."""
-        *kinds, last = sorted(set(self.problem.kinds))
+    def _of_each_kind(self, position: cp_model.IntVar, first: int, last: int) -> dict[int, Linear]:
+        """By kind, how many of the blocks before a position from `first` to `last` are of it; what is not of the others is of the
+        last kind."""
+        *kinds, rest = sorted(set(self.problem.kinds))
         found: dict[int, Linear] = {}
         for kind in kinds:
             table = list(accumulate((int(k == kind) for k in self.problem.kinds), initial=0))
-            found[kind] = self.model.new_int_var(0, table[-1], "")
+            found[kind] = self.model.new_int_var(table[first], table[last], "")
             self.model.add_element(position, table, found[kind])
-        return {**found, last: position - sum(found.values())}
+        return {**found, rest: position - sum(found.values())}
 
     def amounts(self, index: int) -> list[Linear]:
         """Per chunk, how much of a quantity it needs: A[q, c], or a variable that is at least that."""
