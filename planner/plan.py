@@ -58,7 +58,7 @@ __all__ = [
 
 # Work after which a search without a time limit stops, proved or not, so that equal inputs give equal plans on any machine
 # (`Search.work`, about milliseconds). In any case:
-MOST_WORK = 12_000.0
+MOST_WORK = 10_000.0
 # Where the gap is small, after so much as soon as nothing better was found for so long. Kind: measured
 SMALL_GAP, EARLY, SHORT_IDLE = 0.02, 1500.0, 700.0
 # Where it is not far from that, once the local search has nothing left, and the pace of the last `LATELY` will not make it small.

@@ -6,19 +6,19 @@ Only their sum matters, for a limit that is the same on every machine. Kind: mea
 from __future__ import annotations
 
 PER_SETTING = 0.8  # priced, for each distinct block
-PER_VARIANT = 0.004  # bounded as a whole
-PER_START = 0.008  # looked at for strategies to start from
-PER_RANK = 0.006  # and rank by rank, or chunk by chunk by its schedule's paths
-PER_FAMILY_RANK = 0.004  # and a family rank by rank, most of which are ruled out at one look
-PER_PASS = 2.0  # over variants, however few
-PER_RANK_PASS = 20.0  # and over their ranks, which a bracket is halved for some ten times
+PER_VARIANT = 0.001  # bounded as a whole
+PER_START = 0.004  # looked at for strategies to start from
+PER_RANK = 0.004  # and rank by rank, or chunk by chunk by its schedule's paths
+PER_FAMILY_RANK = 0.001  # and a family rank by rank, most of which are ruled out at one look
+PER_PASS = 0.7  # over variants, however few
+PER_RANK_PASS = 0.7  # and over their ranks, which a bracket is halved for some ten times
 PER_TENSOR_BLOCK = 4.0  # a distinct block priced with a tensor-parallel plan of its own
 PER_PLACE = (
     30.0  # a setting priced where blocks do not communicate with neighbours, most of it its tensor plan
 )
 PER_PLANE = 0.45  # of a schedule's paths weighed, and for each chunk
 PER_CHUNK_PLANNED = 0.01
-PER_ACTION_PLANNED = 0.00006  # and action of it
+PER_ACTION_PLANNED = 0.00004  # and action of it
 PER_RELAXATION = 1.5  # of a stage problem
 PER_TERM_RELAXED = 0.005  # and for each term of its rows
 PER_TERM_FILLED = 0.001  # likewise, of an easily found partition

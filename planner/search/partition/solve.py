@@ -40,12 +40,12 @@ from autoparallel.planner.search.partition.small_numbers import in_small_numbers
 # Kind: formula: most solves take a tenth of it.
 EFFORT = 0.13
 SHORT = 0.1  # of it, for a first look at a problem, and where a good partition is wanted and no proof
-PER_EFFORT = 9000.0  # milliseconds on one core for one unit of it. Kind: measured
+PER_EFFORT = 5500.0  # milliseconds on one core for one unit of it. Kind: measured
 # Milliseconds to state a problem to CP-SAT and start it: alone, for each term of a row, and for each chunk of a partition that is
 # excluded. Kind: measured
-PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.015, 0.01
+PER_MODEL, PER_TERM, PER_EXCLUDED = 2.5, 0.008, 0.01
 PER_NUMBER = (
-    3e-6  # and for each partition and term of a row, where all partitions are looked at. Kind: measured
+    1e-6  # and for each partition and term of a row, where all partitions are looked at. Kind: measured
 )
 FEW_CHUNKS = 4  # up to which presolving takes longer than the rest of the solve. Kind: measured
 Linear = Any  # a linear expression of CP-SAT: its own alias admits every numpy scalar
