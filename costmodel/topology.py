@@ -34,11 +34,7 @@ class Crossing:
 
 def ranks_of(names: Sequence[str], axes: Sequence[Axis]) -> int:
     """Number of ranks in a group along the named axes."""
-    ranks = 1
-    for axis in axes:
-        if axis.name in names:
-            ranks *= axis.size
-    return ranks
+    return prod(axis.size for axis in axes if axis.name in names)
 
 
 def crossings(
@@ -80,11 +76,12 @@ def _crossings(members: Sequence[Axis], cluster: Cluster, pattern: str) -> tuple
                 )
             )
             inside = within
-    total = prod(axis.size for axis in members)
+    names = [axis.name for axis in members]
+    total = ranks_of(names, members)
     if inside < total:
         last = cluster.levels[-1]
         raise UserError(
-            f"a group of {total} ranks over {'+'.join(axis.name for axis in members)} does not fit in cluster `{cluster.name}`: "
+            f"a group of {total} ranks over {'+'.join(names)} does not fit in cluster `{cluster.name}`: "
             f"its outermost level `{last.name}` joins {last.size} devices"
         )
     if cluster.network is not None and found and found[-1].index == len(cluster.levels) - 1:

@@ -32,7 +32,7 @@ from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.space.shapes import Shapes
 
-CLIMBS = 2  # neighbourhoods looked at before the incumbent is polished
+CLIMBS = 2  # neighbourhoods looked at before the incumbent is polished again
 RIVALS = 6  # strategies polished beside the incumbent,
 NEAR = 1.3  # times as long as it at most: what another partition may take off them. Kind: measured
 ASKED = 24  # of which so many are asked what they promise

@@ -154,7 +154,7 @@ class Dual:
         values, below_s = run.values, self._below_all_s(found.shape)
         if below_s < inf:
             ranks = float(outer.space.shapes.pp[found.shape].sum())
-            self.sims.work += spending.PER_RANK_PASS + spending.PER_FAMILY_RANK * ranks
+            self.sims.work += spending.PER_PASS + spending.PER_FAMILY_RANK * ranks
             bounds = Bounds(time_s=bound_families(outer, found, below_s), memory_bytes=np.zeros(len(found)))
             values = values.no_less_than(
                 values_of(outer.problem, bounds, outer.space.shapes.devices[found.shape])
@@ -225,7 +225,7 @@ class Dual:
         if below_s < inf:
             ranks = bound_alike(outer, rows[ready], below_s)
             if ranks:
-                self.sims.work += spending.PER_RANK_PASS + spending.PER_FAMILY_RANK * ranks
+                self.sims.work += spending.PER_PASS + spending.PER_FAMILY_RANK * ranks
                 self.upcoming.refresh(self.sims.rows_that_may_win)
         values = shape_values(outer, rows)
         open_ = self.sims.rows_that_may_win(values)
@@ -303,7 +303,7 @@ class Dual:
         self._push_run(run.take(slice(VARIANTS_AT_ONCE, None)))
         found = run.variants.take(slice(VARIANTS_AT_ONCE))
         ranks = float(self.outer.space.shapes.pp[found.shape].sum())
-        self.sims.work += spending.PER_RANK_PASS + spending.PER_RANK * ranks
+        self.sims.work += spending.PER_PASS + spending.PER_RANK * ranks
         bounds = bound_variants(self.outer, found, self._below_all_s(found.shape), memory=self._by_memory)
         open_ = np.isfinite(bounds.time_s)
         self._queue(found.take(open_), bounds.take(open_), Known.RANKS)

@@ -11,7 +11,6 @@ PER_START = 0.004  # looked at for strategies to start from
 PER_RANK = 0.004  # and rank by rank, or chunk by chunk by its schedule's paths
 PER_FAMILY_RANK = 0.001  # and a family rank by rank, most of which are ruled out at one look
 PER_PASS = 0.7  # over variants, however few
-PER_RANK_PASS = 0.7  # and over their ranks, which a bracket is halved for some ten times
 PER_TENSOR_BLOCK = 4.0  # a distinct block priced with a tensor-parallel plan of its own
 PER_PLACE = (
     30.0  # a setting priced where blocks do not communicate with neighbours, most of it its tensor plan

@@ -100,9 +100,8 @@ def test_a_shipped_cluster_is_named_and_any_cluster_can_be_embedded(
     graph: Path, planned: Path, tmp_path: Path
 ) -> None:
     assert tomllib.loads(planned.read_text())["problem"]["cluster"].keys() == {"name", "hash"}
+    assert len(planned.read_text().splitlines()) < 200
     whole = plan(graph, tmp_path / "whole.toml", CLUSTER, "--embed-cluster")
-    short, long = (len(path.read_text().splitlines()) for path in (planned, whole))
-    assert long > short + 50, (short, long)
     table = tomllib.loads(whole.read_text())["problem"]["cluster"]
     assert table["group"][0]["device"]["name"] == "h100-sxm"
     for path in (planned, whole):

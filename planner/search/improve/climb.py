@@ -204,7 +204,7 @@ class Climb:
         if not len(kept):
             return []
         found = found.take(kept)
-        self.sims.work += spending.PER_RANK_PASS + spending.PER_RANK * float(shapes.pp[found.shape].sum())
+        self.sims.work += spending.PER_PASS + spending.PER_RANK * float(shapes.pp[found.shape].sum())
         below_s = max(self.sims.below_s(int(d)) for d in np.unique(shapes.devices[found.shape]))
         by_memory = outer.problem.objective == Objective.MEMORY
         bounds = bound_variants(outer, found, below_s, memory=by_memory)

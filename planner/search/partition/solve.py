@@ -192,8 +192,7 @@ class _Builder:
         self.cuts = list[cp_model.IntVar]()
         # Where each chunk may start, and the last one end. Presolving finds that too, one chunk further at each look at all
         # constraints, which it does not count as work.
-        starts = starts_of(len(problem.kinds), problem.least, [n.proto.domain[1] for n in self.blocks])
-        self.starts = [(start.start, start.stop - 1) for start in starts]
+        self.starts = starts_of(len(problem.kinds), problem.least, problem.most)
         if not self.uniform:
             self._positions()
 
@@ -201,37 +200,33 @@ class _Builder:
         """cuts[c]: where chunk c starts; turns[c]: where its recomputed blocks end. And of each kind, how many blocks
         stand before these."""
         self._cut()
-        self.before_cuts = [
-            self._of_each_kind(cut, first, last)
-            for cut, (first, last) in zip(self.cuts, self.starts, strict=True)
-        ]
+        self.before_cuts = list(map(self._of_each_kind, self.cuts, self.starts))
         self.before_turns: list[dict[int, Linear]] = []
         for c, (cut, recomputed) in enumerate(zip(self.cuts, self.recomputed, strict=False)):
-            first, last = self.starts[c][0], self.starts[c + 1][1]
-            turn = self.model.new_int_var(first, last, f"r{c}")
+            places = range(self.starts[c].start, self.starts[c + 1].stop)
+            turn = self.model.new_int_var(places[0], places[-1], f"r{c}")
             self.model.add(turn == cut + recomputed)
             if self.problem.recompute:
-                self.before_turns.append(self._of_each_kind(turn, first, last))
+                self.before_turns.append(self._of_each_kind(turn, places))
 
     def _cut(self) -> None:
         """cuts[c], unless it is there."""
         if not self.cuts:
             self.cuts = [
-                self.model.new_int_var(first, last, f"s{c}") for c, (first, last) in enumerate(self.starts)
+                self.model.new_int_var(places[0], places[-1], f"s{c}") for c, places in enumerate(self.starts)
             ]
             for start, end, blocks in zip(self.cuts, self.cuts[1:], self.blocks, strict=False):
                 self.model.add(end == start + blocks)
 
-    def _of_each_kind(self, position: cp_model.IntVar, first: int, last: int) -> dict[int, Linear]:
-        """By kind, how many of the blocks before a position from `first` to `last` are of it; what is not of the others is of the
-        last kind."""
-        *kinds, rest = sorted(set(self.problem.kinds))
+    def _of_each_kind(self, position: cp_model.IntVar, places: range) -> dict[int, Linear]:
+        """By kind, how many of the blocks before a position among these `places` are of it; what is not of the others is of the last."""
+        *kinds, last = sorted(set(self.problem.kinds))
         found: dict[int, Linear] = {}
         for kind in kinds:
             table = list(accumulate((int(k == kind) for k in self.problem.kinds), initial=0))
-            found[kind] = self.model.new_int_var(table[first], table[last], "")
+            found[kind] = self.model.new_int_var(table[places[0]], table[places[-1]], "")
             self.model.add_element(position, table, found[kind])
-        return {**found, rest: position - sum(found.values())}
+        return {**found, last: position - sum(found.values())}
 
     def amounts(self, index: int) -> list[Linear]:
         """Per chunk, how much of a quantity it needs: A[q, c], or a variable that is at least that."""
