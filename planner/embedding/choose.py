@@ -18,7 +18,7 @@ units of a billionth of what it takes at least.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 from typing import Any
 
@@ -73,6 +73,15 @@ def least_s(problem: TableProblem) -> float:
         )
     step_s = max(whole.optimizer.fixed + own, whole.optimizer.floor) + whole.gather_s
     return m * (whole.forward_s + whole.backward_s) + step_s
+
+
+def without_reductions(problem: TableProblem) -> TableProblem:
+    """The same where gradients are reduced and parameters gathered in no time: a bound whatever these travel as."""
+    free = tuple(
+        tuple(replace(t, reduce_s=0.0, gather_s=0.0, exposed_s=(0.0, 0.0)) for t in row)
+        for row in problem.terms
+    )
+    return replace(problem, terms=free, whole=replace(problem.whole, reduce_s=0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,12 @@ def _reduced_at_once_s(priced: Pricing, count: int) -> float:
     )
 
 
+def reduced_s(priced: Pricing, numbers: int) -> float:
+    """Reducing the gradients of so many numbers, at least: in full buckets, or all at once where links are reduced one by one."""
+    each_s = _bucket_reduce_s(priced)
+    return _reduced_at_once_s(priced, numbers) if each_s is None else each_s * numbers * BELOW
+
+
 def _bucket_mib(priced: Pricing, end: Callable[..., float]) -> float:
     """The least (`min`) or largest bucket that a strategy may have."""
     fixed = priced.catalogue.problem.fixed.grad_sync.bucket_mib is not None
@@ -367,9 +373,10 @@ def _updates(priced: Pricing) -> Mapping[str, Line]:
 
 
 def _exchanges(priced: Pricing, every: Sequence[Sequence[Terms]]) -> Mapping[str, tuple[Line, Line]]:
-    """Chords of each tier's exchange: from the least that a table fetches to what all of them do. The numbers of the
-    rows, which travel too, are left out: they differ with the length of rows, and weigh little."""
+    """Chords of each tier's exchange: from the least that a table fetches to what all of them do, the numbers of the rows
+    along, which are no fewer than if all of them were as long as the longest."""
     found = {}
+    longest = max(table.dim for one in priced.catalogue.classes for table in one.tables)
     for tier in ("sharded", "parameter-server"):
         fetched = [
             (len(one.tables), [t.fetched for t, o in zip(row, one.options, strict=True) if o.tier == tier])
@@ -378,16 +385,17 @@ def _exchanges(priced: Pricing, every: Sequence[Sequence[Terms]]) -> Mapping[str
         some = [f for _, row in fetched for f in row if f]
         if some:
             high = sum(n * max(row, default=0) for n, row in fetched)
-            there, back = (_exchange_line(priced, tier, way, min(some), high) for way in (0, 1))
+            there, back = (_exchange_line(priced, tier, way, (min(some), high), longest) for way in (0, 1))
             found[tier] = (there, back)
     return found
 
 
-def _exchange_line(priced: Pricing, tier: str, way: int, low: int, high: int) -> Line:
-    """An exchange there (0) or back (1), by numbers fetched."""
+def _exchange_line(priced: Pricing, tier: str, way: int, between: tuple[int, int], longest: int) -> Line:
+    """An exchange there (0) or back (1), by numbers fetched: `between` so many, in rows of `longest` numbers."""
     strategy, cluster = priced.strategy, priced.catalogue.expander.cluster
 
     def steps(numbers: int) -> Sequence[Step]:
-        return exchange_steps(tier, 0, numbers, strategy, cluster)[way]
+        return exchange_steps(tier, numbers // longest, numbers, strategy, cluster)[way]
 
+    low, high = between
     return chord(lambda numbers: priced.device_s(steps(numbers)), low, high, priced.host_s(steps(high)))

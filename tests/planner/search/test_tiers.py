@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -17,6 +18,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.plan import InfeasiblePlan, PlanResult, plan
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
+from autoparallel.planner.search.driver import WorkDone
 from autoparallel.planner.strategy.types import EmbeddingRule, Execution, Strategy
 from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
@@ -113,7 +115,8 @@ def searched(problem: Problem) -> PlacementSearch:
         problem=problem, expander=expander, classes=classes, catalogue=Catalogue.of(problem, expander, classes),
         check=lambda _: None,
     )  # fmt: skip
-    search.run()
+    with suppress(WorkDone):
+        search.run()
     return search
 
 
@@ -218,3 +221,19 @@ def test_gradients_go_through_parameter_servers_where_the_user_asks_for_it() -> 
     assert found.status == "optimal"
     assert found.strategy.grad_sync.algorithm == "parameter-server"
     assert found.prediction.step_time_s >= free.prediction.step_time_s
+
+
+def test_many_meshes_and_lossy_methods_hide_no_simple_plan() -> None:
+    """More strategies than can be opened: the first one is still there, and nobody is told that nothing fits."""
+    rules = (EmbeddingRule(module="*", tier="sharded"),)
+    problem = Problem(
+        graph=toy_recommender(*(12_000_000,) * 8), cluster=load_cluster("a100-sxm-80gb:24x8"), global_batch=131_072,
+        constraints={"embedding": rules}, allow_lossy=True,
+    )  # fmt: skip
+    first = next(s for s in strategies(problem) if s.batch.micro == 1024)
+    simple = replace(first, embedding=(EmbeddingRule(module="*", tier="sharded", hot_rows=0),))
+    by_hand = score(problem.graph, problem.cluster, simple)
+    assert by_hand.feasible
+    found = plan(problem)
+    assert found.prediction.step_time_s <= by_hand.step_time_s * (1 + 1e-9)
+    assert len(list(strategies(problem))) > 1000
