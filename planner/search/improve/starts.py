@@ -7,8 +7,10 @@ from math import inf
 
 import numpy as np
 
+from autoparallel.planner.problem import Objective
 from autoparallel.planner.search.bounds.outer import Outer, bound_variants, expand_quickly
-from autoparallel.planner.search.open import Upcoming
+from autoparallel.planner.search.bounds.variants import Bounds
+from autoparallel.planner.search.open import Upcoming, values_of
 from autoparallel.planner.search.space.build import Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints, alike, joined
@@ -35,12 +37,14 @@ def starts(
     most_actions: int | None,
     most_groups: int | None,
 ) -> tuple[Promises, Promises, int]:
-    """For each size of pp, tp and cp, of the variants of its most promising shapes those with the least bounds, and these
+    """For each size of pp, tp and cp (and of the mesh, where costs count), of the variants of its most promising shapes those with the least bounds, and these
     bounds: the best of each micro-batch, as what fits depends on that; the most promising size first. Likewise of those whose
     schedules take long to lay out, unless `most_actions` says how long these may be. And how many variants were looked at. Not
     more than `most_groups` sizes."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
+    if outer.problem.objective == Objective.COST:  # of fewer devices each size costs less, if it fits there
+        sizes = joined(sizes, space.shapes.devices)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
     actions = 2 * chunks * space.shapes.micro_batches[found.shape]
@@ -59,11 +63,11 @@ def starts(
 def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: Ints) -> Promises:
     """Of the variants `kept`, which take so long at least, those that promise most."""
     space = outer.space
-    kept = kept[np.argsort(time_s[kept], kind="stable")]
+    kept = kept[_order(outer, found.shape[kept], time_s[kept])]
     both = joined(sizes[found.shape[kept]], space.shapes.micro[found.shape[kept]])
     kept = first_of_each(both, kept, VARIANTS_EACH)
     time_s = bound_variants(outer, found.take(kept), inf).time_s
-    best = np.argsort(time_s, kind="stable")
+    best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
     owners = found.shape[kept[best]]
     best = best[np.sort(np.unique(joined(sizes[owners], space.shapes.micro[owners]), return_index=True)[1])]
@@ -90,9 +94,9 @@ def unpipelined(
         open_ &= only(found, space.shapes.take(found.shape))
     near = open_ & (outer.communication.inner_placements(found) == 0)  # elsewhere prices are not known yet
     kept = np.flatnonzero(near if near.any() else open_)
-    kept = kept[np.argsort(bounds.time_s[kept], kind="stable")][:UNPIPELINED_BOUNDED]
+    kept = kept[_order(outer, found.shape[kept], bounds.time_s[kept])][:UNPIPELINED_BOUNDED]
     time_s = bound_variants(outer, found.take(kept), inf).time_s
-    best = np.argsort(time_s, kind="stable")
+    best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
     tried = found.take(kept[best])
     sizes = (
@@ -128,8 +132,16 @@ def smallest_first(
     if by_schedule:
         groups = alike(groups, found.schedule, found.virtual_stages)[1]
     order = first_of_each(groups[order], order, SMALLEST_EACH)
-    order = order[np.argsort(least.time_s[order], kind="stable")]
+    order = order[_order(outer, found.shape[order], least.time_s[order])]
     return [(candidate(space, found, int(row)), float(least.time_s[row])) for row in order]
+
+
+def _order(outer: Outer, shapes: Ints, time_s: Floats) -> Ints:
+    """Variants of shapes by their seconds, or by what so many seconds of the shapes' devices cost."""
+    if outer.problem.objective != Objective.COST:
+        return np.argsort(time_s, kind="stable")
+    bounds = Bounds(time_s=time_s, memory_bytes=np.zeros(len(time_s)))
+    return values_of(outer.problem, bounds, outer.space.shapes.devices[shapes]).order()
 
 
 def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:

@@ -154,9 +154,10 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
         used = int(np.prod(known))
         return (used,) if used <= total else ()
+    most = (total, *_where_more_do_not_help(problem, total))
     if problem.objective == Objective.COST and not problem.all_devices:
-        return divisors(total)
-    return (total, *_where_more_do_not_help(problem, total))
+        return tuple(sorted({*divisors(total), *most}))
+    return most
 
 
 def _where_more_do_not_help(problem: Problem, total: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
@@ -15,11 +16,12 @@ from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.schedules import schedule_problem
+from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.partition.quick import even_partition
 from autoparallel.planner.search.space.build import SCHEDULES, build_space, schedule_fits, variants
 from autoparallel.planner.search.space.candidates import candidate, strategy_of
-from autoparallel.planner.search.space.meshes import divisors, tensor_degrees
+from autoparallel.planner.search.space.meshes import device_counts, divisors, tensor_degrees
 from autoparallel.planner.search.space.shapes import MODES
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import AXES, Batch, Mesh, Strategy
@@ -181,6 +183,26 @@ def test_fewer_devices_only_for_cost_or_when_every_size_is_fixed() -> None:
     assert used(problem_of(objective=Objective.COST)) == {1, 2, 4}
     fixed = {"mesh.pp": 1, "mesh.dp_replicate": 2, "mesh.dp_shard": 1, "mesh.tp": 1}
     assert used(problem_of(constraints=fixed)) == {2}
+
+
+@given(nodes=st.integers(1, 4), devices=st.integers(1, 8), batch=st.integers(1, 40))
+@settings(max_examples=20, deadline=None)
+def test_what_is_fast_may_be_cheap(nodes: int, devices: int, batch: int) -> None:
+    """Every number of devices that a plan for time may use is open to one for cost."""
+    fast = problem_of(f"h100-sxm:{nodes}x{devices}", batch)
+    assert set(device_counts(fast)) <= set(device_counts(replace(fast, objective=Objective.COST)))
+
+
+def test_a_plan_for_cost_costs_no_more_than_one_for_time_where_memory_is_short() -> None:
+    """Of every size the fewest devices are cheapest, and do not fit: that hides no larger mesh."""
+    cluster = load_cluster("h100-sxm:1x8")
+    (group,) = cluster.groups
+    device = replace(group.device, memory_bytes=2.5e6, reserve_bytes=0.0)
+    fast = replace(problem_of(batch=16), cluster=replace(cluster, groups=(replace(group, device=device),)))
+    found, cheap = plan(fast), plan(replace(fast, objective=Objective.COST))
+    spent = [one.prediction.step_time_s * one.strategy.mesh.devices for one in (found, cheap)]
+    assert cheap.strategy.mesh.devices > 1
+    assert spent[1] <= spent[0] * (1 + 1e-9)
 
 
 def test_far_fewer_devices_are_tried_where_a_step_is_little_work_and_all_where_all_must_work() -> None:
