@@ -25,7 +25,7 @@ NOTHING: Value = (inf, inf)
 class Objective(StrEnum):
     """What the best strategy is best in."""
 
-    TIME = "time"  # seconds per step; every device of the cluster works, unless the batch does not divide
+    TIME = "time"  # seconds per step; every device of the cluster works, unless the batch does not divide or a part of them is faster alone
     COST = "cost"  # price of a step; fewer devices may win
     MEMORY = "memory"  # peak bytes of the fullest device, then seconds
 

@@ -10,8 +10,9 @@ The space is a product in two levels, so that millions of strategies need no mil
 What is left to `planner/search/partition/solve.py` is inside each variant: blocks per chunk, and blocks recomputed per chunk.
 The bucket size follows from the rest (`planner/search/space/syncs.py`).
 
-Devices: all of the cluster, or fewer where the batch does not divide among all; `objective = "cost"` may use any
-divisor of them, too, and a user who fixes every mesh size fixes the number of devices. Tried only when the user asks for it:
+Devices: all of the cluster, fewer where the batch does not divide among all, or those that an inner level of the network joins,
+as the outer ones may be so slow that these alone take less time; `objective = "cost"` may use any divisor of them, too, and a
+user who fixes every mesh size fixes the number of devices. Tried only when the user asks for it:
 more than `MAX_VIRTUAL_STAGES` chunks per rank; shares of the sequence shorter than `LEAST_TOKENS`; cp anywhere but
 right outside tp; tp anywhere but innermost on an irregular network; of many sizes of ep every other; cp and the
 micro-batch with a common divisor, which is better taken out of both and into dp_shard (as many tokens a rank, fewer to

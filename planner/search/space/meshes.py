@@ -154,10 +154,20 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
         used = int(np.prod(known))
         return (used,) if used <= total else ()
-    most = (total, *_where_more_do_not_help(problem, total))
+    most = tuple(
+        dict.fromkeys((total, *_where_more_do_not_help(problem, total), *_inner_parts(problem, total)))
+    )
     if problem.objective == Objective.COST and not problem.all_devices:
         return tuple(sorted({*divisors(total), *most}))
     return most
+
+
+def _inner_parts(problem: Problem, total: int) -> tuple[int, ...]:
+    """Devices that the inner levels of the network join: where the outer ones are slow, these alone may take less time."""
+    cluster = problem.cluster
+    if problem.all_devices or cluster.network is not None or len(cluster.groups) > 1:
+        return ()
+    return tuple(level.size for level in cluster.levels if 1 < level.size < total)
 
 
 def _where_more_do_not_help(problem: Problem, total: int) -> tuple[int, ...]:

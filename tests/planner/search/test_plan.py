@@ -21,6 +21,7 @@ from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem, objective_value
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.profiles.hardware import Cluster
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import best_by_force, smallest, with_hosts, with_memory
 from tests.toy_graphs import toy_mlp, toy_transformer
@@ -135,10 +136,22 @@ def test_lossy_compression_is_only_chosen_where_it_is_allowed() -> None:
     assert free.prediction.step_time_s <= careful.prediction.step_time_s
 
 
-def test_cost_may_leave_devices_idle_and_time_may_not() -> None:
+def slower(cluster: Cluster, share: float) -> Cluster:
+    """The cluster with so much of the bandwidth of its outermost level."""
+    *inner, outer = cluster.levels
+    return replace(cluster, levels=(*inner, replace(outer, bytes_per_s=outer.bytes_per_s * share)))
+
+
+def test_cost_may_leave_devices_idle_and_time_may_where_their_network_slows_the_step() -> None:
     problem = small_problem(0, 2, 4)
     fast, cheap = plan(problem), plan(replace(problem, objective=Objective.COST))
-    assert fast.prediction.devices == problem.cluster.devices
+    every = plan(replace(problem, all_devices=True))
+    assert every.prediction.devices == problem.cluster.devices
+    assert fast.prediction.step_time_s <= every.prediction.step_time_s * (1 + 2e-6)
+    slow = replace(problem, cluster=slower(problem.cluster, 1e-3))
+    alone = plan(slow).prediction
+    assert alone.devices <= 4
+    assert alone.step_time_s < plan(replace(slow, all_devices=True)).prediction.step_time_s
 
     def spent(result: PlanResult) -> float:
         return result.prediction.step_time_s * result.prediction.devices

@@ -212,7 +212,8 @@ def test_far_fewer_devices_are_tried_where_a_step_is_little_work_and_all_where_a
 
     assert min(used(batch=2)) == 2
     assert used(batch=2, all_devices=True) == {16}
-    assert used(batch=16) == {16}
+    assert used(batch=16) == {16, 8}  # 8: a node, which the network does not slow
+    assert used(batch=16, all_devices=True) == {16}
 
 
 def test_compression_is_in_the_space_only_where_lossy_methods_are_allowed() -> None:
