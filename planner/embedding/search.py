@@ -3,7 +3,7 @@
 A strategy with its tables open has a bound (`choose.least_s`); the one with the least has its tables chosen by CP-SAT,
 whose bound takes the place of the first one; when that leads, the choice is simulated and excluded, and the strategy
 goes back with the bound of the next choice. The search ends when no bound is below the incumbent; so that there is a good one
-before, a strategy has its tables chosen as soon as it is open, and every `DIVE_EVERY` of them the choice with the least bound is
+before, a strategy has its tables chosen as soon as it is open, and every `AHEAD_EVERY` of them the choice with the least bound is
 simulated ahead of its turn. Strategies that differ in what is lossy alone are first one node, whose bound
 takes reductions and gathers for free.
 
@@ -32,7 +32,15 @@ from autoparallel.planner.embedding.choose import (
     without_reductions,
 )
 from autoparallel.planner.embedding.options import Counts, TableClass, assigned, rules_of
-from autoparallel.planner.embedding.terms import Catalogue, bare_of, pricing, reduced_s, terms_of, whole_of
+from autoparallel.planner.embedding.terms import (
+    Catalogue,
+    bare_of,
+    bucket_reduce_s,
+    pricing,
+    reduced_s,
+    terms_of,
+    whole_of,
+)
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import NOTHING, Objective, Problem, Value, objective_value
@@ -54,7 +62,7 @@ SAME = 1e-6
 # Work in milliseconds, as measured once on one core, after which a search stops, proved or not: the same on every
 # machine. Kind: measured.
 MOST_WORK = 8000.0
-DIVE_EVERY = 8  # strategies that are opened. Kind: choice
+AHEAD_EVERY = 8  # strategies that are opened. Kind: choice
 PER_STRATEGY, PER_CHOICE, PER_SIMULATION, PER_CLASS, PER_WEIGHING = 10.0, 8.0, 16.0, 4.0, 0.2
 
 
@@ -177,10 +185,10 @@ class PlacementSearch:
             free = without_reductions(tables)
             self._push(bound, _Node(strategy=strategy, tables=free, lossy=node.lossy))
         self._solve(_Node(strategy=strategy, tables=tables), bound)
-        if self.best is None or self.opened % DIVE_EVERY == 0:
-            self._dive()
+        if self.best is None or self.opened % AHEAD_EVERY == 0:
+            self._look_ahead()
 
-    def _dive(self) -> None:
+    def _look_ahead(self) -> None:
         """Simulate the choice with the least bound of all that are ready, whatever else is open below it."""
         while self._ready:
             bound, number, node = heapq.heappop(self._ready)
@@ -234,9 +242,8 @@ class PlacementSearch:
         strategy, count = node.strategy, node.strategy.micro_batches
         passes = self._passes_of(strategy)
         forward_s, backward_s = passes.seconds
-        reductions_s = min(
-            reduced_s(pricing(self.catalogue, one), passes.trainable) for one in (strategy, *node.lossy)
-        )
+        priced = [pricing(self.catalogue, one) for one in (strategy, *node.lossy)]
+        reductions_s = min(reduced_s(one, bucket_reduce_s(one), passes.trainable) for one in priced)
         times = count if state.zero_level(strategy) >= 2 else 1
         before_s = count * forward_s + (count - times) * backward_s
         return ((before_s + times * reductions_s) * self._rate(strategy), 0.0)

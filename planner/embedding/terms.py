@@ -195,7 +195,7 @@ class Bare:
     seconds: tuple[tuple[float, float], ...]
     slow: float
     slow_comm: float
-    reduce_each_s: float | None  # `_bucket_reduce_s`
+    reduce_each_s: float | None  # `bucket_reduce_s`
 
 
 def bare_of(priced: Pricing) -> Bare:
@@ -205,7 +205,7 @@ def bare_of(priced: Pricing) -> Bare:
     constants = priced.catalogue.expander.cluster.device.constants
     return Bare(
         stage=stage, seconds=tuple(seconds), slow=1.0 + constants.get("overlap.compute_slowdown", 0.0),
-        slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0), reduce_each_s=_bucket_reduce_s(priced),
+        slow_comm=1.0 + constants.get("overlap.comm_slowdown", 0.0), reduce_each_s=bucket_reduce_s(priced),
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def terms_of(priced: Pricing, bare: Bare, which: int, option: int) -> Terms:
         backward_s=more_s,
         exposed_s=exposed_s,
         gather_s=gather_s,
-        reduce_s=_reduce_s(priced, bare, hot),
+        reduce_s=reduced_s(priced, bare.reduce_each_s, hot),
         hot=hot,
         fetched=rows_per_micro_batch(place, strategy) * table.dim if place else 0,
         held_bytes=sum(state.state_bytes(hot, hot, strategy))
@@ -258,17 +258,15 @@ def _exposed_s(bare: Bare, one: TableClass, gather_s: float, regather_s: float) 
     return max(gather_s - before * hides, 0.0), max(regather_s - behind * hides, 0.0)
 
 
-def _reduce_s(priced: Pricing, bare: Bare, numbers: int) -> float:
+def reduced_s(priced: Pricing, each_s: float | None, numbers: int) -> float:
     """Reducing so many numbers, of a model that has more: at the rate of a full bucket, which none is larger than; by itself where
     ZeRO-3 reduces link by link."""
     if not numbers:
         return 0.0
-    if bare.reduce_each_s is None:
-        return _reduced_at_once_s(priced, numbers)
-    return bare.reduce_each_s * numbers * BELOW
+    return _reduced_at_once_s(priced, numbers) if each_s is None else each_s * numbers * BELOW
 
 
-def _bucket_reduce_s(priced: Pricing) -> float | None:
+def bucket_reduce_s(priced: Pricing) -> float | None:
     """For each number of a full bucket; None where links are reduced one by one."""
     strategy = priced.strategy
     bucket = round(_bucket_mib(priced, max) * state.MIB)
@@ -287,12 +285,6 @@ def _reduced_at_once_s(priced: Pricing, count: int) -> float:
         )
         for one in open_algorithms(priced.catalogue.problem)
     )
-
-
-def reduced_s(priced: Pricing, numbers: int) -> float:
-    """Reducing the gradients of so many numbers, at least: in full buckets, or all at once where links are reduced one by one."""
-    each_s = _bucket_reduce_s(priced)
-    return _reduced_at_once_s(priced, numbers) if each_s is None else each_s * numbers * BELOW
 
 
 def _bucket_mib(priced: Pricing, end: Callable[..., float]) -> float:
@@ -327,7 +319,9 @@ def whole_of(priced: Pricing, bare: Bare, every: Sequence[Sequence[Terms]]) -> W
     profile = activation_profile(stage, reduce_every_micro=False)
     zero = state.zero_level(strategy)
     reduced = [
-        _reduce_s(priced, bare, block.trainable) * count for block, count in stage.blocks if block.trainable
+        reduced_s(priced, bare.reduce_each_s, block.trainable) * count
+        for block, count in stage.blocks
+        if block.trainable
     ]
     return Whole(
         micro_batches=strategy.micro_batches,
