@@ -84,6 +84,26 @@ def without_reductions(problem: TableProblem) -> TableProblem:
     return replace(problem, terms=free, whole=replace(problem.whole, reduce_s=0.0))
 
 
+def of_any(problem: TableProblem, each_s: float, trainable: int) -> TableProblem:
+    """What no strategy goes below that differs from this one, which shards most, in what it shards and how it reduces gradients
+    alone: `each_s` for each number at least, of which the model without tables trains so many."""
+    whole = problem.whole
+    terms = tuple(
+        tuple(
+            replace(
+                t, backward_s=0.0, exposed_s=(0.0, 0.0), gather_s=0.0, reduce_s=each_s * t.hot, temp_bytes=0
+            )
+            for t in row
+        )
+        for row in problem.terms
+    )
+    least = replace(
+        whole, after_s=0.0, reduce_s=each_s * trainable, bucket_bytes=0, every_micro=False, gather_s=0.0, gather_hot_s=0.0,
+        optimizer=Line(floor=0.0, fixed=0.0, slope=whole.optimizer.slope), saved_bytes=0, peak_bytes=0,
+    )  # fmt: skip
+    return replace(problem, terms=terms, whole=least)
+
+
 @dataclass(frozen=True, slots=True)
 class _Scale:
     """Seconds in whole units, rounded down, of what a step does so many times."""

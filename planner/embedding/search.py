@@ -4,8 +4,8 @@ A strategy with its tables open has a bound (`choose.least_s`); the one with the
 whose bound takes the place of the first one; when that leads, the choice is simulated and excluded, and the strategy
 goes back with the bound of the next choice. The search ends when no bound is below the incumbent; so that there is a good one
 before, a strategy has its tables chosen as soon as it is open, and every `AHEAD_EVERY` of them the choice with the least bound is
-simulated ahead of its turn. Strategies that differ in what is lossy alone are first one node, whose bound
-takes reductions and gathers for free.
+simulated ahead of its turn. Strategies that differ in how they shard and reduce alone are first one node (`choose.of_any`), those that
+differ in what is lossy alone one for longer, whose bound takes reductions and gathers for free.
 
 The space: one pipeline rank, no tensor, context or expert parallelism, blocks recomputed all or none. Bounds hold for any
 algorithm and bucket size of reductions; a choice of tables is simulated with the default ones, and one that is the best so
@@ -15,7 +15,7 @@ far with others. What is left out is in the space of the search that has all tab
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -29,6 +29,7 @@ from autoparallel.planner.embedding.choose import (
     TableProblem,
     choose,
     least_s,
+    of_any,
     without_reductions,
 )
 from autoparallel.planner.embedding.options import Counts, TableClass, assigned, rules_of
@@ -37,6 +38,7 @@ from autoparallel.planner.embedding.terms import (
     bare_of,
     bucket_reduce_s,
     pricing,
+    reduced_each_s,
     reduced_s,
     terms_of,
     whole_of,
@@ -66,6 +68,10 @@ AHEAD_EVERY = 8  # strategies that are opened. Kind: choice
 PER_STRATEGY, PER_CHOICE, PER_SIMULATION, PER_CLASS, PER_WEIGHING = 10.0, 8.0, 16.0, 4.0, 0.2
 
 
+# A strategy, and others that differ from it in what is lossy alone.
+Family = tuple[Strategy, tuple[Strategy, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """A simulated strategy, with its tables placed."""
@@ -79,7 +85,8 @@ class Placed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Node:
     """A strategy with its tables open, what of them was simulated, and the choice to simulate next. With `tables`, `lossy` are
-    strategies of which the tables' bounds hold; without, those of which nothing is known before this one is priced."""
+    strategies of which the tables' bounds hold; without, those of which nothing is known before this one is priced. `together`
+    are families of strategies that shard and reduce in other ways."""
 
     strategy: Strategy
     tables: TableProblem | None = None  # None: not priced yet
@@ -87,6 +94,7 @@ class _Node:
     next: Counts | None = None
     lossy: tuple[Strategy, ...] = ()
     weighed: bool = False  # whether its bound knows of reductions
+    together: tuple[Family, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +132,11 @@ class PlacementSearch:
 
     def run(self) -> None:
         """Search to the end. Raises `WorkDone` where that would take too long."""
-        for strategy, lossy in families(strategies(self.problem)):
-            self.candidates += 1 + len(lossy)
-            self._lossy[strategy] = lossy
-            self._push(self._first_bound(strategy), _Node(strategy=strategy, lossy=lossy))
+        for together in alike(families(strategies(self.problem))):
+            self._lossy.update(together)
+            self.candidates += sum(1 + len(lossy) for _, lossy in together)
+            first = together[0][0]
+            self._push(self._first_bound(first), _Node(strategy=first, together=together))
         while self._heap:
             self.check(self)
             bound, number, node = heapq.heappop(self._heap)
@@ -144,7 +153,9 @@ class PlacementSearch:
 
     def _expand(self, node: _Node, bound: Value) -> None:
         """Take a node one step further."""
-        if node.tables is None and not node.weighed:
+        if node.together:
+            self._sort_out(node, bound)
+        elif node.tables is None and not node.weighed:
             self.work += PER_WEIGHING * (1 + len(node.lossy))
             self._push(max(bound, self._second_bound(node)), replace(node, weighed=True))
         elif node.tables is None:
@@ -217,6 +228,26 @@ class PlacementSearch:
             capacity_bytes=device.memory_bytes - device.reserve_bytes,
             host_capacity_bytes=host_capacity_bytes(self.problem.cluster),
         )  # fmt: skip
+
+    def _sort_out(self, node: _Node, bound: Value) -> None:
+        """Each family of strategies that shard and reduce in other ways goes by itself, if any of them may win."""
+        self.work += PER_STRATEGY + PER_CLASS * len(self.classes)
+        self.work += PER_WEIGHING * sum(1 + len(lossy) for _, lossy in node.together)
+        answer = self._choice(replace(node, tables=self.together(node.together)))
+        if answer is None:
+            return
+        value = max(bound, self._value(answer, self._rate(node.strategy)))
+        for strategy, lossy in node.together:
+            self._push(value, _Node(strategy=strategy, lossy=lossy))
+
+    def together(self, every: Sequence[Family]) -> TableProblem:
+        """What none of the strategies goes below that shard and reduce in other ways, whatever tables they choose."""
+        found = [one for first, lossy in every for one in (first, *lossy)]
+        trainable = self._passes_of(found[0]).trainable
+        most = trainable + sum(table.numel for one in self.classes for table in one.tables)
+        each_s = min(reduced_each_s(pricing(self.catalogue, one), most) for one in found)
+        sharded = max(found, key=lambda one: (one.mesh.dp_shard, one.shard.zero, -one.shard.secondary))
+        return of_any(self._tables(sharded), each_s, trainable)
 
     def _part(self, node: _Node, bound: Value) -> None:
         """Each of the strategies that had a bound together goes by itself, if what any choice of tables gives them may win."""
@@ -342,14 +373,23 @@ def strategies(problem: Problem) -> Iterator[Strategy]:
         yield strategy_of(alone, candidate(space, found, row), partition, bucketed=False)
 
 
-def families(found: Iterable[Strategy]) -> Iterator[tuple[Strategy, tuple[Strategy, ...]]]:
+def families(found: Iterable[Strategy]) -> Iterator[Family]:
     """The strategies that differ in what is lossy alone: the first of them, and the others."""
-    alike: dict[Strategy, list[Strategy]] = {}
+    kinds: dict[Strategy, list[Strategy]] = {}
     for strategy in found:
         exact = replace(strategy.grad_sync, compression=(), weights="none")
-        alike.setdefault(replace(strategy, grad_sync=exact), []).append(strategy)
-    for first, *others in alike.values():
+        kinds.setdefault(replace(strategy, grad_sync=exact), []).append(strategy)
+    for first, *others in kinds.values():
         yield first, tuple(others)
+
+
+def alike(found: Iterable[Family]) -> Iterator[tuple[Family, ...]]:
+    """The families on as many devices, with the same micro-batches, recomputation and offloading."""
+    kinds: dict[object, list[Family]] = {}
+    for first, lossy in found:
+        key = (first.mesh.devices, first.batch.micro, first.recompute, first.offload)
+        kinds.setdefault(key, []).append((first, lossy))
+    yield from map(tuple, kinds.values())
 
 
 def _partition(problem: Problem) -> Partition:

@@ -276,6 +276,11 @@ def bucket_reduce_s(priced: Pricing) -> float | None:
     return _reduced_at_once_s(priced, count) / count
 
 
+def reduced_each_s(priced: Pricing, most: int) -> float:
+    """For each number of the gradients at least, where no more than `most` are reduced at once."""
+    return reduced_s(priced, bucket_reduce_s(priced), most) / most
+
+
 def _reduced_at_once_s(priced: Pricing, count: int) -> float:
     """By the fastest algorithm."""
     strategy = priced.strategy

@@ -11,8 +11,9 @@ import pytest
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
+from autoparallel.planner.embedding.choose import choose
 from autoparallel.planner.embedding.options import Option, assigned, classes_of, rules_of, tiers_matter
-from autoparallel.planner.embedding.search import PlacementSearch, strategies
+from autoparallel.planner.embedding.search import PlacementSearch, alike, families, strategies
 from autoparallel.planner.embedding.terms import Catalogue
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.plan import InfeasiblePlan, PlanResult, plan
@@ -237,3 +238,26 @@ def test_many_meshes_and_lossy_methods_hide_no_simple_plan() -> None:
     found = plan(problem)
     assert found.prediction.step_time_s <= by_hand.step_time_s * (1 + 1e-9)
     assert len(list(strategies(problem))) > 1000
+
+
+def test_strategies_that_only_shard_and_reduce_in_other_ways_have_a_bound_together() -> None:
+    problem = Problem(
+        graph=toy_recommender(400_000, 30_000), cluster=load_cluster("a100-sxm-80gb:2x4"), global_batch=4096,
+        constraints={"embedding_access.law": "zipf:1.05"}, allow_lossy=True,
+    )  # fmt: skip
+    search, classes = searched(problem), classes_of(problem)
+    groups = list(alike(families(strategies(problem))))
+    chosen = [(g, s) for g in groups[::5] for first, lossy in g[::5] for s in (first, *lossy[-1:])]
+    assert len(chosen) > 20
+    for together, strategy in chosen:
+        answer = choose(search.together(together))
+        assert answer is not None
+        for option in range(len(classes[0].options)):
+            counts = tuple(
+                tuple(len(c.tables) * (o == option) for o in range(len(c.options))) for c in classes
+            )
+            if any(sum(row) == 0 for row in counts):
+                continue
+            placed = replace(strategy, embedding=rules_of(problem.graph, assigned(classes, counts)))
+            found = score(problem.graph, problem.cluster, placed, search.expander)
+            assert found.step_time_s >= answer.bound_s * (1 - 1e-9), placed
