@@ -21,6 +21,7 @@ from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -78,6 +79,11 @@ def size_hint(size: torch.SymInt) -> int:
 def is_open(size: int | torch.SymInt) -> bool:
     """Whether a traced size may have other values than in the example inputs."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def hangs_on_values(size: int | torch.SymInt) -> bool:
+    """Whether a traced size is known only once the values are: how many rows are an expert's?"""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.errors import UserError
 from autoparallel.runtime.stages.known_values import EagerView
-from autoparallel.runtime.torch_private import sizes_of_its_own, storage_id, traced_as
+from autoparallel.runtime.torch_private import hangs_on_values, sizes_of_its_own, storage_id, traced_as
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -93,9 +93,9 @@ def submodule(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) 
 def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], call: int) -> list[torch.Tensor]:
     seen = _calls[call]
     key = seen.key(tensors, sizes)
-    if key not in _outcomes:
-        _outcomes[key] = seen.see(tensors, sizes)
-    seen.outcome = _outcomes[key]
+    seen.outcome = _outcomes.get(key) or seen.see(tensors, sizes)
+    if not any(hangs_on_values(size) for tensor in seen.outcome.tensors for size in tensor.shape):
+        _outcomes[key] = seen.outcome  # else another call's sizes are others
     # An operator may not return its own inputs: hand on fresh tensors of the same kind.
     return [torch.empty_like(tensor) for tensor in seen.outcome.tensors]
 

@@ -253,6 +253,38 @@ def test_what_the_last_block_returns_is_taken_apart_where_it_ran() -> None:
     torch.testing.assert_close(_chain(stages, inputs), module(*inputs))
 
 
+class _Above(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0.0]
+
+
+class _Picks(nn.Module):
+    """Keeps of each sample what is above zero, side by side as long as the longest (as SuperPoint does with its points)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.above = _Above()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        kept = [self.above(sample) for sample in x]
+        found = torch.zeros(len(x), max(part.shape[0] for part in kept))
+        for row, part in enumerate(kept):
+            found[row, : part.shape[0]] = part
+        return found
+
+
+def test_calls_of_one_submodule_may_return_other_sizes() -> None:
+    torch.manual_seed(0)
+    module = _Picks()
+    stages = cut(module, torch.randn(3, 6), repeated_paths=["layers.0", "layers.1"], stage_blocks=(1, 1))
+    for _ in range(4):
+        other = torch.randn(3, 6)
+        torch.testing.assert_close(_chain(stages, other), module(other))
+
+
 def test_a_batch_of_another_size_and_of_one_run_through_the_same_cut() -> None:
     module, inputs, paths = _make("llama")
     for example in (inputs, {key: value[:1] for key, value in inputs.items()}):
