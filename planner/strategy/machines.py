@@ -116,15 +116,8 @@ def _of_groups(cluster: Cluster, strategy: Strategy) -> Iterator[str]:
 
 
 def idle_words(cluster: Cluster, strategy: Strategy) -> str:
-    """Which devices do nothing, and why, where nodes are short of a device or a group is left out; "" where all work."""
-    told = filter(None, (_short_nodes(cluster, strategy), _left_out(cluster, strategy)))
-    return "; ".join(told) or _too_many(cluster, strategy)
-
-
-def _too_many(cluster: Cluster, strategy: Strategy) -> str:
-    """Devices that a strategy leaves alone where all are alike."""
-    idle = cluster.devices - strategy.mesh.devices
-    return f"{idle} of {cluster.devices} devices idle" if idle > 0 else ""
+    """Which devices do nothing, and why, where nodes are short of a device or a group is left out; else ""."""
+    return "; ".join(filter(None, (_short_nodes(cluster, strategy), _left_out(cluster, strategy))))
 
 
 def _left_out(cluster: Cluster, strategy: Strategy) -> str:

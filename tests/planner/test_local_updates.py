@@ -27,7 +27,11 @@ def slowed(bytes_per_s: float, cluster: Cluster = CLUSTER) -> Cluster:
 
 def planned(cluster: Cluster, **outer: object) -> Strategy:
     problem = Problem(
-        graph=GRAPH, cluster=cluster, global_batch=64, constraints={f"outer.{k}": v for k, v in outer.items()}
+        graph=GRAPH,
+        cluster=cluster,
+        global_batch=64,
+        constraints={f"outer.{k}": v for k, v in outer.items()},
+        all_devices=True,
     )
     result = plan(problem)
     assert result.lower_bound_s <= result.prediction.step_time_s * (1 + 1e-9)

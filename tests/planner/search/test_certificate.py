@@ -65,7 +65,8 @@ def test_offloading_is_left_out_where_a_hosts_memory_is_not_stated() -> None:
 
 
 def test_compression_pays_below_its_break_even_and_not_above() -> None:
-    strategy = plan(replace(PROBLEM, constraints={"mesh.tp": 1, "mesh.pp": 1})).strategy
+    fixed: dict[str, object] = {"mesh.tp": 1, "mesh.pp": 1}
+    strategy = plan(replace(PROBLEM, constraints=fixed, all_devices=True)).strategy
     found = break_evens(replace(PROBLEM, lossy=("int8", "topk:0.01")), strategy)
     assert [one.method for one in found] == ["int8", "topk:0.01"]
     assert {one.level for one in found} == {PROBLEM.cluster.levels[1].name}
@@ -93,7 +94,9 @@ def test_gathers_of_fewer_bits_pay_below_their_break_even_and_not_above() -> Non
 
 
 def test_only_methods_that_are_allowed_are_chosen() -> None:
-    problem = replace(PROBLEM, allow_lossy=True, lossy=("int4",), constraints={"mesh.pp": 1, "mesh.tp": 1})
+    problem = replace(
+        PROBLEM, allow_lossy=True, lossy=("int4",), constraints={"mesh.pp": 1, "mesh.tp": 1}, all_devices=True
+    )
     found = plan(problem)
     assert {m for m in found.strategy.grad_sync.compression if m != "none"} == {"int4"}
     assert found.status == "optimal"
