@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from autoparallel.costmodel.prediction import Prediction
@@ -19,7 +20,7 @@ def recovery_table(expander: Expander, strategy: Strategy, prediction: Predictio
         return {}
     said = strategy.recovery
     way = planned.best if said == RecoveryRule() else planned.as_said(said)
-    rule = planned.rule(way)
+    rule, fewer_s = planned.rule(way), planned.saved.fewer_step_s
     return {
         "recovery": {
             "policy": way.policy,
@@ -31,7 +32,7 @@ def recovery_table(expander: Expander, strategy: Strategy, prediction: Predictio
             "timeout_s": said.timeout_s or rule.timeout_s,
             "mtbf_s": planned.outages.mtbf_s,
             "state_bytes": planned.state_bytes,
-            "fewer_step_s": planned.saved.fewer_step_s,
+            "fewer_step_s": fewer_s if fewer_s is not None and isfinite(fewer_s) else None,
             "policies": [asdict(one) for one in planned.ways],
         }
     }

@@ -112,12 +112,12 @@ def longest_action_s(expander: Expander, strategy: Strategy) -> float:
 
 def fewer_step_s(expander: Expander, strategy: Strategy) -> float | None:
     """Seconds per step on one node less: the same strategy with fewer data-parallel ranks, as many as the global batch
-    divides among. A plan made for what is left may be faster. Infinite where none of these fits; None where nodes are unlike
+    divides among, or the strategy itself where it leaves a node alone. A plan made for what is left may be faster. Infinite where none of these fits; None where nodes are unlike
     or joined irregularly, so that it depends on the node."""
     cluster, mesh = expander.cluster, strategy.mesh
     if len(cluster.groups) > 1 or cluster.network is not None or mesh.groups or mesh.placement:
         return None
-    left = (nodes_of(cluster, mesh.devices) - 1) * per_node(cluster)
+    left = min(cluster.devices - per_node(cluster), mesh.devices)
     tried = 0
     for smaller in _smaller(strategy, left):
         try:

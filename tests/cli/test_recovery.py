@@ -74,3 +74,12 @@ def test_failures_are_part_of_the_cluster_and_of_its_hash(tmp_path: Path) -> Non
     path.write_text(CLUSTER + "[failures]\nmtbf_hours_per_device = 0\nstorage_bytes_per_s = 1\n")
     graph = save(toy_transformer(layers=4), tmp_path / "graph.json")
     refused("plan", graph, "--cluster", path, words=["failures.mtbf_hours_per_device", "more than 0"])
+
+
+def test_where_no_node_may_be_missing_the_file_is_read_all_the_same(tmp_path: Path) -> None:
+    graph, cluster = save(toy_transformer(layers=4), tmp_path / "graph.json"), tmp_path / "one.toml"
+    cluster.write_text(CLUSTER.replace("nodes = 2", "nodes = 1") + FAILURES)
+    planned = tmp_path / "planned.toml"
+    run("plan", graph, "--cluster", cluster, "-o", planned)
+    again = run("score", graph, "--cluster", cluster, "--strategy", planned, "--json").json
+    assert again["recovery"]["fewer_step_s"] is None

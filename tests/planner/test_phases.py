@@ -75,7 +75,7 @@ def test_what_a_phase_makes_illegal_is_said_with_its_step() -> None:
 def test_a_change_is_made_where_it_gains_more_than_it_costs(steps: int) -> None:
     grown = Phase(from_step=11, keys=(("batch.global", 4096),))
     constraints = {"mesh.pp": 1, "mesh.cp": 1, "phase": (grown,)}
-    problem = Problem(graph=GRAPH, cluster=CLUSTER, global_batch=4, constraints=constraints)
+    problem = Problem(graph=GRAPH, cluster=CLUSTER, global_batch=4, constraints=constraints, all_devices=True)
     found = plan_phases(problem, steps, plan)
     total = sum(p.steps * p.step_time_s + p.change_s for p in found.phases)
     assert found.total_s == pytest.approx(total)

@@ -25,7 +25,7 @@ from tests.toy_graphs import toy_transformer
 GRAPH = toy_transformer(layers=4, hidden=512, heads=4, seq=32)
 CLUSTER = load_cluster("hgx-100g-ethernet")
 ALONE = {"mesh.pp": 1, "mesh.tp": 1, "mesh.cp": 1, "mesh.dp_replicate": 1, "shard.zero": 3}
-PROBLEM = Problem(graph=GRAPH, cluster=CLUSTER, global_batch=64, constraints=ALONE)
+PROBLEM = Problem(graph=GRAPH, cluster=CLUSTER, global_batch=64, constraints=ALONE, all_devices=True)
 
 
 def strategy(secondary: int, **mesh: int) -> Strategy:
