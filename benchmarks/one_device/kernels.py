@@ -15,12 +15,12 @@ from torch import Tensor
 
 from autoparallel.costmodel.graph import OpKind
 from autoparallel.costmodel.program import AttentionShape, Kernel
+from autoparallel.runtime.lowering.lower import torch_dtype
 from autoparallel.runtime.profiling.case import Case, random
 from autoparallel.runtime.profiling.timing import Call, measure_s
 
 ATEN = torch.ops.aten
 BUDGET_S = 0.02
-SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 WIDTHS = (512, 768, 1024, 1280, 1600, 2048, 2560, 3072, 4096, 5120, 6144, 8192, 11008, 14336, 16384, 28672)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEADS = ((64, 64), (64, 64), (80, 80), (96, 96), (128, 128), (128, 128), (128, 128), (192, 128), (256, 256))
@@ -54,7 +54,7 @@ def batched_product(rng: Random, dtype: str) -> Case:
 
 
 def _product_case(batch: int, m: int, n: int, k: int, dtype: str, side: str) -> Case:
-    kind = SHORT[dtype]
+    kind = torch_dtype(dtype)
     kernel = Kernel(
         kind=OpKind.GEMM, dtype=dtype, flops=2 * batch * m * n * k, product=(batch, m, n, k),
         bytes_moved=kind.itemsize * batch * (m * k + k * n + m * n),
@@ -135,7 +135,7 @@ def attention(rng: Random, back: bool, dtype: str) -> Case:
         value_size=value, causal=causal, flash=True,
     )  # fmt: skip
     pairs = 2 * batch * heads * length * length
-    kind = SHORT[dtype]
+    kind = torch_dtype(dtype)
     kernel = Kernel(
         kind=OpKind.ATTENTION, dtype=dtype, flops=pairs * ((3 * size + 2 * value) if back else (size + value)),
         bytes_moved=kind.itemsize * batch * length * (heads + kv_heads) * (size + value) * (1 + back), attention=shape,
@@ -162,7 +162,7 @@ def attention(rng: Random, back: bool, dtype: str) -> Case:
 
 def passes(rng: Random, kind: str, dtype: str) -> Case:
     """One memory-bound operator over activations, in the dtype of activations."""
-    rows, width, of = rng.choice(TOKENS[1:]), rng.choice(WIDTHS[:10]), SHORT[dtype]
+    rows, width, of = rng.choice(TOKENS[1:]), rng.choice(WIDTHS[:10]), torch_dtype(dtype)
     size = of.itemsize * rows * width
     moved, run = PASSES[kind]
     kernel = Kernel(kind=KINDS[kind], dtype=dtype, flops=0, bytes_moved=round(size * moved))

@@ -20,8 +20,9 @@ from autoparallel.planner.strategy.types import (
     Shard,
     Strategy,
 )
+from autoparallel.runtime.profiling.timing import device_name
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = device_name()
 STEPS, SAMPLES, MICRO, LENGTH, WORDS = 5, 8, 2, 128, 1024
 PLAIN = Execution(
     stack=OWN_STACK, dtensor=True, fsdp2=True, dtype="fp32", param_dtype="fp32", master_weights=False, grad_dtype="fp32",

@@ -6,10 +6,9 @@ import gc
 import json
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel import auto_parallelize
-from autoparallel.planner.capture.load import keyword_inputs, load_model
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.lowering.lower import torch_dtype
+from autoparallel.runtime.profiling.timing import device_name
 from benchmarks.one_device.cases import DrawnCase, read_cases
+from benchmarks.random_problems.capture import load_settings
 
 WARM_UP, STEPS = 3, 6
 CASE_LIMIT_S = 100.0  # then the process is stopped, and the next case begins in a new one
@@ -31,18 +32,17 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-5}),
     "sgd-momentum": (torch.optim.SGD, {"lr": 1e-5, "momentum": 0.9}),
 }
-FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = device_name()
 Result = dict[str, Any]
 
 
 def measure_all(folder: Path, out: Path, limit_s: float) -> None:
     """Every case of the folder that `out` does not have yet, until the time is over; a line of JSON each. A process that
     dies or hangs costs its own case."""
-    end = time.monotonic() + limit_s
-    for _ in read_cases(folder):
+    end, cases = time.monotonic() + limit_s, read_cases(folder)
+    for _ in cases:
         left, done = end - time.monotonic(), len(_ids(out))
-        if left <= 0 or done == len(read_cases(folder)):
+        if left <= 0 or done == len(cases):
             return
         command = [
             sys.executable,
@@ -60,7 +60,7 @@ def measure_all(folder: Path, out: Path, limit_s: float) -> None:
             time.sleep(1)
             if time.monotonic() > end + 20 or time.time() - _last_change(out) > CASE_LIMIT_S:
                 child.kill()
-        stuck = next((case.id for case in read_cases(folder) if case.id not in _ids(out)), None)
+        stuck = next((case.id for case in cases if case.id not in _ids(out)), None)
         if stuck is not None and time.monotonic() < end:
             _write(out, {"id": stuck, "error": f"the process ended: {child.returncode}"})
 
@@ -102,9 +102,9 @@ def measured(folder: Path, case: DrawnCase) -> Result:
 
 def by_strategy(folder: Path, case: DrawnCase) -> Result:
     """Steps of the case as the runtime runs it."""
-    module, inputs = loaded(case)
+    module, inputs, _ = load_settings(case.settings, case.seq_len, DEVICE)
     e = case.strategy.execution
-    batch = with_data(inputs, case.strategy.batch.global_, FLOATS[e.dtype])
+    batch = with_data(inputs, case.strategy.batch.global_, torch_dtype(e.dtype))
     model = auto_parallelize(
         module, batch, strategy=case.strategy, cache=None, dtype=e.dtype, param_dtype=e.param_dtype,
         grad_dtype=e.grad_dtype, graph=folder / f"{case.id}.graph.json",
@@ -118,14 +118,14 @@ def by_strategy(folder: Path, case: DrawnCase) -> Result:
         optimizer.step()
         return loss
 
-    return {**timed(step), "ours": True}
+    return timed(step)
 
 
 def by_hand(case: DrawnCase) -> Result:
-    """The same without this library: a loop over micro-batches, autocast where parameters are wider."""
-    module, inputs = loaded(case)
+    """The same without this library: a loop over micro-batches."""
+    module, inputs, _ = load_settings(case.settings, case.seq_len, DEVICE)
     e, whole = case.strategy.execution, case.strategy.batch
-    wide = FLOATS[e.param_dtype]
+    wide = torch_dtype(e.param_dtype)
     module = module.to(wide).to_empty(device=DEVICE)
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
@@ -214,26 +214,11 @@ def _kernels(step: Callable[[], Any]) -> Result:
     }
 
 
-def loaded(case: DrawnCase) -> tuple[nn.Module, dict[str, Any]]:
-    """The module, on the meta device where a configuration makes it, and example inputs."""
-    if "hf" in case.settings:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / f"{case.settings['hf']['model_type']}.json"
-            path.write_text(json.dumps(case.settings["hf"]), encoding="utf-8")
-            found = load_model(f"hf:{path}", model_args={}, seq_len=case.seq_len)
-        return found.module, dict(found.example_inputs)
-    from benchmarks.random_problems import zoo
-
-    with torch.device(DEVICE):
-        module, inputs = getattr(zoo, case.settings["zoo"])(**case.settings["args"])
-    return module, dict(keyword_inputs(module, inputs))
-
-
 # What whole numbers are below, by the name of the input.
 BELOW = {"labels": 1000, "categories": 1000, "input_ids": 30000, "decoder_input_ids": 30000}
 
 
-def with_data(inputs: dict[str, Any], samples: int, dtype: torch.dtype) -> dict[str, Any]:
+def with_data(inputs: Mapping[str, Any], samples: int, dtype: torch.dtype) -> dict[str, Any]:
     """So many samples of random data on the accelerator, shaped as the example inputs."""
     torch.manual_seed(0)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 
-def capture_settings(settings: dict[str, Any], seq_len: int | None) -> str:
-    """The JSON text of the graph of a Hugging Face config, or of a function of `zoo.py`."""
+def load_settings(
+    settings: dict[str, Any], seq_len: int | None, device: str = "meta"
+) -> tuple[Any, Any, str]:
+    """The module of a Hugging Face config, on the meta device, or of a function of `zoo.py`, on `device`; example inputs; a name."""
     import torch
 
-    from autoparallel.costmodel.graph_json import graph_to_json
-    from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import keyword_inputs, load_model
 
     if "hf" in settings:
@@ -22,12 +22,21 @@ def capture_settings(settings: dict[str, Any], seq_len: int | None) -> str:
             path = Path(folder) / f"{settings['hf']['model_type']}.json"
             path.write_text(json.dumps(settings["hf"]), encoding="utf-8")
             loaded = load_model(f"hf:{path}", model_args={}, seq_len=seq_len)
-        return graph_to_json(capture(loaded.module, loaded.example_inputs, name=loaded.name))
+        return loaded.module, loaded.example_inputs, loaded.name
     from benchmarks.random_problems import zoo
 
-    with torch.device("meta"):
+    with torch.device(device):
         module, inputs = getattr(zoo, settings["zoo"])(**settings["args"])
-    return graph_to_json(capture(module, keyword_inputs(module, inputs), name=settings["zoo"]))
+    return module, keyword_inputs(module, inputs), settings["zoo"]
+
+
+def capture_settings(settings: dict[str, Any], seq_len: int | None) -> str:
+    """The JSON text of the graph of a drawn model."""
+    from autoparallel.costmodel.graph_json import graph_to_json
+    from autoparallel.planner.capture import capture
+
+    module, inputs, name = load_settings(settings, seq_len)
+    return graph_to_json(capture(module, inputs, name=name))
 
 
 def main() -> None:

@@ -154,18 +154,18 @@ def device_counts(problem: Problem) -> tuple[int, ...]:
     if len(known) == len(sizes) or (len(known) == len(sizes) - 1 and sizes[AXES.index("cp")] is None):
         used = int(np.prod(known))
         return (used,) if used <= total else ()
-    most = tuple(
-        dict.fromkeys((total, *_where_more_do_not_help(problem, total), *_inner_parts(problem, total)))
-    )
-    if problem.objective == Objective.COST and not problem.all_devices:
-        return tuple(sorted({*divisors(total), *most}))
-    return most
+    if problem.all_devices:
+        return (total,)
+    others = (*_where_more_do_not_help(problem, total), *_inner_parts(problem, total))
+    if problem.objective == Objective.COST:
+        return tuple(sorted({*divisors(total), *others}))
+    return tuple(dict.fromkeys((total, *others)))
 
 
 def _inner_parts(problem: Problem, total: int) -> tuple[int, ...]:
     """Devices that the inner levels of the network join: where the outer ones are slow, these alone may take less time."""
     cluster = problem.cluster
-    if problem.all_devices or cluster.network is not None or len(cluster.groups) > 1:
+    if cluster.network is not None or len(cluster.groups) > 1:
         return ()
     return tuple(level.size for level in cluster.levels if 1 < level.size < total)
 
@@ -175,7 +175,7 @@ def _where_more_do_not_help(problem: Problem, total: int) -> tuple[int, ...]:
     cp, the most devices whose data-parallel ranks get equal shares of the batch. More than half of all, but where
     the batch has fewer sequences than there are devices, and a step little work for each."""
     batch = problem.global_batch
-    if batch % total == 0 or problem.all_devices:
+    if batch % total == 0:
         return ()
     counts = {k * max(d for d in divisors(batch) if d * k <= total) for k in INNER_SIZES if k <= total}
     little = batch < total and _work_s(problem, total / 2) < SHORT_STEP_S
