@@ -17,8 +17,8 @@ import numpy as np
 from autoparallel.planner.problem import Objective, Value, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import bound_variants, quickly_bounded
-from autoparallel.planner.search.improve.neighbours import beside, neighbours, one_key_apart
-from autoparallel.planner.search.improve.starts import first_of_each
+from autoparallel.planner.search.improve.neighbours import beside, key_changed, neighbours, one_key_apart
+from autoparallel.planner.search.improve.starts import first_of_each, in_turns
 from autoparallel.planner.search.open import shape_values, values_of
 from autoparallel.planner.search.simulations import Simulations
 from autoparallel.planner.search.space.build import SCHEDULES, Variants, variants
@@ -81,8 +81,9 @@ class Climb:
             return
         space = self.sims.outer.space
         found = self._expanded(np.array([row, *one_key_apart(space.shapes, row)]))
-        found = found.take(beside(space, found, row, chosen))
-        self._try(self._promising(found, len(found), len(SCHEDULES), MOST_KEYS))
+        key = key_changed(space, found, row, chosen)
+        found, key = found.take(key >= 0), key[key >= 0]
+        self._try(self._promising(found, len(found), len(SCHEDULES), MOST_KEYS, turns=key))
 
     def try_chunks(self, chosen: Candidate) -> None:
         """Simulate a candidate with other numbers of chunks, which bounds without a partition hardly tell apart."""
@@ -186,10 +187,10 @@ class Climb:
         return next(new, min(beam, key=lambda row: self._looks[row], default=None))
 
     def _promising(
-        self, found: Variants, each: int, schedules: int, most: int = MOST_TRIED
+        self, found: Variants, each: int, schedules: int, most: int = MOST_TRIED, turns: Ints | None = None
     ) -> list[tuple[Candidate, Value]]:
         """Of these variants those that could win, the least bound first: of each shape the best few `schedules`, of each of
-        these the best `each`; at most `most`."""
+        these the best `each`; at most `most`. Those with the same number among `turns` take turns with others."""
         outer = self.sims.outer
         shapes = outer.space.shapes
         bounds = quickly_bounded(outer, found)
@@ -203,7 +204,7 @@ class Climb:
         kept = kept[np.argsort(values.first[kept], kind="stable")][:MOST_BOUNDED]
         if not len(kept):
             return []
-        found = found.take(kept)
+        found, turns = found.take(kept), turns[kept] if turns is not None else None
         self.sims.work += spending.PER_PASS + spending.PER_RANK * float(shapes.pp[found.shape].sum())
         below_s = max(self.sims.below_s(int(d)) for d in np.unique(shapes.devices[found.shape]))
         by_memory = outer.problem.objective == Objective.MEMORY
@@ -213,6 +214,8 @@ class Climb:
         order = order[np.isfinite(values.first[order]) & self.sims.rows_that_may_win(values.take(order))]
         order = first_of_each(found.shape[order] * len(SCHEDULES) + found.schedule[order], order, each)
         order = first_of_each(found.shape[order], order, each * schedules)
+        if turns is not None:
+            order = in_turns(turns[order], order)
         every = ((candidate(outer.space, found, int(i)), values.at(int(i))) for i in order)
         new = (one for one in every if one[0] not in self._tried and one[0] not in self.sims.candidates)
         return list(islice(new, most))

@@ -37,7 +37,12 @@ def one_key_apart(shapes: Shapes, row: int) -> Ints:
 
 
 def beside(space: Space, found: Variants, row: int, chosen: Candidate) -> Bools:
-    """Variants of a candidate's own shape `row` that differ from it in one key, and of other shapes those that do not. The level
+    """Variants of a candidate's own shape `row` that differ from it in one key, and of other shapes those that do not."""
+    return key_changed(space, found, row, chosen) >= 0
+
+
+def key_changed(space: Space, found: Variants, row: int, chosen: Candidate) -> Ints:
+    """In which one key each variant differs from a candidate of the shape `row`, by number; -1 where in none, or in several. The level
     of ZeRO may follow where replicas become shards, compression the level, and the order of the axes the shape."""
     compressed = Compressed(gradients=chosen.compression, weights=chosen.weights, copied=chosen.copied)
     own = found.shape == row
@@ -47,8 +52,8 @@ def beside(space: Space, found: Variants, row: int, chosen: Candidate) -> Bools:
     order = found.order != space.meshes.orders.index(chosen.mesh.order)
     level = found.zero != chosen.zero
     compression = found.compression != space.compressions.index(compressed)
-    changed = (~own, schedule, order & own, level & ~resharded, compression & ~level)
-    return np.asarray(sum(key.astype(np.int64) for key in changed) == 1)
+    changed = np.stack([~own, schedule, order & own, level & ~resharded, compression & ~level])
+    return np.where(changed.sum(axis=0) == 1, changed.argmax(axis=0), -1)
 
 
 def _changed(shapes: Shapes, row: int) -> tuple[Ints, Ints]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
@@ -22,6 +22,7 @@ SMALLEST_EACH = 2  # variants of each size tried where nothing fits so far
 UNPIPELINED = 16  # variants without a pipeline that are simulated
 UNPIPELINED_SHAPES = 384  # whose variants are bounded for it,
 UNPIPELINED_BOUNDED = 4096  # the first of these rank by rank
+FEWER = 0.25  # of each of these for a number of devices that is not the most promising one's. Kind: choice
 MOST_SHAPES = 512  # in all whose variants are bounded to start with a pipeline
 MOST_VARIANTS = 150_000  # of these: half a second. Kind: measured
 MOST_ACTIONS = 8_000  # of a schedule: larger ones take over a tenth of a second to lay out, and
@@ -43,7 +44,9 @@ def starts(
     more than `most_groups` sizes."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
-    if outer.problem.objective == Objective.COST:  # of fewer devices each size costs less, if it fits there
+    if (
+        outer.problem.objective != Objective.MEMORY
+    ):  # of fewer devices each size costs less, if it fits there, and may be sooner done
         sizes = joined(sizes, space.shapes.devices)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
@@ -77,7 +80,15 @@ def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: 
         promises.setdefault(int(sizes[found.shape[row]]), []).append(
             (candidate(space, found, row), float(time_s[at]))
         )
-    return list(promises.values())
+    found_s = list(promises.values())
+    if (
+        outer.problem.objective == Objective.TIME
+    ):  # all devices promise most: what fewer promise is not left for the end
+        first = list({one[0][0].mesh.devices: at for at, one in reversed(list(enumerate(found_s)))}.values())
+        found_s = [found_s[at] for at in sorted(first)] + [
+            one for at, one in enumerate(found_s) if at not in first
+        ]
+    return found_s
 
 
 def unpipelined(
@@ -87,14 +98,15 @@ def unpipelined(
     a simulation takes no time, so that several of each mesh are tried: with the same ZeRO level, recomputation and micro-batch
     the one with the least bound."""
     outer, space = upcoming.outer, upcoming.outer.space
-    rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1][:UNPIPELINED_SHAPES]
+    rows = _first_of_counts(outer, upcoming.rows[space.shapes.pp[upcoming.rows] == 1], UNPIPELINED_SHAPES)
     found, bounds = expand_quickly(outer, rows)
     open_ = np.isfinite(bounds.time_s)
     if only is not None:
         open_ &= only(found, space.shapes.take(found.shape))
     near = open_ & (outer.communication.inner_placements(found) == 0)  # elsewhere prices are not known yet
     kept = np.flatnonzero(near if near.any() else open_)
-    kept = kept[_order(outer, found.shape[kept], bounds.time_s[kept])][:UNPIPELINED_BOUNDED]
+    kept = kept[_order(outer, found.shape[kept], bounds.time_s[kept])]
+    kept = kept[_first_of_counts(outer, found.shape[kept], UNPIPELINED_BOUNDED, places=True)]
     time_s = bound_variants(outer, found.take(kept), inf).time_s
     best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
@@ -103,7 +115,8 @@ def unpipelined(
         getattr(space.shapes, name)[tried.shape]
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro", "recompute")
     )
-    best = best[np.sort(np.unique(joined(*sizes, tried.zero), return_index=True)[1])[:UNPIPELINED]]
+    best = best[np.sort(np.unique(joined(*sizes, tried.zero), return_index=True)[1])]
+    best = best[_first_of_counts(outer, found.shape[kept[best]], UNPIPELINED, places=True)]
     return [(candidate(space, found, int(kept[at])), float(time_s[at])) for at in best], len(found)
 
 
@@ -144,6 +157,21 @@ def _order(outer: Outer, shapes: Ints, time_s: Floats) -> Ints:
     return values_of(outer.problem, bounds, outer.space.shapes.devices[shapes]).order()
 
 
+def _first_of_counts(outer: Outer, shapes: Ints, number: int, *, places: bool = False) -> Ints:
+    """The first `number` of these shapes, the most promising one first (or their `places` among them); and where time counts, for which
+    all devices promise most, of each other number of devices the first `FEWER` of so many."""
+    every = np.arange(len(shapes))
+    devices = outer.space.shapes.devices[shapes]
+    if outer.problem.objective != Objective.TIME or not len(shapes):
+        first = every[:number]
+    else:
+        own = first_of_each(devices, every, ceil(number * FEWER))
+        first = np.sort(
+            np.concatenate([every[devices == devices[0]][:number], own[devices[own] != devices[0]]])
+        )
+    return first if places else np.asarray(shapes[first])
+
+
 def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
     both = joined(sizes[upcoming.rows], upcoming.outer.space.shapes.micro[upcoming.rows])
     rows = first_of_each(both, upcoming.rows, SHAPES_EACH)[:MOST_SHAPES]
@@ -157,7 +185,18 @@ def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> I
 
 def first_of_each(groups: Ints, rows: Ints, number: int) -> Ints:
     """Of each group the first `number` of its rows, in the order of the rows."""
+    return np.asarray(rows[_place_of_each(groups) < number])
+
+
+def in_turns(groups: Ints, rows: Ints) -> Ints:
+    """The first row of each group, then the second ones, and so on; each time in the order of the rows."""
+    return np.asarray(rows[np.argsort(_place_of_each(groups), kind="stable")])
+
+
+def _place_of_each(groups: Ints) -> Ints:
+    """Of each row, how many before it are of its group."""
     by_group = np.argsort(groups, kind="stable")
     _, start, size = np.unique(groups[by_group], return_index=True, return_counts=True)
-    place = np.arange(len(rows)) - np.repeat(start, size)
-    return np.asarray(rows[np.sort(by_group[place < number])])
+    place = np.empty(len(groups), dtype=np.int64)
+    place[by_group] = np.arange(len(groups)) - np.repeat(start, size)
+    return place
