@@ -44,9 +44,8 @@ def starts(
     more than `most_groups` sizes."""
     outer, space = upcoming.outer, upcoming.outer.space
     sizes = joined(space.shapes.pp, space.shapes.tp, space.shapes.cp)
-    if (
-        outer.problem.objective != Objective.MEMORY
-    ):  # of fewer devices each size costs less, if it fits there, and may be sooner done
+    # Of fewer devices each size costs less, if it fits there, and may take less time.
+    if outer.problem.objective != Objective.MEMORY:
         sizes = joined(sizes, space.shapes.devices)
     found, bounds = expand_quickly(outer, _first_shapes(upcoming, sizes, most_groups))
     chunks = space.shapes.pp[found.shape] * found.virtual_stages
@@ -80,15 +79,12 @@ def _promises(outer: Outer, found: Variants, time_s: Floats, kept: Ints, sizes: 
         promises.setdefault(int(sizes[found.shape[row]]), []).append(
             (candidate(space, found, row), float(time_s[at]))
         )
-    found_s = list(promises.values())
-    if (
-        outer.problem.objective == Objective.TIME
-    ):  # all devices promise most: what fewer promise is not left for the end
-        first = list({one[0][0].mesh.devices: at for at, one in reversed(list(enumerate(found_s)))}.values())
-        found_s = [found_s[at] for at in sorted(first)] + [
-            one for at, one in enumerate(found_s) if at not in first
-        ]
-    return found_s
+    every = list(promises.values())
+    if outer.problem.objective != Objective.TIME:
+        return every
+    # All devices promise most: the best of each other number of them is not left for the end.
+    devices = np.array([one[0][0].mesh.devices for one in every], dtype=np.int64)
+    return [every[at] for at in np.argsort(_place_of_each(devices) > 0, kind="stable")]
 
 
 def unpipelined(
@@ -98,7 +94,8 @@ def unpipelined(
     a simulation takes no time, so that several of each mesh are tried: with the same ZeRO level, recomputation and micro-batch
     the one with the least bound."""
     outer, space = upcoming.outer, upcoming.outer.space
-    rows = _first_of_counts(outer, upcoming.rows[space.shapes.pp[upcoming.rows] == 1], UNPIPELINED_SHAPES)
+    rows = upcoming.rows[space.shapes.pp[upcoming.rows] == 1]
+    rows = rows[_first_of_counts(outer, rows, UNPIPELINED_SHAPES)]
     found, bounds = expand_quickly(outer, rows)
     open_ = np.isfinite(bounds.time_s)
     if only is not None:
@@ -106,7 +103,7 @@ def unpipelined(
     near = open_ & (outer.communication.inner_placements(found) == 0)  # elsewhere prices are not known yet
     kept = np.flatnonzero(near if near.any() else open_)
     kept = kept[_order(outer, found.shape[kept], bounds.time_s[kept])]
-    kept = kept[_first_of_counts(outer, found.shape[kept], UNPIPELINED_BOUNDED, places=True)]
+    kept = kept[_first_of_counts(outer, found.shape[kept], UNPIPELINED_BOUNDED)]
     time_s = bound_variants(outer, found.take(kept), inf).time_s
     best = _order(outer, found.shape[kept], time_s)
     best = best[np.isfinite(time_s[best])]
@@ -116,7 +113,7 @@ def unpipelined(
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "micro", "recompute")
     )
     best = best[np.sort(np.unique(joined(*sizes, tried.zero), return_index=True)[1])]
-    best = best[_first_of_counts(outer, found.shape[kept[best]], UNPIPELINED, places=True)]
+    best = best[_first_of_counts(outer, found.shape[kept[best]], UNPIPELINED)]
     return [(candidate(space, found, int(kept[at])), float(time_s[at])) for at in best], len(found)
 
 
@@ -157,19 +154,14 @@ def _order(outer: Outer, shapes: Ints, time_s: Floats) -> Ints:
     return values_of(outer.problem, bounds, outer.space.shapes.devices[shapes]).order()
 
 
-def _first_of_counts(outer: Outer, shapes: Ints, number: int, *, places: bool = False) -> Ints:
-    """The first `number` of these shapes, the most promising one first (or their `places` among them); and where time counts, for which
-    all devices promise most, of each other number of devices the first `FEWER` of so many."""
-    every = np.arange(len(shapes))
-    devices = outer.space.shapes.devices[shapes]
+def _first_of_counts(outer: Outer, shapes: Ints, number: int) -> Ints:
+    """Where among these shapes, the most promising one first, the first `number` are; and where time counts, for which all devices
+    promise most, of each other number of devices the first `FEWER` of so many."""
     if outer.problem.objective != Objective.TIME or not len(shapes):
-        first = every[:number]
-    else:
-        own = first_of_each(devices, every, ceil(number * FEWER))
-        first = np.sort(
-            np.concatenate([every[devices == devices[0]][:number], own[devices[own] != devices[0]]])
-        )
-    return first if places else np.asarray(shapes[first])
+        return np.arange(len(shapes))[:number]
+    devices = outer.space.shapes.devices[shapes]
+    most = np.where(devices == devices[0], number, ceil(number * FEWER))
+    return np.flatnonzero(_place_of_each(devices) < most)
 
 
 def _first_shapes(upcoming: Upcoming, sizes: Ints, most_groups: int | None) -> Ints:
