@@ -102,9 +102,7 @@ def flows(members: Sequence[Axis], inside: int, pattern: str, blocks: Sequence[i
 
     `inside` ranks of a group stand on one node and share its way out: a ring that leaves the node has so many.
     """
-    home = np.repeat(np.arange(len(blocks)), blocks)
-    ranks = _groups(members, len(home))
-    nodes = home[ranks]
+    nodes = _nodes_of_groups(members, blocks)
     found = np.zeros((len(blocks), len(blocks)))
     if pattern == ALL:
         counts = np.zeros((len(nodes), len(blocks)))
@@ -117,6 +115,25 @@ def flows(members: Sequence[Axis], inside: int, pattern: str, blocks: Sequence[i
         np.add.at(found, (nodes, np.roll(nodes, -1, axis=1)), float(inside))
     np.fill_diagonal(found, 0.0)
     return found
+
+
+def meets_again(network: Network, members: Sequence[Axis], inside: int, pattern: str) -> bool:
+    """Whether groups do not line up with the nodes, so that of the neighbours that are taken to be on different ones (after every
+    `inside` ranks) some are on the same. No, for bounds, where that is the placement's."""
+    if network.unplaced and len(set(network.devices)) > 1:
+        return False
+    nodes = _nodes_of_groups(members, network.devices)
+    after = np.roll(nodes, -1, axis=1)
+    leaving = np.arange(nodes.shape[1]) % inside == inside - 1
+    if pattern == CHAIN:
+        leaving[-1] = False
+    return bool((nodes == after)[:, leaving].any())
+
+
+def _nodes_of_groups(members: Sequence[Axis], blocks: Sequence[int]) -> Ints:
+    """The node of every rank of every whole group, one row a group."""
+    home = np.repeat(np.arange(len(blocks)), blocks)
+    return np.asarray(home[_groups(members, len(home))])
 
 
 def _groups(members: Sequence[Axis], devices: int) -> Ints:
@@ -150,14 +167,14 @@ def figure_of(routes: Routes, demand: Floats, placement: Sequence[int], pattern:
 def linked(
     network: Network, members: Sequence[Axis], inside: int, fan: int, pattern: str, ports: int
 ) -> Figure | None:
-    """What a device gets where its group leaves the node; None where bounds know no better than the level's own.
+    """What a device gets where its group leaves the node; None where no group does.
 
     A message takes one of its node's `ports`.
     """
     each = max(network.devices)
     if network.unplaced:
         pattern = CHAIN if pattern == LOOP else pattern  # which gets no less
-        best = _best(network, members, fan, pattern, each)
+        best = _best(network, members, fan, pattern, each) or _at_most(network, members, inside, pattern)
         if best is None or pattern != CHAIN:
             return best
         port = max(node_bytes_per_s(network.fabric, node) for node in network.placement) / ports
@@ -196,6 +213,20 @@ def _best(network: Network, members: Sequence[Axis], fan: int, pattern: str, eac
     known = (max if many else min)(alike, key=lambda reach: reach.groups)
     weight = min(min(axis.stride for axis in members), each) if pattern == CHAIN else each
     return Figure(bytes_per_s=known.bytes_per_s / weight, latency_s=known.latency_s)
+
+
+def _at_most(network: Network, members: Sequence[Axis], inside: int, pattern: str) -> Figure | None:
+    """What no placement exceeds, whether groups and nodes line up or not: some node has as many flows as any block of devices,
+    and no node has wider links than the widest."""
+    demand = flows(members, inside, pattern, network.devices)
+    if not demand.any():
+        return None
+    most = max(float(demand.sum(axis=0).max()), float(demand.sum(axis=1).max()))
+    if len(set(network.devices)) > 1:  # which blocks there are is the placement's
+        most = float(inside) if pattern == RING else 1.0
+    widest = max(node_bytes_per_s(network.fabric, node) for node in network.placement)
+    late = routes_of(network.fabric).latency_s
+    return Figure(bytes_per_s=widest / most, latency_s=float(late[~np.eye(len(late), dtype=bool)].min()))
 
 
 def _even(axis: Axis, each: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from autoparallel.costmodel.links import RING, linked
+from autoparallel.costmodel.links import RING, linked, meets_again
 from autoparallel.costmodel.program import Axis
 from autoparallel.errors import UserError
 from autoparallel.profiles.hardware import Cluster, Level
@@ -98,7 +98,17 @@ def _on_links(far: Crossing, members: Sequence[Axis], cluster: Cluster, pattern:
         return far
     share = cluster.device.constants["collective.efficiency_outer"]
     level = replace(far.level, latency_s=found.latency_s, bytes_per_s=found.bytes_per_s)
-    return replace(far, level=level, device_bytes_per_s=found.bytes_per_s * share)
+    rate = found.bytes_per_s * share
+    if far.index and meets_again(cluster.network, members, far.inside, pattern):
+        rate = min(rate, _inside_a_node(cluster))
+    return replace(far, level=level, device_bytes_per_s=rate)
+
+
+def _inside_a_node(cluster: Cluster) -> float:
+    """What a device gets of the level that joins a node."""
+    level, constants = cluster.levels[-2], cluster.device.constants
+    inner = len(cluster.levels) == 2
+    return _rate(level) * constants["collective.efficiency_inner" if inner else "collective.efficiency_outer"]
 
 
 def message_bytes_per_s(far: Crossing, names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> float:

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autoparallel.costmodel.collectives import collective_s
 from autoparallel.costmodel.links import routes_of
+from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
+from autoparallel.costmodel.topology import best_placed
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.heterogeneous.assign import Talk, assign, traffic_s
@@ -90,7 +93,7 @@ def test_no_placement_of_any_strategy_beats_an_optimal_plan() -> None:
 @settings(max_examples=4)
 @given(
     rates=st.lists(st.sampled_from([2e8, 1e9, 4e9]), min_size=4, max_size=4), seed=st.integers(0, 99),
-    per_node=st.sampled_from([1, 2]), order=st.permutations(range(4)),
+    per_node=st.sampled_from([1, 2, 3]), order=st.permutations(range(4)),
 )  # fmt: skip
 def test_no_bound_exceeds_the_simulation_on_any_placement(
     rates: list[float], seed: int, per_node: int, order: Sequence[int]
@@ -197,6 +200,29 @@ def test_a_cluster_of_whole_nodes_is_planned_as_if_nobody_had_counted() -> None:
 
 
 LINKS = st.lists(st.sampled_from([1e9, 2e9, 1e10]), min_size=5, max_size=5)
+
+
+@settings(max_examples=60)
+@given(
+    rates=st.lists(st.sampled_from([2e8, 1e9, 4e9, 4e11]), min_size=3, max_size=3), per_node=st.sampled_from([2, 3, 4, 6]),
+    size=st.integers(2, 9), stride=st.integers(1, 4), op=st.sampled_from(list(CollectiveOp)), racked=st.booleans(),
+)  # fmt: skip
+def test_no_placement_is_faster_than_bounds_have_it_even_where_groups_do_not_line_up_with_nodes(
+    rates: list[float], per_node: int, size: int, stride: int, op: CollectiveOp, racked: bool
+) -> None:
+    assume(size * stride <= 3 * per_node)
+    cluster = (
+        racks([0, 1, 0], rates[0], rates[1], per_node=per_node) if racked else ring(rates, per_node=per_node)
+    )
+    network, axis = network_of(cluster), Axis(name="a", size=size, stride=stride)
+    every = sequences(network)
+    assert every is not None
+    loose = replace(network, reach=reaches(network, every), unplaced=True)
+    best, one = best_placed(replace(cluster, network=loose)), Collective(op=op, axes=("a",), size_bytes=10**7)
+    for nodes in every.tolist():
+        assert collective_s(one, (axis,), best) <= collective_s(one, (axis,), placed(cluster, nodes)) * (
+            1 + 1e-9
+        )
 
 
 @settings(max_examples=15)
