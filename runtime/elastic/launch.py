@@ -12,10 +12,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from autoparallel.errors import UserError
 from autoparallel.runtime.elastic.meeting import BACKEND
 from autoparallel.runtime.elastic.replicas import LIGHTHOUSE, NAME
-from autoparallel.runtime.elastic.worker import AGENT
+from autoparallel.runtime.elastic.worker import AGENT, REFUSED, STARTS
 from autoparallel.runtime.ranks.accelerator import accelerator_type
 
 # How long a machine that has the fewest it needs waits for more, seconds. Kind: choice; torch's own is 30.
@@ -62,7 +64,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def run_script(command: Sequence[str], launch: Launch) -> int:
-    """Run `command` (a script and its arguments) under the agent until it is done; the exit status."""
+    """Run `command` (a script and its arguments) under the agent until it is done; the exit status. Raises UserError for a
+    launch that cannot be, and with what the script's own UserError said, where another start met it again."""
     fewest, most = launch.nodes
     if most > 1 and not launch.endpoint:
         raise UserError(
@@ -87,6 +90,12 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
     for variable, value in ((LIGHTHOUSE, launch.lighthouse), (NAME, launch.replica)):
         if value:
             os.environ[variable] = value
+    with tempfile.TemporaryDirectory(prefix="autoparallel-starts-") as starts:
+        os.environ[STARTS] = starts
+        return _until_done(config, command, launch, Path(starts) / REFUSED)
+
+
+def _until_done(config: LaunchConfig, command: Sequence[str], launch: Launch, refused: Path) -> int:
     worker = ["-u", "-m", "autoparallel.runtime.elastic.worker", *command]
     for left in range(launch.max_restarts, -1, -1):
         try:
@@ -95,6 +104,10 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
             print(_last_words(error, launch), file=sys.stderr)
             return 1
         except SignalException as error:
+            if refused.exists():
+                raise UserError(
+                    f"{refused.read_text(encoding='utf-8')}\n  (so ended two starts of {command[0]})"
+                ) from None
             print(
                 f"ended by {signal.Signals(error.sigval).name}; the run goes on from its last checkpoint",
                 file=sys.stderr,

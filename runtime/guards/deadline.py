@@ -39,6 +39,8 @@ _LAST_WORDS_S = SILENT_S + 1.0
 class RunBroken(UserError):
     """Another rank is at fault; the message says which, where and what to do."""
 
+    passes = True
+
 
 def from_peers(error: BaseException) -> bool:
     """Whether an exception is what a collective raises whose peers are gone."""

@@ -38,6 +38,8 @@ _AT_ONCE = 1 << 20  # rows that are moved at a time. Kind: choice
 class ServersLost(UserError):
     """No copy of some rows is left."""
 
+    passes = True
+
 
 class Servers:
     """A `Store` on the servers at `addresses`, for `worker` of `terms.workers`. Every worker makes one; worker 0 has the

@@ -1,4 +1,4 @@
-"""A process of a run ends with its agent, also while it is still starting."""
+"""A process of a run ends with its agent, also while it is still starting; the agent with a process that no start will mend."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def test_a_process_whose_agent_goes_while_it_starts_goes_too(tmp_path: Path) -> 
         agent.kill()
         agent.wait()
     _until(lambda: not _runs(worker))
+
+
+@pytest.mark.distributed
+def test_what_the_user_has_to_mend_is_started_twice_and_not_ten_times(tmp_path: Path) -> None:
+    (tmp_path / "refused.py").write_text(
+        "from autoparallel.errors import UserError\nprint('started', flush=True)\nraise UserError('mesh.tp = 3: try 2')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", "1", str(tmp_path / "refused.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout.count("started") == 2
+    assert "error: mesh.tp = 3: try 2" in done.stderr.splitlines()
 
 
 def _workers(children: Path) -> list[int]:
