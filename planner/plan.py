@@ -186,12 +186,13 @@ def _plan(
         watch.say_advising(search)
         raise explain_infeasible(outer, lambda: watch.check_time(None))
     search.sims.value = objective_value(problem, search.incumbent)
-    work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
+    out_of_time = stopped and watch.out_of_time
+    work = WORK_WHEN_STOPPED if out_of_time else EXPLAINED_WORK if explain else WORK
     return result_of(
         outer,
         search,
         work=work,
-        explain=explain and not (stopped and watch.out_of_time),
+        explain=explain and not out_of_time,
         processes=processes,
         within=within,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from autoparallel.planner.search.driver import Search, after
 from autoparallel.planner.search.evaluate import Evaluation
 from autoparallel.planner.search.partition.problem import Partition
 from autoparallel.planner.search.partition.quick import even_partition
-from autoparallel.planner.search.space.build import Variants
+from autoparallel.planner.search.space.build import SCHEDULES, Space, Variants
 from autoparallel.planner.search.space.candidates import Candidate, candidate, strategy_of
 from autoparallel.planner.search.space.meshes import Bools, Ints
 from autoparallel.planner.search.space.shapes import MODES, Shapes
@@ -28,9 +28,9 @@ from autoparallel.planner.side_by_side import side_by_side
 from autoparallel.planner.strategy.types import Offload, Strategy
 
 # Work (`Search.work`) that is spent on each kind: enough to see its best strategy or one near it, and little
-# enough that a dozen kinds take well under a second. Kind: formula.
-WORK = 25.0
-EXPLAINED_WORK = 500.0  # where the user asks for an explanation
+# enough that a dozen kinds take a second or two. Kind: measured.
+WORK = 50.0
+EXPLAINED_WORK = 100.0  # where the user asks for an explanation
 WORK_WHEN_STOPPED = 10.0  # where the user's time is over
 MOST_ACTIONS = 6_000  # of a schedule that is laid out for an alternative
 AT_ONCE = 48  # shapes of a kind expanded together
@@ -43,14 +43,15 @@ EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of strategy: which shapes and variants belong to it."""
+    """A kind of strategy: which shapes belong to it, and which of their variants, as columns and as a strategy."""
 
     name: str
     shapes: Callable[[Shapes], Bools]
     variants: Callable[[Variants, Shapes], Bools] | None = None
+    says: Callable[[Strategy], bool] = lambda _: True
 
 
-def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
+def kinds_besides(chosen: Strategy, space: Space) -> tuple[Kind, ...]:
     """The kinds that the chosen strategy is not of."""
     mesh, zero = chosen.mesh, chosen.shard.zero
     alone = mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
@@ -78,7 +79,54 @@ def kinds_besides(chosen: Strategy) -> tuple[Kind, ...]:
         (True, _kind("more devices", lambda s: s.devices > mesh.devices)),
         (True, _kind("fewer devices", lambda s: s.devices < mesh.devices)),
     ]  # fmt: skip
-    return tuple(kind for differs, kind in found if differs)
+    return *(kind for differs, kind in found if differs), *_other_variants(chosen, space)
+
+
+def _other_variants(chosen: Strategy, space: Space) -> Iterator[Kind]:
+    """Kinds that differ in what is chosen beside a shape: another schedule, other messages of data parallelism."""
+    schedule, every = chosen.pipeline.schedule, space.compressions
+    if chosen.mesh.pp > 1:
+        own = SCHEDULES.index(schedule)
+        yield Kind(
+            name=f"another schedule than {schedule}", shapes=lambda s: s.pp > 1, variants=lambda v, _: v.schedule != own,
+            says=lambda s: s.pipeline.schedule != schedule,
+        )  # fmt: skip
+    yield from _with_or_without(
+        "compressed gradients", chosen, _compresses,
+        lambda v: np.isin(v.compression, [i for i, one in enumerate(every) if any(m != "none" for m in one.gradients)]),
+        open_=len({one.gradients for one in every}) > 1,
+    )  # fmt: skip
+    yield from _with_or_without(
+        "compressed gathers of parameters", chosen, lambda s: s.grad_sync.weights != "none",
+        lambda v: np.isin(v.compression, [i for i, one in enumerate(every) if one.weights != "none"]),
+        open_=len({one.weights for one in every}) > 1,
+    )  # fmt: skip
+    yield from _with_or_without(
+        "a second copy of the parameters", chosen, lambda s: s.shard.secondary > 0, lambda v: space.secondary(v) > 0,
+        open_=len({one.copied for one in every}) > 1,
+    )  # fmt: skip
+
+
+def _with_or_without(
+    what: str,
+    chosen: Strategy,
+    says: Callable[[Strategy], bool],
+    has: Callable[[Variants], Bools],
+    *,
+    open_: bool,
+) -> Iterator[Kind]:
+    """Where the space has both, the kind that the chosen strategy is not of."""
+    own = says(chosen)
+    if open_:
+        yield Kind(
+            name=f"without {what}" if own else f"with {what}", shapes=lambda s: s.pp > 0,
+            variants=lambda v, _: has(v) != own, says=lambda s: says(s) != own,
+        )  # fmt: skip
+
+
+def _compresses(strategy: Strategy) -> bool:
+    """Whether gradients are compressed on some level of the network."""
+    return any(method != "none" for method in strategy.grad_sync.compression)
 
 
 def _alone(shapes: Shapes) -> Bools:
@@ -94,7 +142,12 @@ def _offloads(shapes: Shapes) -> Bools:
 def _kind(name: str, shapes: Callable[[Shapes], Bools], *, zero: tuple[int, ...] = ()) -> Kind:
     if not zero:
         return Kind(name=name, shapes=shapes)
-    return Kind(name=name, shapes=shapes, variants=lambda v, _: np.isin(v.zero, zero))
+    return Kind(
+        name=name,
+        shapes=shapes,
+        variants=lambda v, _: np.isin(v.zero, zero),
+        says=lambda s: s.shard.zero in zero,
+    )
 
 
 def alternatives(
@@ -114,7 +167,7 @@ def alternatives(
         found.append(_best_of(outer, kind, best, reference, seen, work))
         return found[-1]
 
-    pieces = [partial(look, kind) for kind in kinds_besides(best.strategy)]
+    pieces = [partial(look, kind) for kind in kinds_besides(best.strategy, outer.space)]
     with suppress(KeyboardInterrupt):  # the plan is there; what is missing is said of fewer kinds
         found = side_by_side(pieces, [1.0] * len(pieces), processes if outer.counts.sum() > FEW else 1)
     kept: dict[Strategy, Alternative] = {}
@@ -143,8 +196,9 @@ def _best_of(
         shapes.recompute[rows] == MODES.index(chosen.recompute.mode)
     )
     for part in (rows[near], rows):  # what differs in this alone is bounded best, and quickly searched
-        found, proved = _searched(outer, kind, part, known, work)
-        known = [found] if found is not None else known
+        if len(part):
+            found, proved = _searched(outer, kind, part, known, work)
+            known = [found] if found is not None else known
     if found is not None:
         return rejected(found.strategy, proved=proved)
     order = outer.best_first(_leanest(shapes, rows), SMALLEST, by_memory=True)
@@ -164,7 +218,7 @@ def _searched(
 ) -> tuple[Evaluation | None, bool]:
     """The best strategy of some shapes of a kind after so much work, and whether it is proved to be."""
     search = Search(
-        outer=outer, check=after(work), only=kind.variants, effort=EFFORT, starts=0 if known else STARTS_OF_KIND,
+        outer=outer, check=after(work), only=kind.variants, effort=EFFORT, starts=STARTS_OF_KIND,
         climbs=False, most_actions=MOST_ACTIONS, most_groups=MOST_GROUPS, at_once=AT_ONCE,
     )  # fmt: skip
     search.consider(*known)
@@ -183,11 +237,7 @@ def _belongs(kind: Kind, strategy: Strategy) -> bool:
         "optimizer_offloaded": strategy.offload.optimizer, "activations_offloaded": strategy.offload.activations,
     }  # fmt: skip
     shapes = Shapes(**{name: np.array([value]) for name, value in row.items()})
-    zero = np.array([strategy.shard.zero])
-    one = Variants(
-        shape=zero * 0, zero=zero, schedule=zero, virtual_stages=zero, order=zero, compression=zero
-    )
-    return bool(kind.shapes(shapes)[0] and (kind.variants is None or kind.variants(one, shapes)[0]))
+    return bool(kind.shapes(shapes)[0]) and kind.says(strategy)
 
 
 def smallest(

@@ -49,8 +49,9 @@ def plan_parts(
     if winner is None:
         raise _nothing(problem, pool, stopped=stopped, advise=advise)
     bound = pool.bound() if pool.opened else (0.0, 0.0)
-    work = WORK_WHEN_STOPPED if stopped else EXPLAINED_WORK if explain else WORK
-    told = explain and not (stopped and not pool.work_done)
+    out_of_time = stopped and not pool.work_done
+    work = WORK_WHEN_STOPPED if out_of_time else EXPLAINED_WORK if explain else WORK
+    told = explain and not out_of_time
     return _whole(problem, winner, pool.searched, bound, work=work, explain=told, within=within)
 
 

@@ -248,7 +248,7 @@ class Search:
         may be stopped."""
         alone, looked_at = unpipelined(self.dual.upcoming, self.only)
         self.sims.work += spending.PER_START * looked_at
-        for chosen, bound_s in alone:
+        for chosen, bound_s in alone[: 2 * self.starts]:
             yield
             if bound_s < self.sims.below_s(chosen.mesh.devices):
                 self.sims.try_quickly(chosen)

@@ -111,6 +111,9 @@ class PriceBook:
     device: Device  # what bounds are priced on: the fastest that a stage may stand on
     algorithms: tuple[str, ...] = ("auto",)  # of reductions, of which bounds take the fastest
     bucket_mib: float = 400.0  # the widest that is tried
+    own_plans: PriceBook | None = (
+        None  # the same prices of tensor plans that were made for the cluster as it is
+    )
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _lines: dict[object, Line] = field(default_factory=dict, repr=False)
@@ -127,14 +130,19 @@ class PriceBook:
         if loose == self.pricer.cluster:
             return self
         if _UNPLACED not in self._others:
-            expander = self.expander
+            found = self._priced_by(self.expander, Pricer(loose))
             if loose.levels != self.pricer.cluster.levels:  # which ask for tensor plans of their own
-                expander = expander.elsewhere(loose)
-            self._others[_UNPLACED] = replace(
-                self, expander=expander, pricer=Pricer(loose), _blocks={}, _weights={}, _lines={},
-                _reductions={}, _block_prices={}, _crossed={}, _fetched={}, _others={},
-            )  # fmt: skip
+                found = replace(
+                    self._priced_by(self.expander.elsewhere(loose), found.pricer), own_plans=found
+                )
+            self._others[_UNPLACED] = found
         return self._others[_UNPLACED]
+
+    def _priced_by(self, expander: Expander, pricer: Pricer) -> PriceBook:
+        return replace(
+            self, expander=expander, pricer=pricer, _blocks={}, _weights={}, _lines={}, _reductions={},
+            _block_prices={}, _crossed={}, _fetched={}, _others={},
+        )  # fmt: skip
 
     def on(self, device: Device) -> PriceBook:
         """The prices on another device of the cluster."""
@@ -142,15 +150,8 @@ class PriceBook:
             return self
         if device.name not in self._others:
             self._others[device.name] = replace(
-                self,
-                device=device,
-                _blocks={},
-                _weights={},
-                _lines={},
-                _block_prices={},
-                _moments={},
-                _others={},
-            )
+                self, device=device, _blocks={}, _weights={}, _lines={}, _block_prices={}, _moments={}, _others={},
+            )  # fmt: skip
         return self._others[device.name]
 
     def memory_rows(
