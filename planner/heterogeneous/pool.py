@@ -19,9 +19,9 @@ from autoparallel.planner.heterogeneous.irregular import on_nodes
 from autoparallel.planner.heterogeneous.mixed import Part
 from autoparallel.planner.problem import NOTHING, Value, objective_value
 from autoparallel.planner.search.bounds.outer import Outer
-from autoparallel.planner.search.driver import Search, Stopped, WorkDone
+from autoparallel.planner.search.driver import NEAR, Search, Stopped, WorkDone
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation
-from autoparallel.planner.search.headway import Headway, Watched
+from autoparallel.planner.search.headway import BETTER, Headway, Watched
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -31,6 +31,7 @@ from autoparallel.profiles.hardware import Cluster
 BEST, LEAST, LEAD = "best", "least", "lead"
 FINDING, PROVING = (BEST, LEAST, BEST, LEAD), (LEAD, BEST, LEAD, LEAST)
 LATELY = 1500.0  # work
+TIRES = 2000.0  # work after which a part counts as twice as long as what it promises: others may find more. Kind: choice
 UNFOUND = 2.0  # times its bound: what may be found of a part of which nothing is. Kind: choice
 GLANCE = 100.0  # work (`Search.work`) that tells what a part promises. Kind: choice
 SLICE = 250.0  # and of each turn after it. Kind: choice
@@ -69,14 +70,16 @@ class Searched:
 
     @property
     def promise(self) -> float:
-        """The objective of its best strategy, or what may well be found where there is none yet."""
-        return UNFOUND * self.search.bound()[0] if self.search.incumbent is None else self.own_value[0]
+        """The objective of its best strategy, better than other parts' or not, or what may well be found where there is none yet."""
+        best = self.best
+        return (
+            UNFOUND * self.search.bound()[0] if best is None else objective_value(self.outer.problem, best)[0]
+        )
 
     @property
     def best(self) -> Evaluation | None:
         """The best strategy that it simulated and that fits, better than other parts' or not."""
-        value_of = partial(objective_value, self.outer.problem)
-        return min(filter(self.outer.fits, self.search.seen), default=None, key=value_of)
+        return self.search.sims.leading
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -124,7 +127,7 @@ class Pool:
 
     def _turn(self, one: Searched, work: float) -> None:
         """Some work on a part; a loose one is placed as soon as it knows a better strategy."""
-        self._until = one.search.work + work
+        self._until, before = one.search.work + work, one.promise
         try:
             one.search.run()
             one.ended = True
@@ -139,6 +142,13 @@ class Pool:
             one.ended = True
         else:
             self._place(one)
+        self._note(one, before)
+
+    def _note(self, one: Searched, before: float) -> None:
+        """A part that comes nearer to the best of all is worth more work as much as that one is."""
+        if one.promise < before * (1 - BETTER) and one.promise < self.value[0] * NEAR:
+            self._found_at = self.work
+            self.headway.found(self.work)
 
     def _place(self, one: Searched) -> None:
         """Open placements of a loose part that knows a better strategy than when these were last sought."""
@@ -173,9 +183,9 @@ class Pool:
         found_lately = self.work - self._found_at < LATELY
         match (FINDING if found_lately else PROVING)[self._turns % len(FINDING)] if moving else LEAD:
             case "best":
-                return min(moving, key=lambda one: one.promise)
+                return min(moving, key=lambda one: one.promise * (1.0 + one.search.work / TIRES))
             case "least":
-                return min(moving, key=lambda one: one.search.work)
+                return min(moving, key=lambda one: one.promise**2 * one.search.work)
             case _:
                 return min(open_, key=lambda one: one.search.bound(), default=None)
 

@@ -176,8 +176,8 @@ class Search:
         return True
 
     def _is_small(self) -> bool:
-        """Whether the incumbent is simulated in no time."""
-        return self.sims.chosen is not None and self.sims.chosen.actions <= SMALL
+        """Whether the best strategy is simulated in no time."""
+        return self.sims.leader is not None and self.sims.leader.actions <= SMALL
 
     def _polish(self) -> Iterator[None]:
         """Improve, one after the other, what bounds tell badly of the incumbent, or not at all: its schedule, its partition, and details; and of
@@ -186,12 +186,12 @@ class Search:
         for chosen in self._to_polish():
             self._polish_one(chosen)
             yield
-            if chosen == self.sims.chosen and self.climbs:
+            if chosen == self.sims.leader and self.climbs:
                 self._climb.try_chunks(chosen)
                 yield
-        self._polished = self.incumbent
-        if self.climbs and self.sims.chosen is not None:
-            self._climb.try_keys(self.sims.chosen)  # what is better is polished in its turn
+        self._polished = self.sims.leading
+        if self.climbs and self.sims.leader is not None:
+            self._climb.try_keys(self.sims.leader)  # what is better is polished in its turn
 
     def _polish_one(self, chosen: Candidate) -> None:
         """Improve the partition of a candidate, and its details where it is close to the incumbent then."""
@@ -204,7 +204,7 @@ class Search:
     def _to_polish(self) -> list[Candidate]:
         """The incumbent, and of the candidates near it that have not been polished those that promise most; the first time the
         incumbent alone."""
-        own, problem = self.sims.chosen, self.outer.problem
+        own, problem = self.sims.leader, self.outer.problem
         if own is not None and not self._was_polished and not self._is_far_behind():
             return [own]
         values = {
@@ -218,7 +218,7 @@ class Search:
                 self._promises[one] = self._promise(one)
         known = [one for one in near if self.sims.may_win(self._promises.get(one, NOTHING))]
         rivals = sorted(known, key=lambda one: (self._promises[one], values[one]))[:RIVALS]
-        if own is None or self.incumbent is self._polished or self._is_far_behind():
+        if own is None or self.sims.leading is self._polished or self._is_far_behind():
             return rivals
         return [own, *rivals]
 
@@ -237,11 +237,9 @@ class Search:
         return objective_value(self.outer.problem, self.sims.candidates[chosen])[0] <= self.value[0] * share
 
     def _is_far_behind(self) -> bool:
-        """Whether something much better than the incumbent is known elsewhere."""
-        return (
-            self.incumbent is not None
-            and objective_value(self.outer.problem, self.incumbent)[0] > self.value[0] * NEAR
-        )
+        """Whether something much better than the best strategy here is known elsewhere."""
+        best = self.sims.leading
+        return best is not None and objective_value(self.outer.problem, best)[0] > self.value[0] * NEAR
 
     def _start(self) -> Iterator[None]:
         """Simulate easily found partitions of promising variants, so that the rest has something to be measured by; before each it

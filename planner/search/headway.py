@@ -26,6 +26,10 @@ class Headway:
                 self._better_at = work
             self._notes.append((work, value, bound))
 
+    def found(self, work: float) -> None:
+        """Something better was found after so much work, though it is not the best of all yet."""
+        self._better_at = work
+
     @property
     def idle(self) -> float:
         """The work since something better was found."""

@@ -52,6 +52,7 @@ class Simulations:
     outer: Outer
     incumbent: Evaluation | None = None
     chosen: Candidate | None = None  # what the incumbent is of
+    leader: Candidate | None = None  # the best of those below, better than what is known elsewhere or not
     value: Value = NOTHING
     work: float = 0.0
     seen: list[Evaluation] = field(default_factory=list)
@@ -252,5 +253,15 @@ class Simulations:
                 best = self.candidates.get(chosen)
                 if best is None or value < objective_value(self.outer.problem, best):
                     self.candidates[chosen] = found
+                    self._lead(chosen, value)
             if value < self.value:
                 self.incumbent, self.value, self.chosen = found, value, chosen
+
+    def _lead(self, chosen: Candidate, value: Value) -> None:
+        if self.leader is None or value < objective_value(self.outer.problem, self.candidates[self.leader]):
+            self.leader = chosen
+
+    @property
+    def leading(self) -> Evaluation | None:
+        """The strategy of the leader."""
+        return None if self.leader is None else self.candidates[self.leader]

@@ -67,8 +67,8 @@ class Climb:
         return True
 
     def try_schedules(self) -> None:
-        """Simulate the shape of the incumbent under every schedule."""
-        row = self._row(self.sims.chosen) if self.sims.chosen is not None else None
+        """Simulate the shape of the best strategy under every schedule."""
+        row = self._row(self.sims.leader) if self.sims.leader is not None else None
         if row is not None:
             self._try_schedules(row)
 

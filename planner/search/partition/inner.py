@@ -32,9 +32,9 @@ from autoparallel.planner.search.partition.peaks import (
     weight_peak,
 )
 from autoparallel.planner.search.partition.problem import Form, Quantity, Row, StageProblem
-from autoparallel.planner.search.partition.quick import even_partition, proportional
+from autoparallel.planner.search.partition.quick import balanced_ranks, even_partition
 from autoparallel.planner.search.partition.sizes import chunk_sizes
-from autoparallel.planner.search.partition.unlike import over_devices, rank_devices
+from autoparallel.planner.search.partition.unlike import over_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Device
@@ -108,7 +108,6 @@ def stage_problem(
     """The stage problem with the paths that are known of its schedule; more are added as they are found."""
     chosen, strategy = priced.chosen, priced.strategy
     blocks = problem.fixed.stage_blocks
-    shares = _shares(problem, chain, book, priced)
     least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen.chunks)
 
     ends = last_kinds(chain.kinds, least, most)
@@ -130,28 +129,18 @@ def stage_problem(
         most=most,
         blocks=blocks,
         recomputed=_fixed_recomputed(problem, chosen.chunks),
-        likely=None if shares is None else proportional(shares, least, most),
     )
-    return over_devices(problem, strategy, stages, quantities_on)
+    placed = over_devices(problem, strategy, stages, quantities_on)
+    if len(set(placed.device_of)) <= 1:
+        return placed
+    home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
+    return replace(placed, likely=balanced_ranks(placed, home))
 
 
 def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
     """Blocks recomputed in full that the user fixes per chunk; an empty list says none at all."""
     fixed = problem.fixed.recomputed
     return (0,) * chunks if fixed == () else fixed
-
-
-def _shares(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[float, ...] | None:
-    """Blocks of each chunk in proportion to the pace of its device; None where all are alike."""
-    devices = rank_devices(problem)
-    if len({device.name for device in devices}) == 1:
-        return None
-    chosen = priced.chosen
-    chains = [price_candidate(problem, chain, book.on(device), chosen).prices for device in devices]
-    seconds = [sum(p.forward_s + p.backward_s for group in one.kept for p in group) for one in chains]
-    home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
-    paces = [1.0 / max(seconds[rank], 1e-12) for rank in home]
-    return tuple(len(chain.kinds) * pace / sum(paces) for pace in paces)
 
 
 def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) -> tuple[Quantity, ...]:

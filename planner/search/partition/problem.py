@@ -107,6 +107,13 @@ class StageProblem:
         """Terms of all rows: what the work on a problem grows with."""
         return sum(len(row.terms) for row in (*self.paths, *self.memory))
 
+    def quantity(self, number: int, chunk: int) -> Quantity:
+        """A quantity as the device has it that a chunk stands on."""
+        if not self.device_of:
+            return self.quantities[number]
+        each = len(self.quantities) // (max(self.device_of) + 1)
+        return self.quantities[number + each * self.device_of[chunk]]
+
     def room(self, row: Row) -> int:
         """What a row of memory may come to."""
         return self.capacity_bytes if row.capacity_bytes is None else row.capacity_bytes

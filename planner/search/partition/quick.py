@@ -56,6 +56,29 @@ def proportional(shares: Sequence[float], least: Sequence[int], most: Sequence[i
     return tuple(found)
 
 
+def balanced_ranks(problem: StageProblem, home: Sequence[int]) -> tuple[int, ...]:
+    """Blocks such that the busiest rank takes least time forward and backward, each on its own devices and a block as long as all are
+    on average: one after the other goes to the rank that ends first with it, to the chunk of it that has fewest, later ones
+    first, as these keep fewer micro-batches. `home` is the rank of each chunk."""
+    block_s, spent = [0.0] * problem.chunks, dict.fromkeys(home, 0.0)
+    for chunk in range(problem.chunks):
+        for passed in (Q.FORWARD, Q.BACKWARD):
+            form = problem.quantity(passed, chunk).forms[0]
+            block_s[chunk] += sum(map(form.kept.__getitem__, problem.kinds)) / max(len(problem.kinds), 1)
+            spent[home[chunk]] += form.fixed[chunk]
+    blocks = list(problem.least)
+    for chunk, rank in enumerate(home):
+        spent[rank] += blocks[chunk] * block_s[chunk]
+    for _ in range(len(problem.kinds) - sum(blocks)):
+        open_ = [c for c in range(problem.chunks) if blocks[c] < problem.most[c]]
+        if not open_:
+            break
+        chunk = min(open_, key=lambda c: (spent[home[c]] + block_s[c], blocks[c], -c))
+        blocks[chunk] += 1
+        spent[home[chunk]] += block_s[chunk]
+    return tuple(blocks)
+
+
 def quick_partition(problem: StageProblem) -> Partition | None:
     """An even partition, or a balanced one where blocks are unlike, with blocks recomputed, chunk by chunk in
     proportion to what a rank lacks; None if that does not fit (another partition may)."""
