@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from heapq import heapify, heappop, heappush
 
 from autoparallel.planner.search.partition.problem import (
     Partition,
@@ -60,22 +62,34 @@ def balanced_ranks(problem: StageProblem, home: Sequence[int]) -> tuple[int, ...
     """Blocks such that the busiest rank takes least time forward and backward, each on its own devices and a block as long as all are
     on average: one after the other goes to the rank that ends first with it, to the chunk of it that has fewest, later ones
     first, as these keep fewer micro-batches. `home` is the rank of each chunk."""
+    shares = {kind: count / len(problem.kinds) for kind, count in Counter(problem.kinds).items()}
     block_s, spent = [0.0] * problem.chunks, dict.fromkeys(home, 0.0)
     for chunk in range(problem.chunks):
         for passed in (Q.FORWARD, Q.BACKWARD):
             form = problem.quantity(passed, chunk).forms[0]
-            block_s[chunk] += sum(map(form.kept.__getitem__, problem.kinds)) / max(len(problem.kinds), 1)
+            block_s[chunk] += sum(form.kept[kind] * share for kind, share in shares.items())
             spent[home[chunk]] += form.fixed[chunk]
     blocks = list(problem.least)
     for chunk, rank in enumerate(home):
         spent[rank] += blocks[chunk] * block_s[chunk]
+    chunks_of = {rank: [c for c, home_c in enumerate(home) if home_c == rank] for rank in spent}
+
+    def ends(rank: int) -> Iterator[tuple[float, int, int]]:
+        """When the rank ends with one more block, in each chunk that may have it."""
+        return (
+            (spent[rank] + block_s[c], blocks[c], -c) for c in chunks_of[rank] if blocks[c] < problem.most[c]
+        )
+
+    open_ = [min(found) for rank in chunks_of if (found := list(ends(rank)))]
+    heapify(open_)
     for _ in range(len(problem.kinds) - sum(blocks)):
-        open_ = [c for c in range(problem.chunks) if blocks[c] < problem.most[c]]
         if not open_:
             break
-        chunk = min(open_, key=lambda c: (spent[home[c]] + block_s[c], blocks[c], -c))
+        chunk = -heappop(open_)[2]
         blocks[chunk] += 1
         spent[home[chunk]] += block_s[chunk]
+        if found := list(ends(home[chunk])):
+            heappush(open_, min(found))
     return tuple(blocks)
 
 

@@ -26,7 +26,7 @@ from autoparallel.planner.search.partition.problem import (
     with_less_room,
     without_needless_recomputation,
 )
-from autoparallel.planner.search.partition.quick import balanced_blocks
+from autoparallel.planner.search.partition.quick import balanced_blocks, balanced_ranks
 from autoparallel.planner.search.partition.smallest import smallest_partition
 from autoparallel.planner.search.partition.solve import solve_stages
 
@@ -270,3 +270,39 @@ def test_moves_take_one_block_off_what_decides(
 def test_what_the_user_partitions_is_not_moved() -> None:
     problem = replace(problem_of((0, 0, 0, 0), 2), blocks=(3, 1))
     assert not list(moves(problem, Partition(blocks=(3, 1), recomputed=(0, 0)), problem.paths[0]))
+
+
+@settings(max_examples=60)
+@given(
+    layers=st.integers(1, 8), shape=st.sampled_from([(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]),
+    block_s=st.lists(st.integers(1, 9), min_size=2, max_size=2), fixed=st.lists(st.integers(0, 20), min_size=4, max_size=4),
+    fast=st.sampled_from([(0, 1, 1), (1, 0, 0), (0, 0, 1)]),
+)  # fmt: skip
+def test_no_division_among_unlike_ranks_has_a_busiest_rank_that_ends_sooner(
+    layers: int, shape: tuple[int, ...], block_s: list[int], fixed: list[int], fast: tuple[int, ...]
+) -> None:
+    chunks, device_of = len(shape), tuple(fast[rank] for rank in shape)
+
+    def on(seconds: int) -> tuple[Quantity, Quantity]:
+        there = tuple(fixed[:chunks])
+        return (
+            Quantity(forms=(Form(kept=(seconds,), recomputed=(0,), fixed=there),)),
+            Quantity(forms=(Form(kept=(2 * seconds,), recomputed=(0,), fixed=(0,) * chunks),)),
+        )
+
+    problem = StageProblem(
+        kinds=(0,) * layers, chunks=chunks, quantities=tuple(q for seconds in block_s for q in on(seconds)),
+        paths=(), memory=(), capacity_bytes=1, recompute=False, least=(0,) * chunks, most=(layers,) * chunks,
+        device_of=device_of,
+    )  # fmt: skip
+
+    def busiest(blocks: tuple[int, ...]) -> float:
+        ranks = dict.fromkeys(shape, 0.0)
+        for chunk, rank in enumerate(shape):
+            ranks[rank] += fixed[chunk] + 3 * block_s[device_of[chunk]] * blocks[chunk]
+        return max(ranks.values())
+
+    found = balanced_ranks(problem, shape)
+    every = (blocks for blocks in product(range(layers + 1), repeat=chunks) if sum(blocks) == layers)
+    assert sum(found) == layers
+    assert busiest(found) == pytest.approx(min(map(busiest, every)))
