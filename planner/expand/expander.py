@@ -63,7 +63,9 @@ class Expander:
 
     def elsewhere(self, cluster: Cluster) -> Expander:
         """One for the same model on another cluster, which shares the work that is the same there."""
-        other = Expander(graph=self.graph, cluster=cluster, placed=self.placed)
+        other = Expander(
+            graph=self.graph, cluster=cluster, placed=self.placed, _schedules=self._schedules, _prepared=self._prepared
+        )  # fmt: skip
         object.__setattr__(other, "works", self.works.elsewhere(cluster))
         return other
 
