@@ -24,6 +24,7 @@ from autoparallel.costmodel.program import Action, ActionKind, BlockWork, Collec
 
 K = ActionKind
 _HOLDS = frozenset({K.FORWARD, K.BACKWARD, K.BACKWARD_INPUT, K.BACKWARD_WEIGHT})  # or lets go of
+_AT_ONCE = 1 << 20  # numbers of states that are compared at once. Kind: choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +135,10 @@ def live_states(actions: Sequence[Action]) -> tuple[LiveState, ...]:
 
 def _heaviest(states: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Those that no other outweighs in every part."""
-    held = np.array(states)
-    order = np.argsort(-held.sum(axis=1), kind="stable")  # what outweighs a state holds more in all
-    kept: list[int] = []
-    for i in order:
-        if not kept or not (held[kept] >= held[i]).all(axis=1).any():
-            kept.append(int(i))
-    return [states[i] for i in sorted(kept)]
+    held = np.array(states)  # all unlike, so that each is outweighed by itself alone at least
+    parts = np.array_split(held, max(held.size * len(held) // _AT_ONCE, 1))
+    outweighed = np.concatenate([(held[:, None] >= part).all(axis=2).sum(axis=0) for part in parts])
+    return [state for state, count in zip(states, outweighed, strict=True) if count == 1]
 
 
 def activation_profile(
