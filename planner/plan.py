@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.planner.embedding.options import tiers_matter, without_tables
@@ -67,6 +68,8 @@ LARGE_GAP, ENOUGH_WORK, LATELY = 0.05, 4000.0, 2000.0
 LONG_IDLE, SLOW = 5000.0, 0.01
 TIERS_SHARE = 0.5  # of the time that a user gives, for embedding tables in tiers. Kind: choice
 RECOVERY_SHARE = 4.0  # a search for a plan that recovers better takes so much less. Kind: choice
+# Of that time, for the strategies that are told beside the answer, where it is enough for them: seconds. Kind: measured
+TOLD_SHARE, TOLD_S = 0.05, 1.5
 REPORT_EVERY_S = 0.1
 
 
@@ -186,13 +189,14 @@ def _plan(
         watch.say_advising(search)
         raise explain_infeasible(outer, lambda: watch.check_time(None))
     search.sims.value = objective_value(problem, search.incumbent)
-    out_of_time = stopped and watch.out_of_time
+    explain = explain and not (stopped and watch.is_limited)
+    out_of_time = stopped and watch.is_limited and watch.left_s() <= watch.reserved_s / 2
     work = WORK_WHEN_STOPPED if out_of_time else EXPLAINED_WORK if explain else WORK
     return result_of(
         outer,
         search,
         work=work,
-        explain=explain and not out_of_time,
+        explain=explain,
         processes=processes,
         within=within,
     )
@@ -237,7 +241,7 @@ class _Watch:
     def check_limits(self, search: Watched) -> None:
         """Likewise, of a search whose work is counted elsewhere."""
         now_s = time.monotonic()
-        if self.interrupted or (self.limit_s is not None and now_s - self.started_s >= self.limit_s):
+        if self.interrupted or self.left_s() <= self.reserved_s:
             raise Stopped
         if self.progress is not None and now_s - self.reported_s >= REPORT_EVERY_S:
             self.reported_s = now_s
@@ -255,9 +259,21 @@ class _Watch:
             raise Stopped
 
     @property
-    def out_of_time(self) -> bool:
-        """Whether the user has no time left, by a limit or an interrupt."""
+    def is_limited(self) -> bool:
+        """Whether the user wants no more than so much time, by a limit or an interrupt."""
         return self.interrupted or self.limit_s is not None
+
+    def left_s(self) -> float:
+        """Seconds that the user has left."""
+        if self.interrupted:
+            return 0.0
+        return inf if self.limit_s is None else self.limit_s - (time.monotonic() - self.started_s)
+
+    @property
+    def reserved_s(self) -> float:
+        """Of these, what is left for the strategies that are told beside the answer, where that is enough for them."""
+        share_s = 0.0 if self.limit_s is None else self.limit_s * TOLD_SHARE
+        return share_s if share_s >= TOLD_S else 0.0
 
     def worked_enough(self, search: Watched) -> bool:
         """Whether the search has done all the work that it does without a time limit."""
