@@ -57,7 +57,6 @@ def crossings(
 
 
 def _crossings(members: Sequence[Axis], cluster: Cluster, pattern: str) -> tuple[Crossing, ...]:
-    constants = cluster.device.constants
     found: list[Crossing] = []
     inside = 1
     for index, level in enumerate(cluster.levels):
@@ -68,8 +67,7 @@ def _crossings(members: Sequence[Axis], cluster: Cluster, pattern: str) -> tuple
             within *= axis.size if whole else _aligned(axis, level.size)
         within = max(within, inside)
         if within > inside:
-            share = constants["collective.efficiency_inner" if index == 0 else "collective.efficiency_outer"]
-            rate = level.bytes_per_s * share / level.oversubscription
+            rate = _device_rate(cluster, index)
             found.append(
                 Crossing(
                     index=index, level=level, inside=inside, fan=within // inside, device_bytes_per_s=rate
@@ -100,15 +98,15 @@ def _on_links(far: Crossing, members: Sequence[Axis], cluster: Cluster, pattern:
     level = replace(far.level, latency_s=found.latency_s, bytes_per_s=found.bytes_per_s)
     rate = found.bytes_per_s * share
     if far.index and meets_again(cluster.network, members, far.inside, pattern):
-        rate = min(rate, _inside_a_node(cluster))
+        rate = min(rate, _device_rate(cluster, len(cluster.levels) - 2))  # of the level that joins a node
     return replace(far, level=level, device_bytes_per_s=rate)
 
 
-def _inside_a_node(cluster: Cluster) -> float:
-    """What a device gets of the level that joins a node."""
-    level, constants = cluster.levels[-2], cluster.device.constants
-    inner = len(cluster.levels) == 2
-    return _rate(level) * constants["collective.efficiency_inner" if inner else "collective.efficiency_outer"]
+def _device_rate(cluster: Cluster, index: int) -> float:
+    """What a collective gets of a level for each device, while all of them communicate."""
+    level, constants = cluster.levels[index], cluster.device.constants
+    share = constants["collective.efficiency_inner" if index == 0 else "collective.efficiency_outer"]
+    return level.bytes_per_s * share / level.oversubscription
 
 
 def message_bytes_per_s(far: Crossing, names: Sequence[str], axes: Sequence[Axis], cluster: Cluster) -> float:

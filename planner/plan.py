@@ -19,7 +19,7 @@ from math import inf
 from autoparallel.costmodel.collecting import without_collection
 from autoparallel.planner.embedding.options import tiers_matter, without_tables
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.explain.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
+from autoparallel.planner.explain.alternatives import work_of_kinds
 from autoparallel.planner.explain.infeasible import explain_empty, explain_infeasible
 from autoparallel.planner.explain.result import result_of
 from autoparallel.planner.heterogeneous.irregular import has_parts
@@ -191,11 +191,10 @@ def _plan(
     search.sims.value = objective_value(problem, search.incumbent)
     explain = explain and not (stopped and watch.is_limited)
     out_of_time = stopped and watch.is_limited and watch.left_s() <= watch.reserved_s / 2
-    work = WORK_WHEN_STOPPED if out_of_time else EXPLAINED_WORK if explain else WORK
     return result_of(
         outer,
         search,
-        work=work,
+        work=work_of_kinds(explain=explain, out_of_time=out_of_time),
         explain=explain,
         processes=processes,
         within=within,

@@ -366,7 +366,7 @@ def stage_buffers(parameters: int, trainable: int, gradient_bytes: int, strategy
     cast for compute."""
     execution, sync = strategy.execution, strategy.grad_sync
     found = 0
-    if any(method != "none" for method in sync.compression) and strategy.mesh.data_parallel > 1:
+    if sync.compresses and strategy.mesh.data_parallel > 1:
         found += min(round(sync.bucket_mib * MIB), gradient_bytes)
         whole = trainable * dtype_bytes(execution.grad_dtype)
         found += max(residual_bytes(method, whole) for method in sync.compression)

@@ -41,6 +41,13 @@ FEW = 10_000  # variants, whose kinds are searched sooner than another process i
 EFFORT = 0.02  # of each stage problem: what is shown beside the answer need not be proved
 
 
+def work_of_kinds(*, explain: bool, out_of_time: bool) -> float:
+    """The work that is spent on each kind, by what the user asks for and has time for."""
+    if out_of_time:
+        return WORK_WHEN_STOPPED
+    return EXPLAINED_WORK if explain else WORK
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """A kind of strategy: which shapes belong to it, and which of their variants, as columns and as a strategy."""
@@ -92,7 +99,7 @@ def _other_variants(chosen: Strategy, space: Space) -> Iterator[Kind]:
             says=lambda s: s.pipeline.schedule != schedule,
         )  # fmt: skip
     yield from _with_or_without(
-        "compressed gradients", chosen, _compresses,
+        "compressed gradients", chosen, lambda s: s.grad_sync.compresses,
         lambda v: np.isin(v.compression, [i for i, one in enumerate(every) if any(m != "none" for m in one.gradients)]),
         open_=len({one.gradients for one in every}) > 1,
     )  # fmt: skip
@@ -122,11 +129,6 @@ def _with_or_without(
             name=f"without {what}" if own else f"with {what}", shapes=lambda s: s.pp > 0,
             variants=lambda v, _: has(v) != own, says=lambda s: says(s) != own,
         )  # fmt: skip
-
-
-def _compresses(strategy: Strategy) -> bool:
-    """Whether gradients are compressed on some level of the network."""
-    return any(method != "none" for method in strategy.grad_sync.compression)
 
 
 def _alone(shapes: Shapes) -> Bools:

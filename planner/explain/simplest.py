@@ -77,7 +77,7 @@ def _simpler(outer: Outer, strategy: Strategy) -> Iterator[Strategy]:
             yield replace(strategy, recompute=replace(strategy.recompute, mode="none"))
     if strategy.offload != Offload():
         yield replace(strategy, offload=Offload())
-    if any(method != "none" for method in strategy.grad_sync.compression):
+    if strategy.grad_sync.compresses:
         yield replace(strategy, grad_sync=replace(strategy.grad_sync, compression=()))
     if strategy.grad_sync.weights != "none":
         yield replace(strategy, grad_sync=replace(strategy.grad_sync, weights="none"))

@@ -12,7 +12,7 @@ from functools import partial
 
 from autoparallel.planner.check import check_plan
 from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.explain.alternatives import EXPLAINED_WORK, WORK, WORK_WHEN_STOPPED
+from autoparallel.planner.explain.alternatives import work_of_kinds
 from autoparallel.planner.explain.constraints import ALL
 from autoparallel.planner.explain.infeasible import explain_empty, explain_infeasible
 from autoparallel.planner.explain.reasons import alternative
@@ -50,7 +50,7 @@ def plan_parts(
         raise _nothing(problem, pool, stopped=stopped, advise=advise)
     bound = pool.bound() if pool.opened else (0.0, 0.0)
     out_of_time = stopped and not pool.work_done
-    work = WORK_WHEN_STOPPED if out_of_time else EXPLAINED_WORK if explain else WORK
+    work = work_of_kinds(explain=explain, out_of_time=out_of_time)
     told = explain and not out_of_time
     return _whole(problem, winner, pool.searched, bound, work=work, explain=told, within=within)
 

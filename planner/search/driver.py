@@ -50,6 +50,7 @@ AGAIN = 4.0  # looks at what was looked at before get so much less of the work. 
 MOST_SMALLEST = (
     2000.0  # work on further ones of them, of each schedule, as long as nothing fits. Kind: choice
 )
+ALONE_EACH = 2  # without a pipeline, for each of the starts: a short search has some work left for those with one. Kind: choice
 STARTS = 12  # strategies simulated before the search proper
 DUAL_SHARE = 1.0  # work of the dual half for each unit of the local search. Kind: measured
 SMALL = 512  # actions of a schedule that is simulated in a millisecond or two. Kind: measured
@@ -246,7 +247,7 @@ class Search:
         may be stopped."""
         alone, looked_at = unpipelined(self.dual.upcoming, self.only)
         self.sims.work += spending.PER_START * looked_at
-        for chosen, bound_s in alone[: 2 * self.starts]:
+        for chosen, bound_s in alone[: ALONE_EACH * self.starts]:
             yield
             if bound_s < self.sims.below_s(chosen.mesh.devices):
                 self.sims.try_quickly(chosen)

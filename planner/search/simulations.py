@@ -51,7 +51,6 @@ class Simulations:
 
     outer: Outer
     incumbent: Evaluation | None = None
-    chosen: Candidate | None = None  # what the incumbent is of
     leader: Candidate | None = None  # the best of those below, better than what is known elsewhere or not
     value: Value = NOTHING
     work: float = 0.0
@@ -255,7 +254,7 @@ class Simulations:
                     self.candidates[chosen] = found
                     self._lead(chosen, value)
             if value < self.value:
-                self.incumbent, self.value, self.chosen = found, value, chosen
+                self.incumbent, self.value = found, value
 
     def _lead(self, chosen: Candidate, value: Value) -> None:
         if self.leader is None or value < objective_value(self.outer.problem, self.candidates[self.leader]):

@@ -135,6 +135,11 @@ class GradSync:
     compression: tuple[str, ...] = ()  # per network level, innermost first
     weights: str = "none"  # what parameters travel as where ZeRO-3 gathers them, on all levels
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed on some level."""
+        return any(method != "none" for method in self.compression)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:

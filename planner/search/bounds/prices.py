@@ -111,9 +111,7 @@ class PriceBook:
     device: Device  # what bounds are priced on: the fastest that a stage may stand on
     algorithms: tuple[str, ...] = ("auto",)  # of reductions, of which bounds take the fastest
     bucket_mib: float = 400.0  # the widest that is tried
-    own_plans: PriceBook | None = (
-        None  # the same prices of tensor plans that were made for the cluster as it is
-    )
+    own_plans: PriceBook | None = None  # the same prices, of tensor plans for the cluster as it is
     _blocks: dict[object, tuple[float, float, float]] = field(default_factory=dict, repr=False)
     _weights: dict[object, tuple[Step, ...]] = field(default_factory=dict, repr=False)
     _lines: dict[object, Line] = field(default_factory=dict, repr=False)

@@ -236,24 +236,7 @@ def _row_at(
     """The row of a setting whose blocks communicate with the devices that are nearest, or so many `apart`."""
     nearest = nearest_axes(strategy.mesh, ordered=problem.fixed.order is not None)
     axes = tuple(replace(axis, stride=axis.stride * apart) for axis in nearest)
-    return _least_row(problem, chain, book, strategy, axes, added=key[ADDED] > 0)
-
-
-def _least_row(
-    problem: Problem,
-    chain: Chain,
-    book: PriceBook,
-    strategy: Strategy,
-    axes: tuple[Axis, ...],
-    *,
-    added: bool,
-) -> tuple[float, ...]:
-    """The row of a strategy: tensor plans are made for a single sample with its share of the step, so that one that was made for
-    the loosest prices is not the best there in everything, and those of the cluster as it is may be better."""
-    row = setting_row(problem, chain, book, strategy, axes, added=added)
-    if book.own_plans is None or strategy.mesh.tp == 1:
-        return row
-    return tuple(map(min, row, setting_row(problem, chain, book.own_plans, strategy, axes, added=added)))
+    return setting_row(problem, chain, book, strategy, axes, added=key[ADDED] > 0)
 
 
 def setting_columns(shapes: Shapes) -> tuple[Floats | Ints, ...]:
@@ -296,7 +279,7 @@ def placed_row(
     named = zip(SETTING, setting_columns(shapes), strict=True)
     key = (*(columns.get(name, float(column[shape])) for name, column in named), 0, int(shapes.micro[shape]))
     strategy = representative(problem, chain, key, apart)
-    return _least_row(problem, chain, book, strategy, axes, added=False)
+    return setting_row(problem, chain, book, strategy, axes, added=False)
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:

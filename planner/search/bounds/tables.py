@@ -109,8 +109,13 @@ def setting_row(
     *,
     added: bool,
 ) -> tuple[float, ...]:
-    """The row of a strategy's setting whose blocks communicate along these axes; `added`: gradients are added up."""
-    return _row(chain, strategy, _block_prices(problem, chain, book, strategy, axes, added=added))
+    """The row of a strategy's setting whose blocks communicate along these axes; `added`: gradients are added up. Tensor plans are
+    made for a single sample with its share of the step, so that one that was made for the loosest prices is not the best there in
+    everything, and those of the cluster as it is may be better."""
+    row = _row(chain, strategy, _block_prices(problem, chain, book, strategy, axes, added=added))
+    if book.own_plans is None or strategy.mesh.tp == 1:
+        return row
+    return tuple(map(min, row, setting_row(problem, chain, book.own_plans, strategy, axes, added=added)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

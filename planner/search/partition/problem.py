@@ -107,12 +107,14 @@ class StageProblem:
         """Terms of all rows: what the work on a problem grows with."""
         return sum(len(row.terms) for row in (*self.paths, *self.memory))
 
+    @property
+    def each_device(self) -> int:
+        """How many quantities each device has."""
+        return len(self.quantities) // (max(self.device_of, default=0) + 1)
+
     def quantity(self, number: int, chunk: int) -> Quantity:
         """A quantity as the device has it that a chunk stands on."""
-        if not self.device_of:
-            return self.quantities[number]
-        each = len(self.quantities) // (max(self.device_of) + 1)
-        return self.quantities[number + each * self.device_of[chunk]]
+        return self.quantities[number + self.each_device * (self.device_of[chunk] if self.device_of else 0)]
 
     def room(self, row: Row) -> int:
         """What a row of memory may come to."""

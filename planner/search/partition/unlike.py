@@ -78,7 +78,7 @@ def on_devices(stages: StageProblem, rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows over the quantities of one device as rows over those of each chunk's own device."""
     if not stages.device_of:
         return tuple(rows)
-    each = len(stages.quantities) // (max(stages.device_of) + 1)
+    each = stages.each_device
     return tuple(
         replace(row, terms=tuple((q + each * stages.device_of[c], c, n) for q, c, n in row.terms))
         for row in rows
