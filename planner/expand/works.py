@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
 from autoparallel.costmodel.fusion import Unit
-from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.costmodel.program import BlockWork
 from autoparallel.planner.expand.axes import tensor_stride
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.chain import carried_inputs, first_positions
+from autoparallel.planner.expand.context import KEY_AND_VALUE
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting
 from autoparallel.planner.expand.localize import Passes, fused_units, kept_storages, localize, passes_of
@@ -64,7 +65,9 @@ class LocalWorks:
 
     def tensor_plan(self, strategy: Strategy) -> TensorPlan:
         """How each distinct block runs over the tp axis: the user's rules kept, the rest solved."""
-        request = self._request(strategy)
+        return self._plan_of(self._request(strategy))
+
+    def _plan_of(self, request: TensorRequest) -> TensorPlan:
         if request not in self._plans:
             self.know({request: self._solve(request)})
         return self._plans[request]
@@ -90,8 +93,20 @@ class LocalWorks:
         )
         if request.tp == 1:
             return TensorPlan(blocks=tuple(unsolved_plan(index, request.ep) for index in indices))
+        if request.cp > 1:
+            alone = self._plan_of(replace(request, cp=1))
+            if not any(self._has_whole_keys(b, plan) for b, plan in enumerate(alone.blocks)):
+                return alone  # no other has less to communicate along cp
         without_experts = self._plans.get(replace(request, ep=1))
         return solve_tensor_plan(self.graph, indices, self.cluster, request, without_experts)
+
+    def _has_whole_keys(self, block: int, plan: BlockPlan) -> bool:
+        """Whether some attention of a block reads keys or values that no two ranks of tp divide."""
+        return any(
+            operator.kind is OpKind.ATTENTION
+            and (sharding is None or not all(one.startswith("S") for one in sharding.inputs[KEY_AND_VALUE]))
+            for operator, sharding in zip(self.graph.blocks[block].operators, plan.shardings, strict=True)
+        )
 
     def pareto_plan(self, strategy: Strategy, memory_price: float) -> TensorPlan | None:
         """The plan that is best where memory has a price (`planner.sharding.pareto`); None where that is no other than the
@@ -179,7 +194,7 @@ class LocalWorks:
         if strategy.mesh not in self._strides:
             self._strides[strategy.mesh] = tensor_stride(strategy.mesh, self.cluster)
         return TensorRequest(
-            tp=tp, stride=self._strides[strategy.mesh], ep=ep, rules=strategy.tensor,
+            tp=tp, stride=self._strides[strategy.mesh], ep=ep, cp=strategy.mesh.cp, rules=strategy.tensor,
             sequence_parallel=strategy.shard.sequence_parallel, execution=strategy.execution,
         )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 What is minimised is one step of one micro-batch of `SAMPLES` samples: forward and backward kernels on local
 shapes, the collectives that layout hooks cost, and once the sum of partial parameter gradients and the optimizer's
-pass over the local parameters. Bytes kept and held break ties.
+pass over the local parameters. Bytes kept and held break ties. With context parallelism all of this is one rank's share,
+alike for every choice, but for the keys and values that its attention needs of the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autoparallel.costmodel.fusion import Unit, fuse
 from autoparallel.costmodel.graph import OpKind, Parameter, Saved
 from autoparallel.costmodel.kernels import kernel_s
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp, Kernel
+from autoparallel.planner.expand.context import key_collectives, needs_keys
 from autoparallel.planner.expand.layout import Layout
 from autoparallel.planner.expand.local import LocalBlock, Setting, inner_collectives
 from autoparallel.planner.expand.local_memory import saved_bytes
@@ -56,12 +58,20 @@ class BlockCosts:
 
 
 def price_problem(
-    problem: BlockProblem, cluster: Cluster, axis: Axis, execution: Execution, graph_dtype: str, ep: int = 1
+    problem: BlockProblem,
+    cluster: Cluster,
+    axis: Axis,
+    execution: Execution,
+    graph_dtype: str,
+    *,
+    ep: int = 1,
+    cp: int = 1,
 ) -> BlockCosts:
-    """Price every choice once; equal kernels and collectives are priced once."""
+    """Price every choice once; equal kernels and collectives are priced once. cp is right outside tp."""
     setting = Setting(graph_dtype=graph_dtype, micro=SAMPLES, tp=axis.size, ep=ep, execution=execution)
     known: dict[Kernel | Collective, float] = {}
-    seconds = partial(_seconds, known, cluster, axis, execution.kernels)
+    axes = (axis, Axis(name="cp", size=cp, stride=axis.size * axis.stride))
+    seconds = partial(_seconds, known, cluster, axes, execution.kernels)
     whole = LocalBlock(
         layout=Layout(index=problem.index, plan=replicated_plan(problem.index.block)), setting=setting
     )
@@ -70,12 +80,14 @@ def price_problem(
     most = max(map(len, problem.variants), default=0)
     each = [_with_variants(whole, problem, k) for k in range(most)]
     local = [each[: len(row)] for row in problem.variants]
+    variants = [
+        [_variant_cost(one, op, shares.get(op), seconds) for one in row] for op, row in enumerate(local)
+    ]
+    for op, row in enumerate(local if cp > 1 else ()):
+        variants[op] = _with_keys(variants[op], [_keys_s(one, op, cp, seconds) for one in row])
     return BlockCosts(
         keeps=tuple(tuple(_keeps(one, op, gathered=gathered) for one in row) for op, row in enumerate(local)),
-        variants=tuple(
-            tuple(_variant_cost(one, op, shares.get(op), seconds) for one in row)
-            for op, row in enumerate(local)
-        ),
+        variants=tuple(map(tuple, variants)),
         changes=_changes(problem, whole, seconds),
         params={
             p.name: {place: _parameter_cost(p, place, setting, seconds) for place in problem.params[p.name]}
@@ -86,14 +98,14 @@ def price_problem(
 
 
 def _seconds(
-    known: dict[Kernel | Collective, float], cluster: Cluster, axis: Axis, kernels: str,
+    known: dict[Kernel | Collective, float], cluster: Cluster, axes: tuple[Axis, ...], kernels: str,
     step: Kernel | Collective,
 ) -> float:  # fmt: skip
     if step not in known:
         if isinstance(step, Kernel):
             known[step] = kernel_s(step, cluster.device, kernels)
         else:
-            known[step] = collective_s(step, (axis,), cluster)
+            known[step] = collective_s(step, axes, cluster)
     return known[step]
 
 
@@ -150,6 +162,30 @@ def _variant_cost(local: LocalBlock, op: int, share: _Share | None, seconds: par
     if op not in index.aliases:
         kept = sum(local.spec_bytes(s.spec, local.placement(op, s.value)) for s in operator.saved)
     return Cost(time_ns=round(time_s * NS_PER_S), memory_kib=kept // KIB)
+
+
+def _keys_s(local: LocalBlock, op: int, cp: int, seconds: partial[float]) -> float:
+    """Seconds that context parallelism adds to an operator, times the ranks that share the sequence: what travels beside its
+    kernels adds what takes longer than these."""
+    shared = replace(local, setting=replace(local.setting, cp=cp))
+    if not needs_keys(shared, op):
+        return 0.0
+    operator, total_s = shared.index.block.operators[op], 0.0
+    for backward in (False, True):
+        moved = key_collectives(shared, op, backward=backward)
+        busy = shared.kernels(op, operator.backward if backward else operator.forward, backward=backward)
+        hidden_s = sum(seconds(kernel) for kernel in busy) if any(one.beside for one in moved) else 0.0
+        total_s += max(sum(seconds(one) for one in moved) - hidden_s, 0.0)
+    return total_s * cp
+
+
+def _with_keys(row: Sequence[Cost], keys_s: Sequence[float]) -> list[Cost]:
+    """An operator's variants with what each takes longer for its keys and values than the one where that is least."""
+    least_s = min(keys_s)
+    return [
+        replace(cost, time_ns=cost.time_ns + round((key_s - least_s) * NS_PER_S))
+        for cost, key_s in zip(row, keys_s, strict=True)
+    ]
 
 
 def _regathered(problem: BlockProblem, setting: Setting) -> bool:

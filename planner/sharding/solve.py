@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.costmodel.block_index import FLOATING, BlockIndex
-from autoparallel.costmodel.graph import ModelGraph, TensorSpec
+from autoparallel.costmodel.block_index import FLOATING, BlockIndex, output_names
+from autoparallel.costmodel.graph import ModelGraph, OpKind, TensorSpec
 from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand.chain import carried_inputs, first_positions, handed_on, output_specs
 from autoparallel.planner.sharding.blocks import BlockAnswer, NoTensorPlan, PricedBlock
@@ -33,6 +33,9 @@ from autoparallel.planner.sharding.solver import solve_blocks
 from autoparallel.planner.strategy.types import Execution, TensorRule
 from autoparallel.profiles.hardware import Cluster
 
+# Through which the hidden state stays what it is.
+ELEMENT_BY_ELEMENT = (OpKind.ELEMENTWISE, OpKind.NORM, OpKind.DROPOUT, OpKind.VIEW)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequest:
@@ -44,6 +47,7 @@ class TensorRequest:
     sequence_parallel: bool
     execution: Execution
     ep: int = 1
+    cp: int = 1
     rules: tuple[TensorRule, ...] = ()
     memory_price: float | None = None
 
@@ -113,7 +117,9 @@ def _priced(
     axis = Axis(name="tp", size=request.tp, stride=request.stride)
     return PricedBlock(
         problem=problem,
-        costs=price_problem(problem, cluster, axis, request.execution, graph.dtype, ep=request.ep),
+        costs=price_problem(
+            problem, cluster, axis, request.execution, graph.dtype, ep=request.ep, cp=request.cp
+        ),
         fixed_params=given.params,
         fixed_nodes={**_unsharded_sequence(graph, problem, request), **given.nodes},
         hooks=given.hooks,
@@ -142,18 +148,33 @@ def _matrices(graph: ModelGraph, block: int) -> dict[str, int]:
 
 
 def _stream(graph: ModelGraph, block: int, problem: BlockProblem, request: TensorRequest) -> dict[int, str]:
-    """What has the shape of the hidden state at a repeated block's own level had better be laid out as it is
-    between blocks: sharded along the sequence under sequence parallelism, whole without."""
+    """The hidden state at a repeated block's own level had better be laid out as it is between blocks: sharded along the
+    sequence under sequence parallelism, whole without. Queries, keys and values, which may have its shape, are none."""
     position = first_positions(graph)[block]
     hidden = graph.chain[position].sends
     if not graph.chain[position].repeated or not hidden:
         return {}
-    wanted = between(hidden[0], request)
+    wanted, stream = between(hidden[0], request), _hidden_states(problem.index, hidden)
     return {
         n: wanted
         for n, node in enumerate(problem.nodes)
-        if node.scope == "" and problem.index.specs[node.value] in hidden and wanted in node.states
+        if node.scope == "" and node.value in stream and wanted in node.states
     }
+
+
+def _hidden_states(index: BlockIndex, hidden: Sequence[TensorSpec]) -> frozenset[str]:
+    """The values of a hidden state's shape that come from the block's inputs, or go to its outputs, through additions, norms and
+    the like alone."""
+    operators = index.block.operators
+    found = {f"input:{i}" for i, spec in enumerate(index.block.inputs) if spec in hidden}
+    for op in operators:
+        if op.kind in ELEMENT_BY_ELEMENT and any(v in found for v in op.inputs):
+            found |= {v for v in output_names(op) if index.specs[v] in hidden}
+    ends = {v for v in index.block.outputs if index.specs[v] in hidden}
+    for op in reversed(operators):
+        if op.kind in ELEMENT_BY_ELEMENT and any(v in ends for v in output_names(op)):
+            ends |= {v for v in op.inputs if index.specs[v] in hidden}
+    return frozenset(found | ends)
 
 
 def _unsharded_sequence(

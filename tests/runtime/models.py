@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.experts.modules import ExpertModule
+from benchmarks.random_problems.zoo import Tapered
 
 VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 
@@ -379,6 +380,13 @@ def held(batch: int) -> Example:
     )
 
 
+def flat(batch: int) -> Example:
+    """Blocks that compute attention themselves, without a module around it."""
+    return replace(
+        llama_with_labels(batch), module=Tapered(32, 4, [64, 64], VOCABULARY), blocks=("layers.0", "layers.1")
+    )
+
+
 def beside(batch: int) -> Example:
     return replace(mlp(batch), module=Beside())
 
@@ -399,5 +407,6 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
         recurrent,
         beside,
         held,
+        flat,
     )
 }

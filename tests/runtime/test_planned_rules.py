@@ -48,16 +48,22 @@ CASES: list[tuple[int, str, bool, float | None]] = [
 ]
 
 
-CASES += [(2, "llama", False, LEANEST), (2, "gpt2", True, FASTEST)]
+CASES += [
+    (4, "flat", False, None),
+    (2, "flat", True, None),
+    (2, "llama", False, LEANEST),
+    (2, "gpt2", True, FASTEST),
+]
 
 
 @pytest.mark.parametrize(("tp", "model", "sequence_parallel", "memory_price"), CASES)
 def test_planned_rules_give_the_gradients_of_one_process(
     gloo: Processes, tp: int, model: str, sequence_parallel: bool, memory_price: float | None
 ) -> None:
+    dtype = MODELS.get(model, "float32")
     rules = planned_rules(model, tp, sequence_parallel, memory_price)
     options = {"tp": tp, "tensor": rules, "micro_batches": 2}
-    found = gloo.run(tp, compare, name=model, options=options, dtype=MODELS[model])[0]
-    limit = TOLERANCE[getattr(torch, MODELS[model])]
+    found = gloo.run(tp, compare, name=model, options=options, dtype=dtype)[0]
+    limit = TOLERANCE[getattr(torch, dtype)]
     assert found.loss <= limit, (found, rules)
     assert found.gradient <= limit, (found, rules)

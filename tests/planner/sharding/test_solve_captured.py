@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autoparallel.costmodel.graph import ModelGraph, OpKind
+from autoparallel.costmodel.graph import ModelGraph, OpKind, Sharding
+from autoparallel.costmodel.price import Pricer
 from autoparallel.costmodel.program import Collective
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.search.bounds.prices import PriceBook
+from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
-from autoparallel.profiles.load import load_cluster
+from autoparallel.profiles.load import load_cluster, parse_cluster
 from autoparallel.runtime.tensor.rules import resolve_rules
+from benchmarks.random_problems.zoo import tapered
 
 # Fused query, key and value sharded each: what older DTensor rules do not keep apart.
 needs_parts = pytest.mark.skipif(not Rules().knows_parts(), reason="torch 2.12 or newer")
@@ -137,3 +142,64 @@ def test_a_star_stands_for_blocks_alone_where_other_modules_stand_in_their_list(
     held = {rule.path: set(rule.params) for rule in resolve_rules(module, rules, 2)}
     assert held["layers.1"] == held["layers.2"] == {"scale"}, rules
     assert held["layers.1.up"] == held["layers.2.up"] == {"weight", "bias"}, rules
+
+
+@pytest.fixture(scope="module")
+def flat() -> ModelGraph:
+    """Blocks that compute attention themselves: queries, keys and values have the hidden state's shape and no module around."""
+    with torch.device("meta"):
+        module, inputs = tapered(
+            hidden=4096, heads=32, widths=[16384] * LAYERS, vocabulary=1024, seq_len=4096
+        )
+    return capture(module, inputs, name="flat")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_attention_in_the_block_itself_is_shared_by_heads(flat: ModelGraph, sequence: bool) -> None:
+    plan = Expander(flat, CLUSTER).tensor_plan(strategy(4, sequence=sequence))
+    found = {n.partition(".")[0]: p for n, p in plan.blocks[1].params if n.endswith("weight")}
+    columns = ("q", "k", "v", "up")
+    assert {n: p for n, p in found.items() if "norm" not in n} == {
+        **dict.fromkeys(columns, "S0"), "o": "S1", "down": "S1",
+    }, plan.rules  # fmt: skip
+    assert all(sharding is not None and "S1" in sharding.inputs for sharding in _attention(flat, plan))
+
+
+def test_plans_know_what_context_parallelism_sends(flat: ModelGraph) -> None:
+    """On a network so slow that whole keys are cheaper for tp alone, they are not where cp passes them around."""
+    cluster = parse_cluster(
+        {
+            "schema": 1, "name": "slow", "group": [{"device": "gb200", "nodes": 8, "devices_per_node": 4}],
+            "level": [
+                {"name": "nvlink", "size": 4, "bytes_per_s": 9e11, "latency_s": 3.4e-6},
+                {"name": "network", "bytes_per_s": 3.125e8, "nics": 1, "latency_s": 5e-5},
+            ],
+        },
+        "slow",
+    )  # fmt: skip
+    expander = Expander(flat, cluster)
+    alone = replace(
+        strategy(8, sequence=True), batch=Batch(global_=4, micro=1), mesh=Mesh(tp=8, dp_replicate=4)
+    )
+    shared = replace(alone, batch=Batch(global_=1, micro=1), mesh=Mesh(tp=8, cp=4))
+    whole = expander.tensor_plan(alone)
+    assert not all("S1" in sharding.inputs for sharding in _attention(flat, whole) if sharding)
+    assert all(
+        "S1" in sharding.inputs for sharding in _attention(flat, expander.tensor_plan(shared)) if sharding
+    )
+    book = PriceBook(expander=expander, pricer=Pricer(expander.cluster), device=cluster.device)
+    own_s, other_s = (
+        price.forward_s + price.backward_s
+        for price in (
+            book.block_price(one, 1, "none") for one in (shared, replace(shared, tensor=whole.rules))
+        )
+    )
+    assert own_s < 0.5 * other_s
+
+
+def _attention(graph: ModelGraph, plan: TensorPlan) -> list[Sharding | None]:
+    operators = graph.blocks[1].operators
+    return [
+        sharding for operator, sharding in zip(operators, plan.blocks[1].shardings, strict=True)
+        if operator.kind is OpKind.ATTENTION
+    ]  # fmt: skip
