@@ -108,7 +108,10 @@ def stage_problem(
     """The stage problem with the paths that are known of its schedule; more are added as they are found."""
     chosen, strategy = priced.chosen, priced.strategy
     blocks = problem.fixed.stage_blocks
+    recomputed = _fixed_recomputed(problem, chosen.chunks)
     least, most = (blocks, blocks) if blocks is not None else chunk_sizes(problem.graph, chosen.chunks)
+    if blocks is None and recomputed is not None:
+        least = tuple(map(max, least, recomputed))
 
     ends = last_kinds(chain.kinds, least, most)
 
@@ -128,7 +131,7 @@ def stage_problem(
         least=least,
         most=most,
         blocks=blocks,
-        recomputed=_fixed_recomputed(problem, chosen.chunks),
+        recomputed=recomputed,
     )
     placed = over_devices(problem, strategy, stages, quantities_on)
     if len(set(placed.device_of)) <= 1:

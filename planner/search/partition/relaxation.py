@@ -47,10 +47,10 @@ class Relaxation:
         kinds = tuple(dict.fromkeys(problem.kinds))
         counts = [float(problem.kinds.count(kind)) for kind in kinds]
         every = [solver.Constraint(count, count) for count in counts]
-        again = memory and problem.recompute and problem.recomputed is None
+        again = memory and problem.recompute
         layers: list[list[pywraplp.Variable]] = []
         recomputed: list[list[pywraplp.Variable]] = []
-        for least, most in zip(problem.least, problem.most, strict=True):
+        for chunk, (least, most) in enumerate(zip(problem.least, problem.most, strict=True)):
             here = [solver.NumVar(0.0, min(float(most), count), "") for count in counts]
             layers.append(here)
             recomputed.append([solver.NumVar(0.0, solver.infinity(), "") for _ in kinds] if again else [])
@@ -62,6 +62,10 @@ class Relaxation:
                 few = solver.Constraint(0.0, solver.infinity())
                 few.SetCoefficient(kept, 1.0)
                 few.SetCoefficient(variable, -1.0)
+            if again and problem.recomputed is not None:
+                fixed = solver.Constraint(*(float(problem.recomputed[chunk]),) * 2)
+                for variable in recomputed[-1]:
+                    fixed.SetCoefficient(variable, 1.0)
         step = solver.NumVar(0.0, solver.infinity(), "T")
         solver.Objective().SetCoefficient(step, 1.0)
         solver.Objective().SetMinimization()

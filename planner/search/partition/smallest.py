@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from autoparallel.planner.search.partition.problem import (
     Partition,
@@ -28,8 +29,8 @@ PER_AMOUNT = 0.004  # milliseconds for what a chunk needs of one quantity. Kind:
 
 def smallest_partition(problem: StageProblem, spend: Callable[[float], None]) -> Partition | None:
     """A partition that fits, with no more recomputed than that takes; None where moving single blocks leads to none, everything
-    recomputed (others may fit). `spend` is told how much work it was, about milliseconds."""
-    if problem.blocks is not None or problem.recomputed is not None:
+    (or what is fixed) recomputed (others may fit). `spend` is told how much work it was, about milliseconds."""
+    if problem.blocks is not None:
         return None
     spend(PER_AMOUNT * sum(len(row.terms) for row in problem.memory))
     if relaxed_bound_s(problem, ()) is None:
@@ -42,6 +43,8 @@ def smallest_partition(problem: StageProblem, spend: Callable[[float], None]) ->
     spend(PER_AMOUNT * len(search.known))
     if found is None or not partition_fits(problem, found):
         return None
+    if problem.recomputed is not None:
+        return found
     fewer = recomputed_until_fit(problem, replace(found, recomputed=(0,) * problem.chunks))
     return fewer if partition_fits(problem, fewer) else found
 
@@ -58,8 +61,7 @@ class _Search:
         over = self._over(blocks)
         for _ in range(MOST_MOVES):
             if not any(over):
-                again = blocks if self.problem.recompute else (0,) * self.problem.chunks
-                return Partition(blocks=blocks, recomputed=again)
+                return Partition(blocks=blocks, recomputed=tuple(map(self._recomputed, count(), blocks)))
             tried = [(_worth(self._over(one)), one) for one in self._moved(blocks, over)]
             worth, best = min(tried, default=(_worth(over), blocks))
             if worth >= _worth(over):
@@ -83,11 +85,16 @@ class _Search:
     def _amount(self, quantity: int, chunk: int, begin: int, number: int) -> int:
         key = (quantity, chunk, begin, number)
         if key not in self.known:
-            problem = self.problem
-            again = number if problem.recompute else 0
+            problem, again = self.problem, self._recomputed(chunk, number)
             here = range(begin, begin + number)
             self.known[key] = piece_amount(problem, problem.quantities[quantity], chunk, here, again)
         return self.known[key]
+
+    def _recomputed(self, chunk: int, number: int) -> int:
+        """How many of so many blocks of a chunk are recomputed: all that may be."""
+        if self.problem.recomputed is not None:
+            return self.problem.recomputed[chunk]
+        return number if self.problem.recompute else 0
 
     def _moved(self, blocks: tuple[int, ...], over: list[int]) -> Iterator[tuple[int, ...]]:
         """Blocks with one of a chunk that is too full in another."""
