@@ -190,6 +190,8 @@ class Search:
             if chosen == self.sims.leader and self.climbs:
                 self._climb.try_chunks(chosen)
                 yield
+                self._climb.try_keys(chosen)
+                yield
         self._polished = self.sims.leading
         if self.climbs and self.sims.leader is not None:
             self._climb.try_keys(self.sims.leader)  # what is better is polished in its turn

@@ -52,7 +52,10 @@ def key_changed(space: Space, found: Variants, row: int, chosen: Candidate) -> I
     order = found.order != space.meshes.orders.index(chosen.mesh.order)
     level = found.zero != chosen.zero
     compression = found.compression != space.compressions.index(compressed)
-    changed = np.stack([~own, schedule, order & own, level & ~resharded, compression & ~level])
+    others = [_differs(space.shapes, name, row)[found.shape] for name in _OTHERS]
+    changed = np.stack(
+        [*others, ~own & resharded, schedule, order & own, level & ~resharded, compression & ~level]
+    )
     return np.where(changed.sum(axis=0) == 1, changed.argmax(axis=0), -1)
 
 
