@@ -101,6 +101,10 @@ class Expander:
             )
         return self._prepared[key]
 
+    def knows(self, strategy: Strategy) -> bool:
+        """Whether its schedule has been laid out and `prepared`."""
+        return _schedule_key(strategy) in self._prepared
+
     def schedule(self, strategy: Strategy) -> Schedule:
         """The actions of every pipeline rank."""
         key = _schedule_key(strategy)[:4]

@@ -26,10 +26,10 @@ from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
 
-# Whose turn it is: of the part with the best strategy, with the least work, with the least bound; as long as something better was
-# found lately, and after that. Kind: choice.
+# Whose turn it is: of the part with the best strategy, with the least bound (which nobody has shown to be worse), with the least
+# work; as long as something better was found lately, and after that. Kind: choice.
 BEST, LEAST, LEAD = "best", "least", "lead"
-FINDING, PROVING = (BEST, LEAST, BEST, LEAD), (LEAD, BEST, LEAD, LEAST)
+FINDING, PROVING = (BEST, LEAD, LEAST, LEAD), (LEAD, BEST, LEAD, LEAST)
 LATELY = 1500.0  # work
 TIRES = 2000.0  # work after which a part counts as twice as long as what it promises: others may find more. Kind: choice
 UNFOUND = 2.0  # times its bound: what may be found of a part of which nothing is. Kind: choice
