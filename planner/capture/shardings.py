@@ -63,6 +63,8 @@ def sharding_of(rules: Rules, call: fx.Node, fit: Fit, placements: Sequence[str]
     if not _walk(rules, call.meta["kernels"], environment, touched):
         return None
     results = tuple(environment.get(tensor(node), "R") for node in tensor_outputs(call))
+    if not _parts(results) <= _parts(placements):
+        return None
     touched += _touched(results, len(inputs))
     divides = _divides(tuple(touched), call, fit)
     if divides is None:
@@ -89,6 +91,8 @@ def _compose(rules: Rules, call: fx.Node, inputs: Sequence[Meta], outputs: Seque
         if not _walk(rules, call.meta["kernels"], environment, touched):
             continue
         results = tuple(environment.get(m, "R") for m in outputs)
+        if not _parts(results) <= _parts(placements):
+            continue  # in as many parts as there are samples, say
         touched += _touched(results, len(inputs))
         result.append((placements, results, tuple(touched)))
     return result
@@ -100,7 +104,9 @@ def _walk(
     environment: _Environment,
     touched: list[tuple[int, int, int, int]],
 ) -> bool:
-    """Carry the placements through the launches; False where a rule would redistribute."""
+    """Carry the placements through the launches; False where a rule would redistribute. A dim that is in parts on the way alone, as
+    it was flattened with others, asks nothing of its size: the dim that it was does."""
+    own = _parts(environment.values())
     for index, launch in enumerate(launches):
         row = tuple(environment.get(m, "R") for m in launch.inputs)
         if all(p == "R" for p in row):
@@ -113,9 +119,15 @@ def _walk(
         for meta, placement in zip(launch.outputs, results, strict=True):
             environment[meta] = placement
         for place, (meta, placement) in enumerate(zip(launch.outputs, results, strict=True)):
-            if placement.startswith("S") and len(meta.shape) > sharded_dim(placement):
+            asks = placement.startswith("S") and parts_of(placement) in own
+            if asks and len(meta.shape) > sharded_dim(placement):
                 touched.append((index, place, sharded_dim(placement), parts_of(placement)))
     return True
+
+
+def _parts(placements: Iterable[str]) -> frozenset[int]:
+    """The numbers of parts that dims are sharded in; 1 always."""
+    return frozenset({1, *map(parts_of, placements)})
 
 
 def _touched(placements: Sequence[str], offset: int) -> _Touched:

@@ -164,7 +164,7 @@ def _stream(graph: ModelGraph, block: int, problem: BlockProblem, request: Tenso
 
 def _hidden_states(index: BlockIndex, hidden: Sequence[TensorSpec]) -> frozenset[str]:
     """The values of a hidden state's shape that come from the block's inputs, or go to its outputs, through additions, norms and
-    the like alone."""
+    the like alone; but for those that several modules read, which are gathered for all of them at once."""
     operators = index.block.operators
     found = {f"input:{i}" for i, spec in enumerate(index.block.inputs) if spec in hidden}
     for op in operators:
@@ -174,7 +174,16 @@ def _hidden_states(index: BlockIndex, hidden: Sequence[TensorSpec]) -> frozenset
     for op in reversed(operators):
         if op.kind in ELEMENT_BY_ELEMENT and any(v in ends for v in output_names(op)):
             ends |= {v for v in op.inputs if index.specs[v] in hidden}
-    return frozenset(found | ends)
+    return frozenset(v for v in found if not _is_shared(index, v)) | ends
+
+
+def _is_shared(index: BlockIndex, value: str) -> bool:
+    """Whether a norm's output goes to several modules of the block."""
+    operators, maker = index.block.operators, index.producer.get(value)
+    readers = {operators[c].module.partition(".")[0] for c in index.consumers.get(value, ())}
+    return (
+        maker is not None and operators[maker].kind is OpKind.NORM and len(readers) > 1 and "" not in readers
+    )
 
 
 def _unsharded_sequence(

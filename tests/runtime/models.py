@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.experts.modules import ExpertModule
-from benchmarks.random_problems.zoo import Tapered
+from tests.own_blocks import ByHand, OwnModel
 
 VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 
@@ -380,11 +380,10 @@ def held(batch: int) -> Example:
     )
 
 
-def flat(batch: int) -> Example:
-    """Blocks that compute attention themselves, without a module around it."""
-    return replace(
-        llama_with_labels(batch), module=Tapered(32, 4, [64, 64], VOCABULARY), blocks=("layers.0", "layers.1")
-    )
+def by_hand(batch: int) -> Example:
+    """Layers that compute attention themselves, step by step, without a module around it."""
+    model = OwnModel(ByHand, hidden=32, heads=4, vocabulary=VOCABULARY)
+    return replace(llama_with_labels(batch), module=model, blocks=("layers.0", "layers.1"))
 
 
 def beside(batch: int) -> Example:
@@ -407,6 +406,6 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
         recurrent,
         beside,
         held,
-        flat,
+        by_hand,
     )
 }

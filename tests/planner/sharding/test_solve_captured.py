@@ -20,7 +20,7 @@ from autoparallel.planner.sharding.plan import TensorPlan
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster, parse_cluster
 from autoparallel.runtime.tensor.rules import resolve_rules
-from benchmarks.random_problems.zoo import tapered
+from tests.own_blocks import OwnModel, WithoutNorm
 
 # Fused query, key and value sharded each: what older DTensor rules do not keep apart.
 needs_parts = pytest.mark.skipif(not Rules().knows_parts(), reason="torch 2.12 or newer")
@@ -145,27 +145,15 @@ def test_a_star_stands_for_blocks_alone_where_other_modules_stand_in_their_list(
 
 
 @pytest.fixture(scope="module")
-def flat() -> ModelGraph:
-    """Blocks that compute attention themselves: queries, keys and values have the hidden state's shape and no module around."""
+def raw() -> ModelGraph:
+    """Queries, keys and values read the hidden state itself, which each of them has to gather."""
     with torch.device("meta"):
-        module, inputs = tapered(
-            hidden=4096, heads=32, widths=[16384] * LAYERS, vocabulary=1024, seq_len=4096
-        )
-    return capture(module, inputs, name="flat")
+        module = OwnModel(WithoutNorm, hidden=4096, heads=32, vocabulary=1024)
+        ids = torch.zeros((2, 4096), dtype=torch.long)
+    return capture(module.train(), {"input_ids": ids, "labels": ids}, name="raw")
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_attention_in_the_block_itself_is_shared_by_heads(flat: ModelGraph, sequence: bool) -> None:
-    plan = Expander(flat, CLUSTER).tensor_plan(strategy(4, sequence=sequence))
-    found = {n.partition(".")[0]: p for n, p in plan.blocks[1].params if n.endswith("weight")}
-    columns = ("q", "k", "v", "up")
-    assert {n: p for n, p in found.items() if "norm" not in n} == {
-        **dict.fromkeys(columns, "S0"), "o": "S1", "down": "S1",
-    }, plan.rules  # fmt: skip
-    assert all(sharding is not None and "S1" in sharding.inputs for sharding in _attention(flat, plan))
-
-
-def test_plans_know_what_context_parallelism_sends(flat: ModelGraph) -> None:
+def test_plans_know_what_context_parallelism_sends(raw: ModelGraph) -> None:
     """On a network so slow that whole keys are cheaper for tp alone, they are not where cp passes them around."""
     cluster = parse_cluster(
         {
@@ -177,15 +165,15 @@ def test_plans_know_what_context_parallelism_sends(flat: ModelGraph) -> None:
         },
         "slow",
     )  # fmt: skip
-    expander = Expander(flat, cluster)
+    expander = Expander(raw, cluster)
     alone = replace(
         strategy(8, sequence=True), batch=Batch(global_=4, micro=1), mesh=Mesh(tp=8, dp_replicate=4)
     )
     shared = replace(alone, batch=Batch(global_=1, micro=1), mesh=Mesh(tp=8, cp=4))
     whole = expander.tensor_plan(alone)
-    assert not all("S1" in sharding.inputs for sharding in _attention(flat, whole) if sharding)
+    assert not all("S1" in sharding.inputs for sharding in _attention(raw, whole) if sharding)
     assert all(
-        "S1" in sharding.inputs for sharding in _attention(flat, expander.tensor_plan(shared)) if sharding
+        "S1" in sharding.inputs for sharding in _attention(raw, expander.tensor_plan(shared)) if sharding
     )
     book = PriceBook(expander=expander, pricer=Pricer(expander.cluster), device=cluster.device)
     own_s, other_s = (
