@@ -49,8 +49,8 @@ CASES: list[tuple[int, str, bool, float | None]] = [
 
 
 CASES += [
-    (4, "flat", False, None),
-    (2, "flat", True, None),
+    (4, "by_hand", False, None),
+    (2, "by_hand", True, None),
     (2, "llama", False, LEANEST),
     (2, "gpt2", True, FASTEST),
 ]
@@ -60,7 +60,7 @@ CASES += [
 def test_planned_rules_give_the_gradients_of_one_process(
     gloo: Processes, tp: int, model: str, sequence_parallel: bool, memory_price: float | None
 ) -> None:
-    dtype = MODELS.get(model, "float32")
+    dtype = MODELS.get(model, "float64")
     rules = planned_rules(model, tp, sequence_parallel, memory_price)
     options = {"tp": tp, "tensor": rules, "micro_batches": 2}
     found = gloo.run(tp, compare, name=model, options=options, dtype=dtype)[0]
