@@ -220,6 +220,8 @@ def _priced(
         try:
             strategy = representative(problem, chain, key)
             row = _row_at(problem, chain, book, key, strategy)
+            if (other := _of_another_plan(problem, chain, book, key, strategy)) is not None:
+                row = tuple(map(min, row, _row_at(problem, chain, book, key, other)))
             far = min(apart, problem.cluster.devices // strategy.mesh.devices)
             if far > 1:  # neighbours may be slower than devices of different units
                 strategy = representative(problem, chain, key, far)
@@ -228,6 +230,20 @@ def _priced(
             illegal, row = illegal or error, (np.inf,) * row_length(chain)
         rows.append(row)
     return rows, illegal
+
+
+def _of_another_plan(
+    problem: Problem, chain: Chain, book: PriceBook, key: Key, strategy: Strategy
+) -> Strategy | None:
+    """The setting with tensor parallelism over the outermost level, where another tensor plan is the best. Plans are made for one
+    sample with its share of the step, so that it may be the faster one for neighbours, too: in steps of many samples."""
+    levels, devices = problem.cluster.levels, strategy.mesh.devices
+    apart = min(levels[-2].size, problem.cluster.devices // devices) if len(levels) > 1 else 1
+    if strategy.mesh.tp == 1 or apart == 1:
+        return None
+    other, works = representative(problem, chain, key, apart), book.expander.works
+    same = works.tensor_plan(other).blocks == works.tensor_plan(strategy).blocks
+    return None if same else other
 
 
 def _row_at(
