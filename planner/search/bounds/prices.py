@@ -175,8 +175,8 @@ class PriceBook:
         """The price of a block, on the strategy's axes or on others; `held` False leaves out tied parameters, which
         another block may hold for it, `added` False what adds up the gradients of micro-batches."""
         axes = axes or mesh_axes(strategy)
-        key = (
-            block, mode, held, added, axes, strategy.batch, strategy.shard, strategy.grad_sync,
+        key = (  # the order tells tensor plans for devices apart from those for neighbours, wherever they are priced
+            block, mode, held, added, axes, strategy.mesh.order, strategy.batch, strategy.shard, strategy.grad_sync,
             strategy.execution, strategy.tensor, strategy.offload,
         )  # fmt: skip
         if key not in self._block_prices:
