@@ -201,11 +201,8 @@ def _name(placement: Any, parts: int) -> str:
     """ "R", "P", "S0", "S1/3"; "" for what no sharding in `parts` parts leads to. Of dims that are flattened a sharded one that is not
     the first is in as many parts as those before it have."""
     if isinstance(placement, _StridedShard):
-        return (
-            strided(placement.dim, int(placement.split_factor))
-            if parts in (1, placement.split_factor)
-            else ""
-        )
+        known = parts in (1, placement.split_factor)
+        return strided(placement.dim, int(placement.split_factor)) if known else ""
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
     if isinstance(placement, Partial):

@@ -120,8 +120,9 @@ class Simulations:
             return None
         self.work += spending.PER_STAGE_PROBLEM + spending.PER_CHUNK * chosen.chunks
         if chosen.schedule_key not in self._paths:
-            known = outer.book.expander.knows(priced.strategy)  # for another part of the cluster
-            self.work += 0.0 if known else spending.PER_ACTION_LAID_OUT * chosen.actions
+            # Another part of the cluster may have laid it out.
+            if not outer.book.expander.knows(priced.strategy):
+                self.work += spending.PER_ACTION_LAID_OUT * chosen.actions
             prepared = outer.book.expander.prepared(priced.strategy)
             self._paths[chosen.schedule_key] = SchedulePaths(prepared.timetable)
         states = outer.book.expander.prepared(priced.strategy).states

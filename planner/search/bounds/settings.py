@@ -239,7 +239,7 @@ def _of_another_plan(
     sample with its share of the step, so that it may be the faster one for neighbours, too: in steps of many samples."""
     levels, devices = problem.cluster.levels, strategy.mesh.devices
     apart = min(levels[-2].size, problem.cluster.devices // devices) if len(levels) > 1 else 1
-    if strategy.mesh.tp == 1 or apart == 1:
+    if strategy.mesh.tp == 1 or apart <= 1:
         return None
     other, works = representative(problem, chain, key, apart), book.expander.works
     same = works.tensor_plan(other).blocks == works.tensor_plan(strategy).blocks
