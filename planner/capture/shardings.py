@@ -55,21 +55,12 @@ def legal_shardings(rules: Rules, call: fx.Node, fit: Fit) -> tuple[Sharding, ..
 
 def sharding_of(rules: Rules, call: fx.Node, fit: Fit, placements: Sequence[str]) -> Sharding | None:
     """The sharding in which a call takes its inputs in `placements`; None where it would redistribute them."""
-    inputs = [tensor(node) for node in tensor_inputs(call)]
-    environment: _Environment = {}
-    if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
+    inputs, outputs = (list(map(tensor, side(call))) for side in (tensor_inputs, tensor_outputs))
+    found = _carried(rules, call, inputs, outputs, placements)
+    divides = _divides(found[2], call, fit) if found is not None else None
+    if found is None or divides is None:
         return None
-    touched = list(_touched(placements, 0))
-    if not _walk(rules, call.meta["kernels"], environment, touched):
-        return None
-    results = tuple(environment.get(tensor(node), "R") for node in tensor_outputs(call))
-    if not _parts(results) <= _parts(placements):
-        return None
-    touched += _touched(results, len(inputs))
-    divides = _divides(tuple(touched), call, fit)
-    if divides is None:
-        return None
-    return Sharding(inputs=tuple(placements), outputs=results, divides=divides)
+    return Sharding(inputs=found[0], outputs=found[1], divides=divides)
 
 
 # A sharded dim on the way: (index into the call's launches, or -1 for the call itself; tensor; dim; parts)
@@ -79,23 +70,28 @@ _Pass = tuple[tuple[str, ...], tuple[str, ...], _Touched]
 
 def _compose(rules: Rules, call: fx.Node, inputs: Sequence[Meta], outputs: Sequence[Meta]) -> list[_Pass]:
     fixed = [node.meta["role"] in {Role.PARAM, Role.BUFFER} for node in tensor_inputs(call)]
-    result = []
     # addmm's bias may join a sum of parts: DTensor turns the replicated bias into one without communication.
     adds = any("addmm" in str(launch.signature[0]) for launch in call.meta["kernels"])
     fixed = [held and not (adds and len(m.shape) == 1) for held, m in zip(fixed, inputs, strict=True)]
-    for placements in _candidates(inputs, fixed):
-        environment: _Environment = {}
-        if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
-            continue  # one tensor passed twice cannot be laid out in two ways
-        touched = list(_touched(placements, 0))
-        if not _walk(rules, call.meta["kernels"], environment, touched):
-            continue
-        results = tuple(environment.get(m, "R") for m in outputs)
-        if not _parts(results) <= _parts(placements):
-            continue  # in as many parts as there are samples, say
-        touched += _touched(results, len(inputs))
-        result.append((placements, results, tuple(touched)))
-    return result
+    every = (_carried(rules, call, inputs, outputs, placed) for placed in _candidates(inputs, fixed))
+    return [found for found in every if found is not None]
+
+
+def _carried(
+    rules: Rules, call: fx.Node, inputs: Sequence[Meta], outputs: Sequence[Meta], placements: Sequence[str]
+) -> _Pass | None:
+    """A call with its inputs in these placements. None where it would redistribute them, or would leave a result in parts that no
+    input is in: as many as there are samples, say."""
+    environment: _Environment = {}
+    if any(environment.setdefault(m, p) != p for m, p in zip(inputs, placements, strict=True)):
+        return None  # one tensor passed twice cannot be laid out in two ways
+    touched = list(_touched(placements, 0))
+    if not _walk(rules, call.meta["kernels"], environment, touched):
+        return None
+    results = tuple(environment.get(m, "R") for m in outputs)
+    if not _parts(results) <= _parts(placements):
+        return None
+    return tuple(placements), results, (*touched, *_touched(results, len(inputs)))
 
 
 def _walk(
