@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
 from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
@@ -49,7 +50,7 @@ _GATHERED = frozenset({
 })  # fmt: skip
 # Their indices are those of the whole sequence, which DTensor does not always see to.
 _BY_INDEX = frozenset({"index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce"})
-_heads = seen_through(F.multi_head_attention_forward)
+_as_torch = seen_through(MULTI_HEAD)
 _DROPOUT = frozenset({F.dropout, torch.dropout})
 
 
@@ -77,9 +78,10 @@ class ContextParallel(TorchFunctionMode):
             return self._gathered(func, args, kwargs)
         if (name := getattr(func, "__name__", "").rstrip("_")) in _BY_INDEX:
             return self._by_index(name, func, args, kwargs)
-        if func is F.multi_head_attention_forward:
+        if func is MULTI_HEAD:
             with self:
-                return _heads(*args, **kwargs)
+                made = by_heads(*args, **kwargs)
+                return _as_torch(*args, **kwargs) if made is NotImplemented else made
         if len(args) != 1 or kwargs:
             if mesh.ndim > 1 and (result := product(mesh, func, args, kwargs)) is not None:
                 return result

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
 from autoparallel.runtime.torch_private import parts_of
 
 _BY_SIZE = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
@@ -27,6 +28,10 @@ class _CutApart(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is MULTI_HEAD:  # the cut is inside
+            with self:
+                made = by_heads(*args, **kwargs)
+            return func(*args, **kwargs) if made is NotImplemented else made
         if func in _BY_SIZE or func in _BY_COUNT:
             parts = _parts(func, *args, **kwargs)
             if parts is not None:

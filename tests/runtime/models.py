@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoparallel.planner.strategy.types import TensorRule
 from autoparallel.runtime.experts.modules import ExpertModule
-from tests.own_blocks import ByHand, OwnModel
+from tests.own_blocks import ByHand, OwnModel, TorchAttention
 
 VOCABULARY, LENGTH, CLASSES = 64, 8, 10
 
@@ -386,6 +386,12 @@ def by_hand(batch: int) -> Example:
     return replace(llama_with_labels(batch), module=model, blocks=("layers.0", "layers.1"))
 
 
+def torchs_attention(batch: int) -> Example:
+    """Attention is `nn.MultiheadAttention`, its weights asked for, as where nobody thinks of `need_weights`."""
+    model = OwnModel(TorchAttention, hidden=32, heads=4, vocabulary=VOCABULARY)
+    return replace(llama_with_labels(batch), module=model, blocks=("layers.0", "layers.1"))
+
+
 def beside(batch: int) -> Example:
     return replace(mlp(batch), module=Beside())
 
@@ -407,5 +413,6 @@ EXAMPLES: dict[str, Callable[[int], Example]] = {
         beside,
         held,
         by_hand,
+        torchs_attention,
     )
 }

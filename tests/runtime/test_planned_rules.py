@@ -51,6 +51,8 @@ CASES: list[tuple[int, str, bool, float | None]] = [
 CASES += [
     (4, "by_hand", False, None),
     (2, "by_hand", True, None),
+    (4, "torchs_attention", False, None),
+    (2, "torchs_attention", True, None),
     (2, "llama", False, LEANEST),
     (2, "gpt2", True, FASTEST),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.capture import capture
@@ -11,9 +14,9 @@ from autoparallel.planner.capture.rules import Rules
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Mesh, Pipeline, Shard, Strategy
 from autoparallel.profiles.load import load_cluster
-from tests.own_blocks import OWN_BLOCKS, Layer, OwnModel
+from tests.own_blocks import OWN_BLOCKS, OwnModel
 
-LENGTH, HIDDEN, TP, ITEM_BYTES = 512, 512, 4, 2
+LENGTH, HIDDEN, TP, ITEM_BYTES = 1024, 1024, 4, 2
 needs_parts = pytest.mark.skipif(not Rules().knows_parts(), reason="torch 2.12 or newer")
 
 
@@ -33,8 +36,10 @@ def exchanged(work: BlockWork) -> float:
 
 
 @needs_parts
-@pytest.mark.parametrize("layer", OWN_BLOCKS, ids=lambda layer: layer.__name__)
-def test_own_layers_are_divided_by_heads_and_exchange_no_more_than_they_must(layer: type[Layer]) -> None:
+@pytest.mark.parametrize("layer", OWN_BLOCKS, ids=lambda layer: str(layer.__name__))
+def test_own_layers_are_divided_by_heads_and_exchange_no_more_than_they_must(
+    layer: Callable[[int, int], nn.Module],
+) -> None:
     with torch.device("meta"):
         module, ids = OwnModel(layer, HIDDEN, 8, 1024).train(), torch.zeros((2, LENGTH), dtype=torch.long)
     expander = Expander(
