@@ -8,12 +8,12 @@ best size grows with the root of the message. Constants: profiles/constants.py; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2, sqrt
 
 from autoparallel.costmodel.compression import coding_s, gathering_s, method_at, parse_method, wire_bytes
-from autoparallel.costmodel.links import pattern_of
+from autoparallel.costmodel.links import ALL, RING, pattern_of
 from autoparallel.costmodel.program import Axis, Collective, CollectiveOp
 from autoparallel.costmodel.topology import Crossing, crossings, message_bytes_per_s
 from autoparallel.errors import UserError
@@ -50,6 +50,13 @@ def alone_collective_s(collective: Collective, axes: Sequence[Axis], cluster: Cl
     """
     path = _path(collective, axes, cluster)
     return _alone_s(collective, axes, path, cluster) if path else 0.0
+
+
+def group_of(axis: Axis, cluster: Cluster) -> Hashable:
+    """What tells the prices of collectives along one axis apart, but for the devices' constants: where it is equal, on one cluster
+    or on two, every collective takes as long. Raises UserError where the axis does not fit."""
+    paths = tuple(crossings((axis.name,), (axis,), cluster, pattern) for pattern in (RING, ALL))
+    return axis.size, paths, *(_share_of_usual(path, cluster) for path in paths if path)
 
 
 def _path(collective: Collective, axes: Sequence[Axis], cluster: Cluster) -> tuple[Crossing, ...]:

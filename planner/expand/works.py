@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoparallel.costmodel.block_index import BlockIndex, index_block
+from autoparallel.costmodel.collectives import group_of
 from autoparallel.costmodel.fusion import Unit
 from autoparallel.costmodel.graph import ModelGraph, OpKind
-from autoparallel.costmodel.program import BlockWork
+from autoparallel.costmodel.program import Axis, BlockWork
 from autoparallel.planner.expand.axes import tensor_stride
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.chain import carried_inputs, first_positions
@@ -22,7 +23,7 @@ from autoparallel.planner.sharding.pareto import pareto_plan
 from autoparallel.planner.sharding.plan import BlockPlan, TensorPlan
 from autoparallel.planner.sharding.solve import TensorRequest, solve_tensor_plan
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload, Strategy, TensorRule
-from autoparallel.profiles.hardware import Cluster
+from autoparallel.profiles.hardware import Cluster, Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class LocalWorks:
     cluster: Cluster
     _indices: dict[tuple[int, bool], BlockIndex] = field(default_factory=dict, repr=False, compare=False)
     _plans: dict[TensorRequest, TensorPlan] = field(default_factory=dict, repr=False, compare=False)
+    # Likewise, of any cluster: what was asked of its groups, and by which devices.
+    _solved: dict[tuple[TensorRequest, tuple[Hashable, ...]], list[tuple[Device, TensorPlan]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _strides: dict[Mesh, int] = field(default_factory=dict, repr=False, compare=False)
     _pareto: dict[TensorRequest, TensorPlan | None] = field(default_factory=dict, repr=False, compare=False)
     _same: dict[BlockPlan, BlockPlan] = field(default_factory=dict, repr=False, compare=False)
@@ -97,8 +102,22 @@ class LocalWorks:
             alone = self._plan_of(replace(request, cp=1))
             if not any(self._has_whole_keys(b, plan) for b, plan in enumerate(alone.blocks)):
                 return alone  # no other has less to communicate along cp
+        asked = (replace(request, stride=0), self._groups(request))
+        for device, plan in self._solved.setdefault(asked, []):
+            if device is self.cluster.device:
+                return plan
         without_experts = self._plans.get(replace(request, ep=1))
-        return solve_tensor_plan(self.graph, indices, self.cluster, request, without_experts)
+        plan = solve_tensor_plan(self.graph, indices, self.cluster, request, without_experts)
+        self._solved[asked].append((self.cluster.device, plan))
+        return plan
+
+    def _groups(self, request: TensorRequest) -> tuple[Hashable, ...]:
+        """What the cluster says of a request besides its devices: of its ranks' groups, and those of cp right outside them."""
+        axes = (
+            Axis(name="tp", size=request.tp, stride=request.stride),
+            Axis(name="cp", size=request.cp, stride=request.tp * request.stride),
+        )
+        return tuple(group_of(axis, self.cluster) for axis in axes)
 
     def _has_whole_keys(self, block: int, plan: BlockPlan) -> bool:
         """Whether some attention of a block reads keys or values that no two ranks of tp divide."""

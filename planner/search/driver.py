@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
+from itertools import chain
 from math import inf
 
 from autoparallel.errors import UserError
@@ -205,8 +206,8 @@ class Search:
             improve_details(self.sims, chosen, self.sims.candidates[chosen])
 
     def _to_polish(self) -> list[Candidate]:
-        """The incumbent, and of the candidates near it that have not been polished those that promise most; the first time the
-        incumbent alone."""
+        """The incumbent, and of the candidates near it that have not been polished those that take least time and those that
+        promise most, in turns; the first time the incumbent alone."""
         own, problem = self.sims.leader, self.outer.problem
         if own is not None and not self._was_polished and not self._is_far_behind():
             return [own]
@@ -220,7 +221,9 @@ class Search:
             if one not in self._promises:
                 self._promises[one] = self._promise(one)
         known = [one for one in near if self.sims.may_win(self._promises.get(one, NOTHING))]
-        rivals = sorted(known, key=lambda one: (self._promises[one], values[one]))[:RIVALS]
+        promised = sorted(known, key=lambda one: (self._promises[one], values[one]))
+        found = sorted(known, key=lambda one: (values[one], self._promises[one]))
+        rivals = list(dict.fromkeys(chain.from_iterable(zip(found, promised, strict=True))))[:RIVALS]
         if own is None or self.sims.leading is self._polished or self._is_far_behind():
             return rivals
         return [own, *rivals]

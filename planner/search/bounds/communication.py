@@ -43,6 +43,8 @@ class Communication:
     step_s: Floats  # to update one parameter and gather it again,
     step_least_s: Floats  # and any at all
     updated_s: Floats  # to gather one beside the next step's first forward
+    summed_s: Floats  # to sum the gradient of one over the replicas, where that is due once a step,
+    summed_least_s: Floats  # and of any at all
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
     gather_expert_s: Floats
     step_expert_s: Floats

@@ -30,7 +30,14 @@ Known = dict[int, tuple[float, ...]]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
 GATHERED = ("gather_s", "gather_each_s", "regather_s", "regather_each_s")
 EXCHANGED = ("reduce_s", "reduce_least_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
-STEPPED = ("step_s", "step_least_s", "updated_s", "step_expert_s")  # of experts last
+STEPPED = (
+    "step_s",
+    "step_least_s",
+    "updated_s",
+    "summed_s",
+    "summed_least_s",
+    "step_expert_s",
+)  # of experts last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,7 @@ class ExchangePrices:
     _at_once: Known = field(default_factory=dict, repr=False)
     _experts_at_once: Known = field(default_factory=dict, repr=False)
     _stepped: Known = field(default_factory=dict, repr=False)
+    _summed: Known = field(default_factory=dict, repr=False)
     _stepped_experts: Known = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -158,10 +166,23 @@ class ExchangePrices:
 
         prices = np.zeros((len(found), len(STEPPED)))
         prices[:, :3] = looked_up(self._stepped, keys(self.groups.shards), price, 3)
+        prices[:, 3:5] = self._summed_at_end(found, whole)
         rows = np.flatnonzero(self._column("all_experts", found) > 0)  # then their shards are elsewhere
         if len(rows):
             known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
-            prices[rows, 3] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 1)[:, 0]
+            prices[rows, 5] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 1)[:, 0]
+        return prices
+
+    def _summed_at_end(self, found: Variants, most: int) -> Floats:
+        """What the sum of shards of gradients over the replicas, which is due once a step, takes by parameter and at least."""
+        prices, rows = np.zeros((len(found), 2)), np.flatnonzero(self._at_end(found))
+
+        def price(row: int) -> tuple[float, ...]:
+            line = summed_line(self.book, self._example(found, int(rows[row])), most)
+            return line.each_s, line.least_s
+
+        if len(rows):
+            prices[rows] = looked_up(self._summed, self._keys(found, self.groups.shards)[rows], price, 2)
         return prices
 
     def _column(self, name: str, found: Variants) -> Floats:
@@ -282,6 +303,17 @@ def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> L
     gather = line_below(lambda count: _gather_updated_s(book, strategy, axes, count), most)
     # A kernel is launched while others run: its bytes alone count.
     return Line(least_s=gather.least_s, each_s=gather.each_s + _kernels_s(book, strategy, most) / most)
+
+
+def summed_line(book: PriceBook, strategy: Strategy, most: int, *, experts: bool = False) -> Line:
+    """To sum shards of gradients of up to so many parameters over the replicas at the end of a step (`state.replica_reduction`)."""
+    axes = mesh_axes(strategy)
+
+    def seconds(count: int) -> float:
+        due = state.replica_reduction(count, strategy, count if experts else 0)
+        return sum(book.pricer.collective_s(one, axes) for one in due)
+
+    return line_below(seconds, most)
 
 
 def at_once_s(book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0) -> float:

@@ -307,6 +307,10 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         sends_s=communication.sends_s,
         send_s=_shortest(communication.sends_s, outer.chain),
         tied_s=communication.tied_s,
+        summed_s=communication.summed_least_s
+        + communication.summed_s
+        * table.all_trainable
+        / (outer.space.shapes.pp[found.shape] * found.virtual_stages),
         repeated=outer.repeated,
         others=outer.space.repeated - outer.repeated,
         least_per_chunk=least,

@@ -142,12 +142,12 @@ class RankBounds:
         self.hides_s, self.hides_once_s = hidden(rows, slower), exposed_s
         self.least_per_block_s = np.array(np.atleast_2d(self.per_block_s - self.hides_s).min(axis=0))
         self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
-        self.base_s += tied_s * first
+        self.base_s += np.maximum(tied_s * first, rows.summed_s)
         stepped_s, reduces = least_of_stages(rows, rank, pp)
         left_least_s = rows.reduce_least_s * reduces
         every_s = left_least_s * np.where((rows.zero == 2) & alone, m, 1)
         self.base_s += stepped_s + every_s + rows.reduce_s * ends * rows.apart
-        at_end_s = stepped_s + step_s * ends
+        at_end_s = stepped_s + step_s * ends + rows.summed_s
         self.in_line = InLine.of(rows, rank, slower, reduces & alone, before * others_f + sends_s + at_end_s)
         self.passed = Passed.of(rows, rank, left_least_s * alone + at_end_s)
         self._drain(rows, slower, (f, b), (others_f, others_b), sends_s)

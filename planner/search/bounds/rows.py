@@ -46,6 +46,7 @@ class Rows:
     sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     send_s: Floats  # the shortest of them
     tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
+    summed_s: Floats  # of some stage: gradients that are summed over the replicas once a step, before any stage's step
     repeated: int  # layer groups of the kinds that count
     others: int  # layer groups of other kinds, which may stand anywhere and count for nothing
     least_per_chunk: Ints  # blocks of a chunk that is not at an end of the model
@@ -73,7 +74,7 @@ class Rows:
         columns = (
             "zero", "schedule", "chunks", "pp_stride", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
             "group_regather_s", "all_regather_s", "kind_regather_s", "regather_each_s",
-            "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s",
+            "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s", "summed_s",
             "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s", "reduce_least_s", "step_least_s",
         )  # fmt: skip
         return Rows(

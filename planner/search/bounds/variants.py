@@ -204,7 +204,8 @@ def _shared_s(rows: Rows) -> Floats:
     back_s = np.where(plain, u.all_backward_s, u.all_input_s)
     passing_s = messages_s(rows.schedule, rows.chunks, m, pp, u.all_forward_s, back_s, rows.send_s)
     through_s = np.maximum(through_s, np.where(pp > 1, passing_s, 0.0))
-    return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp)
+    through_s += np.maximum(rows.summed_s - rows.tied_s, 0.0)  # the one or the other is waited for
+    return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp + rows.summed_s)
 
 
 def _least_time(

@@ -12,6 +12,7 @@ from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
 from autoparallel.planner.expand.gathers import gathers_late
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.bounds.exchanges import summed_line
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook, line_below
 from autoparallel.planner.search.partition.forms import (
     PS,
@@ -261,14 +262,26 @@ def _gather_rate(book: PriceBook, priced: Priced) -> tuple[Value, float]:
 
 
 def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
-    """The exchange of gradients of tied tensors, which the first and the last stage wait for where they are on two ranks."""
-    form, chosen = priced.prices.constant(0), priced.chosen
+    """The exchange of gradients of tied tensors, which the first and the last stage wait for where they are on two ranks, and the
+    sum of gradients over the replicas, where that is due once a step."""
+    form, chosen = _summed(book, priced), priced.chosen
     ties = tuple(tied_ends(book.expander.graph, chain))
     if not ties or chosen.mesh.pp == 1 or chosen.schedule in V_SHAPED:
         return form
     exchanges = book.expander.tied(priced.strategy, range(len(chain.head)), ties)
     seconds = sum(book.pricer.collective_s(c, mesh_axes(priced.strategy)) for c in exchanges)
-    return replace(form, fixed=(floor(seconds * PS), *form.fixed[1:-1], floor(seconds * PS)))
+    first, *others, last = form.fixed
+    return replace(form, fixed=(first + floor(seconds * PS), *others, last + floor(seconds * PS)))
+
+
+def _summed(book: PriceBook, priced: Priced) -> Form:
+    """What a chunk's gradients take to be summed over the replicas once a step; nothing where they are no shards till then."""
+    prices, strategy = priced.prices, priced.strategy
+    if not state.replicas_at_end(strategy):
+        return prices.constant(0)
+    whole = max(book.expander.graph.parameter_count, 1)
+    dense, experts = (summed_line(book, strategy, whole, experts=one).each_s for one in (False, True))
+    return prices.sums(lambda price: price.dense_trainable * dense + price.expert_trainable * experts)
 
 
 def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, prices: PricedChain) -> Form:
