@@ -136,10 +136,17 @@ class LocalBlock:
         if spec.kind in PRODUCTS and spec.product:
             return self._product(op, spec, flops, moved, dtype, backward=backward)
         division = self.split(op) * s.cp
+        if s.cp > 1:  # every share of the sequence meets all parameters, or gives their gradients
+            moved += min(spec.bytes_moved.const, 2 * self._parameter_bytes(op)) * scale * (s.cp - 1)
         return Kernel(
             kind=spec.kind, dtype=dtype, flops=flops // division, bytes_moved=round(moved / division),
             backward=backward,
         )  # fmt: skip
+
+    def _parameter_bytes(self, op: int) -> int:
+        """Bytes of the parameters that an operator reads, as they were captured."""
+        read = [self.index.specs[v] for v in self.index.block.operators[op].inputs if v.startswith("param:")]
+        return sum(spec.numel(1) * ITEM_BYTES[spec.dtype] for spec in read)
 
     def _product(
         self, op: int, spec: KernelSpec, flops: int, moved: float, dtype: str, *, backward: bool
