@@ -7,6 +7,7 @@ then not called proved.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -18,7 +19,7 @@ from autoparallel.planner.problem import NOTHING, Objective, Value, objective_va
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.bounds.outer import Outer
 from autoparallel.planner.search.bounds.paths import PathWeights, weigh
-from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate
+from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate, held_by
 from autoparallel.planner.search.open import Values
 from autoparallel.planner.search.partition.forms import PS
 from autoparallel.planner.search.partition.inner import price_candidate, stage_problem
@@ -42,6 +43,7 @@ WORTH = (
     1.5  # times the incumbent up to which what layers as even as can be take is worth dividing them better
 )
 MOST_WALKED = 4_000  # actions of a schedule whose paths are weighed for one strategy: some ten milliseconds. Kind: measured
+SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)  # on the host that are tried. Kind: choice
 ROOMS_TRIED = 5  # partitions tried where memory binds, each with as much more room as the one before lacked
 
 
@@ -159,7 +161,41 @@ class Simulations:
         self._hold_against(found, problem, partition, bound)
         self.seen.append(found)
         self.consider(found, chosen=chosen)
+        if self.outer.fits(found) and self.may_win(bound):
+            self._keep_more_here(chosen, found)
         return found
+
+    def _keep_more_here(self, chosen: Candidate, found: Evaluation) -> None:
+        """Simulate a candidate with as little on the host as fits: of shares the space has few."""
+        strategy, fixed = found.strategy, self.outer.problem.fixed.offload
+        try:
+            for name in ("activations", "optimizer"):
+                if getattr(fixed, name) is None:
+                    strategy = self._with_less(name, strategy)
+            if strategy == found.strategy:
+                return
+            self._count_simulation(chosen)
+            kept = evaluate(self.outer.book.expander, strategy)
+        except UserError:  # tensor entries that mean nothing there
+            return
+        self.seen.append(kept)
+        self.consider(kept, chosen=chosen)
+
+    def _with_less(self, name: str, strategy: Strategy) -> Strategy:
+        """A strategy that fits, with the least share on the host with which it still does; none at all is another candidate."""
+        shares = [share for share in SHARES if 0.0 < share < getattr(strategy.offload, name)]
+
+        def with_share(share: float) -> Strategy:
+            return replace(strategy, offload=replace(strategy.offload, **{name: share}))
+
+        def fits(share: float) -> bool:
+            fewer = with_share(share)
+            self.work += spending.PER_STAGE_SIMULATED * strategy.mesh.pp * strategy.pipeline.virtual_stages
+            held = held_by(self.outer.book.expander, fewer)
+            return not self.outer.problem.is_refused(fewer) and self.outer.fits(held)
+
+        least = bisect_left(shares, True, key=fits)
+        return with_share(shares[least]) if least < len(shares) else strategy
 
     def _count_simulation(self, chosen: Candidate) -> None:
         self.work += spending.PER_SIMULATION + spending.PER_ACTION_WALKED * chosen.actions

@@ -14,13 +14,11 @@ from autoparallel.planner.check import constraint_problems
 from autoparallel.planner.problem import Problem, objective_value
 from autoparallel.planner.search import spending
 from autoparallel.planner.search.evaluate import TOLERANCE, Evaluation, evaluate, held_by
-from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.simulations import SHARES, Simulations
 from autoparallel.planner.search.space.candidates import Candidate
 from autoparallel.planner.search.space.syncs import other_syncs
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import Strategy
-
-SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 def improve_details(sims: Simulations, chosen: Candidate, found: Evaluation) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Objective, Problem
+from autoparallel.planner.search.bounds.outer import expand_shapes, outer_of
+from autoparallel.planner.search.evaluate import held_by
+from autoparallel.planner.search.simulations import Simulations
+from autoparallel.planner.search.space.candidates import candidate
 from autoparallel.planner.strategy.types import Offload
 from autoparallel.profiles.load import load_cluster
 from tests.planner.search.force import with_hosts, with_memory
@@ -68,11 +73,38 @@ def test_activations_on_the_host_beat_recomputation_where_the_link_is_fast() -> 
     devices_step = ONE_RANK | {"offload.optimizer": 0.0}
     fast = replace(tight, cluster=_linked(tight, 1e13), constraints=devices_step)
     found, here = plan(fast), plan(replace(fast, constraints=ONE_RANK | HERE))
-    assert found.strategy.offload.activations == 1.0
+    assert found.strategy.offload.activations > 0.0
     assert found.prediction.step_time_s < here.prediction.step_time_s
     slow = plan(replace(fast, cluster=_linked(tight, 1e7)))
     assert slow.strategy.offload == Offload()
     assert slow.prediction.step_time_s == pytest.approx(here.prediction.step_time_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [("activations", {"offload.optimizer": 0.0}), ("optimizer", {"offload.activations": 0.0})],
+)
+def test_of_a_candidate_as_much_stays_on_the_devices_as_fits(name: str, fixed: dict[str, object]) -> None:
+    here, away = ({**ONE_RANK, **fixed, f"offload.{name}": share} for share in (0.0, 1.0))
+    most, least_bytes = (
+        plan(replace(problem_of(1e15, 1e15), constraints=one)).prediction.peak_bytes for one in (here, away)
+    )
+    shares = set()
+    for room in (0.1, 0.3, 0.5, 0.7, 0.9):
+        memory_bytes = least_bytes + room * (most - least_bytes)
+        outer = outer_of(replace(problem_of(memory_bytes, 1e12), constraints=ONE_RANK | fixed))
+        assert outer is not None
+        every, _ = expand_shapes(outer, np.arange(len(outer.space.shapes)), float("inf"))
+        for row in range(len(every)):
+            chosen, sims = candidate(outer.space, every, row), Simulations(outer=outer)
+            if getattr(chosen.offload, name) < 1.0 or sims.try_quickly(chosen) is None:
+                continue
+            for kept in (one.strategy for one in sims.seen):
+                shares.add(share := getattr(kept.offload, name))
+                fewer = replace(kept, offload=replace(kept.offload, **{name: share - 0.125}))
+                if 0.125 < share < 1.0:
+                    assert not outer.fits(held_by(outer.book.expander, fewer)), kept
+    assert len(shares) > 2
 
 
 def _linked(problem: Problem, bytes_per_s: float) -> object:
