@@ -40,6 +40,7 @@ ASKED = 24  # of which so many are asked what they promise
 CLOSE = (
     1.05  # likewise, once their stage problem is solved: what single blocks and details may. Kind: measured
 )
+EACH = 2  # micro-batches of one size with a pipeline, whose bubbles bounds do not tell apart
 TRIES = 4  # variants of one size tried until one fits
 MUCH_BETTER = (
     0.7  # times what was found: the bound of a schedule that may take a second to lay out. Kind: choice
@@ -262,15 +263,19 @@ class Search:
         self.sims.work += spending.PER_START * looked_at
         left, found, in_vain = self.starts, set[object](), False
         for promised in promises:
+            fitting = 0
             for chosen, bound_s in promised[:TRIES] if left else ():
                 yield
                 if not bound_s < self.sims.below_s(chosen.mesh.devices):
                     continue
-                if self.sims.try_quickly(chosen) is not None:
-                    left -= 1
-                    found.add(chosen.size)
+                if self.sims.try_quickly(chosen) is None:
+                    in_vain = True
+                    continue
+                found.add(chosen.size)
+                fitting += 1
+                if fitting == EACH or chosen.mesh.pp == 1:
                     break
-                in_vain = True
+            left -= fitting > 0
         yield from self._start_large(large)
         if left <= self.starts - ENOUGH or not (in_vain or self.sims.nothing_fits):
             return
