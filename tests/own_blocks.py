@@ -88,6 +88,15 @@ class Fused(Layer):
         ]
 
 
+class Sliced(Fused):
+    """Its parts are taken one by one."""
+
+    def parts(self, y: Tensor) -> Sequence[Tensor]:
+        made, width = self.qkv(y), self.heads * self.head
+        parts = (made[..., :width], made[..., width : 2 * width], made[..., 2 * width :])
+        return [one.unflatten(-1, (self.heads, self.head)).transpose(1, 2) for one in parts]
+
+
 class Grouped(Layer):
     """Fewer keys and values than queries."""
 
@@ -149,7 +158,7 @@ class TorchLayer(nn.Module):
 
 # And how often a hidden state is gathered, or reduced and scattered, in a step (a reduction to all is both).
 OWN_BLOCKS: dict[Callable[[int, int], nn.Module], int] = {
-    Layer: 8, ByHand: 8, ByEinsum: 8, Rotated: 8, Fused: 8, Grouped: 8, Parallel: 6, TorchAttention: 8, TorchLayer: 8,
+    Layer: 8, ByHand: 8, ByEinsum: 8, Rotated: 8, Fused: 8, Sliced: 8, Grouped: 8, Parallel: 6, TorchAttention: 8, TorchLayer: 8,
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ tensors or sequences run it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,9 +45,13 @@ def by_heads(
     added = (bias_k, bias_v, options.get("static_k"), options.get("static_v"))
     if add_zero_attn or any(t is not None for t in added) or not _fits(query, key, embed_dim, heads, options):
         return NotImplemented  # type: ignore[no-any-return]
-    own = [options.get(f"{name}_proj_weight") for name in "qkv"] if weight is None else None
+    if options.get("use_separate_proj_weight", False):
+        own = [options[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        assert weight is not None
+        own = [weight]
     is_one = query.dim() < _SAMPLES
-    parts = _projected(query, key, value, weight, own, bias)
+    parts = _projected(query, key, value, own, bias)
     q, k, v = (
         (t.unsqueeze(1) if is_one else t).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for t in parts
     )
@@ -86,15 +91,16 @@ def _fits(query: Tensor, key: Tensor, embed_dim: int, heads: int, options: dict[
 
 
 def _projected(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, own: Any, bias: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Queries, keys and values [token, sample, width]; one product where all are made of one tensor."""
-    if weight is not None and query is key is value:
-        made = torch.stack(F.linear(query, weight, bias).chunk(3, -1))  # one storage, as torch's own
+    """Queries, keys and values [token, sample, width], of three weights or one for all; then one product where all are made of one
+    tensor."""
+    if len(weights) == 1 and query is key is value:
+        made = torch.stack(F.linear(query, weights[0], bias).chunk(3, -1))  # one storage, as torch's own
         return made[0], made[1], made[2]
-    weights = own if weight is None else weight.chunk(3)
+    own = weights[0].chunk(3) if len(weights) == 1 else weights
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases, strict=True))
+    return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), own, biases, strict=True))
 
 
 def _hidden(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor | None, bool]:

@@ -1,10 +1,37 @@
-"""What torch checks of an indexing by a mask, which the meta device is not asked: the mask is given to it as places."""
+"""What an index takes: one of several equal parts; and what torch checks of a mask, which the meta device is not asked, as it is
+given places instead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+_FULL = slice(None)
+
+
+def part_taken(index: object, shape: Sequence[int]) -> tuple[int, int, int] | None:
+    """The dim of which `x[index]` is one of several equal parts, whole in all others, which one it is, and how many there are; None
+    for any other index of an x of this shape."""
+    given: list[object] = list(index) if isinstance(index, tuple) else [index]
+    places = [at for at, one in enumerate(given) if one is Ellipsis]
+    if len(places) == 1:
+        given[places[0] : places[0] + 1] = [_FULL] * (len(shape) - len(given) + 1)
+    found = None
+    for dim, one in enumerate(given):
+        numbers = (one.start, one.stop, one.step) if isinstance(one, slice) else ("",)
+        if any(number is not None and not isinstance(number, int) for number in numbers):
+            return None
+        assert isinstance(one, slice)
+        start, stop, step = one.indices(shape[dim])
+        size = stop - start
+        if (size, step) == (shape[dim], 1):
+            continue
+        if found is not None or step != 1 or size <= 0 or shape[dim] % size or start % size:
+            return None
+        found = dim, start // size, shape[dim] // size
+    return found
 
 
 def check_mask(mask: torch.Tensor, picked_from: torch.Tensor, dim: int) -> None:

@@ -16,6 +16,7 @@ from torch import fx
 from autoparallel.costmodel.graph import Sharding, parts_of, sharded_dim, strided
 from autoparallel.planner.capture.alike import twins
 from autoparallel.planner.capture.fit import Fit
+from autoparallel.planner.capture.indexing import part_taken
 from autoparallel.planner.capture.links import calls_by_link
 from autoparallel.planner.capture.nodes import maker, tensor, tensor_inputs, tensor_outputs
 from autoparallel.planner.capture.rules import Rules
@@ -23,6 +24,8 @@ from autoparallel.planner.capture.shardings import legal_shardings, sharding_of
 
 # Calls that cut one dim into parts; the runtime makes them an unflatten and an unbind (runtime/tensor/fused_parts.py).
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
+SLICE = "__getitem__"  # likewise, one part by one, of what a projection returns
+_PROJECTIONS = frozenset({"linear", "addmm", "matmul", "mm"})
 # Calls that give a dim other dims: three out of one are parts, heads and head size.
 _RESHAPES = frozenset({"view", "reshape", "unflatten"})
 _DIMS_WITH_PARTS = 3
@@ -53,8 +56,10 @@ def _add_strided(group: Sequence[fx.Node], rules: Rules, fit: Fit) -> None:
 
 
 def _cuts(call: fx.Node, fit: Fit) -> list[Sharding]:
-    """A dim cut into equal parts, each of which is sharded."""
+    """A dim cut into equal parts, each of which is sharded; or one of these."""
     inputs, outputs = tensor_inputs(call), tensor_outputs(call)
+    if call.meta["torch_name"] == SLICE:
+        return _slice(call, fit)
     if call.meta["torch_name"] not in CUTS or len(inputs) != 1 or len(outputs) < 2:
         return []
     whole = tensor(inputs[0]).shape
@@ -67,6 +72,19 @@ def _cuts(call: fx.Node, fit: Fit) -> list[Sharding]:
     (dim,) = dims
     size = fit.size([tensor(tensor_outputs(same)[0]).shape[dim] for same in twins(call)])
     return [Sharding(inputs=(strided(dim, parts),), outputs=(f"S{dim}",) * parts, divides=(size,))]
+
+
+def _slice(call: fx.Node, fit: Fit) -> list[Sharding]:
+    (whole, *others), outputs = tensor_inputs(call), tensor_outputs(call)
+    made = maker(whole)
+    if others or len(outputs) != 1 or made is None or made.meta["torch_name"] not in _PROJECTIONS:
+        return []
+    taken = part_taken(call.args[1], tensor(whole).shape)
+    if taken is None:
+        return []
+    dim, _, parts = taken
+    size = fit.size([tensor(tensor_outputs(same)[0]).shape[dim] for same in twins(call)])
+    return [Sharding(inputs=(strided(dim, parts),), outputs=(f"S{dim}",), divides=(size,))]
 
 
 def _heads(rules: Rules, call: fx.Node, fit: Fit) -> list[Sharding]:

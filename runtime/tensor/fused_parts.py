@@ -2,7 +2,8 @@
 
 DTensor's strided shard holds this rank's piece of each part; its rule for `split` gathers such a dim all the
 same. Seen as (parts, size) the dim is sharded along the size, and taking it apart needs no communication; so
-that is how `split` and `chunk` into these very parts run here. Gradients come back the same way.
+that is how `split` and `chunk` into these very parts, and slices that are one of them, run here. Gradients come back
+the same way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
+from autoparallel.planner.capture.indexing import part_taken
 from autoparallel.runtime.torch_private import parts_of
 
 _BY_SIZE = (torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes)
@@ -32,6 +34,8 @@ class _CutApart(TorchFunctionMode):
             with self:
                 made = by_heads(*args, **kwargs)
             return func(*args, **kwargs) if made is NotImplemented else made
+        if func is Tensor.__getitem__ and (part := _part(*args)) is not None:
+            return part
         if func in _BY_SIZE or func in _BY_COUNT:
             parts = _parts(func, *args, **kwargs)
             if parts is not None:
@@ -55,6 +59,18 @@ def _parts(func: Any, value: Any, how: Any = None, dim: int = 0, **kwargs: Any) 
         return None
     apart: tuple[Tensor, ...] = value.unflatten(dim, (count, size)).unbind(dim)
     return apart
+
+
+def _part(value: Any, index: Any) -> Tensor | None:
+    """What a slice takes, if `value` is strided along a dim of which it is just one of the parts."""
+    if not isinstance(value, DTensor) or not any(map(parts_of, value.placements)):
+        return None
+    taken = part_taken(index, value.shape)
+    if taken is None or (taken[0], taken[2]) not in map(parts_of, value.placements):
+        return None
+    dim, number, count = taken
+    part: Tensor = value.unflatten(dim, (count, -1)).select(dim, number)
+    return part
 
 
 def cut_parts_apart(module: nn.Module) -> None:

@@ -91,6 +91,21 @@ def test_keys_and_values_may_have_widths_of_their_own() -> None:
     compare(module, lambda: module(*given), 1)
 
 
+def test_weights_of_their_own_count_whatever_else_is_given() -> None:
+    module = nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64)  # as WavLM calls it
+    q, k, v = module.in_proj_weight.chunk(3)
+    given, none = rows(LENGTH, 2, WIDTH), torch.empty(0, dtype=torch.float64)
+    compare(
+        module,
+        lambda: MULTI_HEAD(
+            given, given, given, WIDTH, HEADS, none, module.in_proj_bias, None, None, False, 0.0,
+            module.out_proj.weight, module.out_proj.bias, use_separate_proj_weight=True,
+            q_proj_weight=q, k_proj_weight=k, v_proj_weight=v,
+        ),
+        1,
+    )  # fmt: skip
+
+
 def test_keys_that_are_added_are_left_to_torch() -> None:
     module = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, add_zero_attn=True, dtype=torch.float64)
     compare(module, lambda: module(*(rows(LENGTH, 2, WIDTH),) * 3), 0)

@@ -33,27 +33,33 @@ WIDTH, HEADS = 16, 4
 
 
 class FusedAttention(nn.Module):
-    """Query, key and value by one `Linear`, told apart by a view (as in timm) or by `chunk`."""
+    """Query, key and value by one `Linear`, told apart by a view (as in timm), by `chunk`, or by slices (as in Phi-3)."""
 
-    def __init__(self, *, by_view: bool) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
-        self.qkv, self.proj, self.by_view = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), by_view
+        self.qkv, self.proj, self.by = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), by
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        if self.by_view:
-            parts = self.qkv(x).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        made = self.qkv(x)
+        if self.by == "view":
+            parts = made.view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
         else:
             parts = tuple(
-                p.view(batch, length, HEADS, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, dim=-1)
+                p.view(batch, length, HEADS, -1).transpose(1, 2)
+                for p in (
+                    made.chunk(3, dim=-1)
+                    if self.by == "chunk"
+                    else (made[..., :WIDTH], made[..., WIDTH : 2 * WIDTH], made[:, :, 2 * WIDTH :])
+                )
             )
         y = F.scaled_dot_product_attention(*parts)
         return x + self.proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
-def fused(batch: int, *, by_view: bool = False) -> Example:
+def fused(batch: int, by: str = "chunk") -> Example:
     return Example(
-        module=nn.Sequential(*(FusedAttention(by_view=by_view) for _ in range(2))),
+        module=nn.Sequential(*(FusedAttention(by) for _ in range(2))),
         blocks=("0", "1"),
         inputs=(torch.randn(batch, 6, WIDTH),),
         targets=torch.randn(batch, 6, WIDTH),
@@ -71,7 +77,8 @@ def fused_rules() -> list[TensorRule]:
 
 
 EXAMPLES["fused"] = fused
-EXAMPLES["fused_by_view"] = lambda batch: fused(batch, by_view=True)
+EXAMPLES["fused_by_view"] = lambda batch: fused(batch, "view")
+EXAMPLES["fused_by_slice"] = lambda batch: fused(batch, "slice")
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (2, {"tp": 2, "micro_batches": 2}),
@@ -87,7 +94,7 @@ def _compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("ranks", "options"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("name", ["fused", "fused_by_view"])
+@pytest.mark.parametrize("name", ["fused", "fused_by_view", "fused_by_slice"])
 def test_fused_projections_give_the_gradients_of_one(
     gloo: Processes, name: str, ranks: int, options: dict[str, Any]
 ) -> None:
