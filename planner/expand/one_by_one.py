@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.costmodel.kernels import PIECES
 from autoparallel.costmodel.program import BlockWork, Collective, CollectiveOp, Kernel, Step
 from autoparallel.planner.expand import state
@@ -33,6 +34,24 @@ PASSES = {CollectiveOp.ALL_GATHER: 3, CollectiveOp.REDUCE_SCATTER: 2}
 def fetches(strategy: Strategy) -> bool:
     """Whether the strategy's parameters are gathered one by one."""
     return strategy.execution.parameter_gathers and state.zero_level(strategy) == 3
+
+
+def fetched_share(graph: ModelGraph, tp: int) -> float:
+    """No smaller share of the parameters that a layer group, or an end of the model, has on a device is fetched by itself: the
+    others are small. `tp`: the most ranks that a tensor may be divided among."""
+    repeated = graph.repeated_positions
+    first, last = (repeated[0], repeated[-1]) if repeated else (len(graph.chain), len(graph.chain))
+
+    def counts(positions: Iterable[int]) -> tuple[int, int]:
+        numels = [p.numel for at in positions for p in graph.blocks[graph.chain[at].block].parameters]
+        large = [n // tp for n in numels if n // tp >= WHOLE_BELOW]
+        return sum(large), sum(n for n in numels if n // tp < WHOLE_BELOW)
+
+    between = counts(at for at in range(first, last + 1) if not graph.chain[at].repeated)[1]
+    parts = [counts([at]) for at in {graph.chain[at].block: at for at in repeated}.values()]
+    ends = [counts(range(first)), counts(range(last + 1, len(graph.chain)))]
+    every = [(large, small + between) for large, small in parts] + [one for one in ends if any(one)]
+    return min((large / (large + small) for large, small in every), default=0.0)
 
 
 def with_fetches(work: BlockWork, numels: Iterable[int], strategy: Strategy) -> BlockWork:

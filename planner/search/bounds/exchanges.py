@@ -14,7 +14,7 @@ from autoparallel.costmodel.program import Axis
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.gathers import gathers_late, gathers_of, regather_of
-from autoparallel.planner.expand.one_by_one import fetches
+from autoparallel.planner.expand.one_by_one import fetched_share, fetches
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.placements import Groups, sizes_shared
 from autoparallel.planner.search.bounds.prices import Line, PriceBook, line_below
@@ -115,9 +115,10 @@ class ExchangePrices:
         third = found.zero == 3  # alone asks how large a layer group is
         keys = self._keys(found, self.groups.shards, np.where(third, most, 0))
         own = np.where(third, self.experts[found.shape], 0)
+        alone = self._fetched(found, reduced=True)[:, None]
         return np.concatenate(
             [
-                looked_up(self._reduced, keys, reduced, 2),
+                looked_up(self._reduced, keys, reduced, 2) * alone,
                 self._gathers(found),
                 self._of_experts(self._experts, found, of_experts, 2, own),
             ],
@@ -136,6 +137,7 @@ class ExchangePrices:
             return (at_once_s(self.book, strategy, mesh_axes(strategy), whole, experts),)
 
         dense = looked_up(self._at_once, self._keys(found, self.groups.shards), lambda row: price(row, 0), 1)
+        dense *= self._fetched(found, reduced=True)[:, None]
         experts = self._of_experts(self._experts_at_once, found, lambda row: price(row, whole), 1)
         return np.concatenate([dense, experts], axis=1)
 
@@ -199,8 +201,6 @@ class ExchangePrices:
 
         def price(row: int) -> tuple[float, ...]:
             strategy = self._example(few, row)
-            if fetches(strategy):
-                return (0.0,) * len(GATHERED)
             axes, own = mesh_axes(strategy), int(group[rows[row]])
             each_s = gather_at_once_s(self.book, strategy, axes, whole, 0) / whole
             gather_s = gather_at_once_s(self.book, strategy, axes, own, 0)
@@ -215,8 +215,20 @@ class ExchangePrices:
         keys = where * len(self.weights) + self.weights[few.compression]
         keys = keys * (int(self.space.shapes.dp_shard.max(initial=0)) + 1) + self.space.secondary(few)
         keys = keys * (int(self.group.max(initial=0)) + 1) + self.group[few.shape]
-        prices[rows] = looked_up(self._gathered, keys, price, len(GATHERED))
+        prices[rows] = looked_up(self._gathered, keys, price, len(GATHERED)) * self._fetched(few)[:, None]
         return prices
+
+    def _fetched(self, found: Variants, *, reduced: bool = False) -> Floats:
+        """The share of the parameters that is gathered at all, or whose gradients are `reduced`: less where they are fetched one by
+        one, each for itself, which takes no less than all at once."""
+        if not self.problem.execution.parameter_gathers:
+            return np.ones(len(found))
+        shapes = self.space.shapes.take(found.shape)
+        known = shapes.ep == 1  # where experts are apart, nothing is
+        if reduced:
+            known &= shapes.dp_replicate == 1
+        share = fetched_share(self.problem.graph, int(self.space.shapes.tp.max(initial=1)))
+        return np.where(found.zero < 3, 1.0, np.where(known, share, 0.0))
 
     def _of_experts(
         self, known: Known, found: Variants, price: Callable[[int], tuple[float, ...]], columns: int,
@@ -275,8 +287,6 @@ class ExchangePrices:
 
 def _reduces(strategy: Strategy) -> bool:
     """Whether several ranks share the gradients of a parameter, and exchange them as a whole."""
-    if fetches(strategy):  # priced with the passes of the blocks, to which nothing is done as a whole
-        return False
     return strategy.mesh.data_parallel * strategy.mesh.cp > 1
 
 

@@ -299,8 +299,8 @@ def placed_row(
 
 
 def representative(problem: Problem, chain: Chain, key: Sequence[float], stride: int = 1) -> Strategy:
-    """A strategy with this setting and nothing else: no pipeline, and replicas only where tensor parallelism is
-    placed `stride` devices apart."""
+    """A strategy with this setting and nothing else: no pipeline, no ZeRO even where the user fixes its level, and replicas only
+    where tensor parallelism is placed `stride` devices apart."""
     tp, sequence, mode, cp, ep, added, micro = map(int, key[1:])
     several = max(added, 1)
     shards = ep // gcd(ep, cp * tp)
@@ -313,4 +313,5 @@ def representative(problem: Problem, chain: Chain, key: Sequence[float], stride:
         compression=(),
     )  # fmt: skip
     strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), 1), bucketed=False)
-    return replace(strategy, batch=Batch(global_=several * micro * stride * shards, micro=micro))
+    batch, shard = Batch(global_=several * micro * stride * shards, micro=micro), strategy.shard
+    return replace(strategy, batch=batch, shard=replace(shard, zero=0, secondary=0))

@@ -47,6 +47,9 @@ OWN = "own runtime"  # whose parameters and gradients come and go in a step of o
 APART = "reductions beside nothing"
 SLOW = "reductions that take longer than all computation"
 SLOW_OWN = "own runtime, whose replicas are summed over slow links"
+ALONE = "parameters gathered one by one"
+SLOW_ALONE = "parameters gathered one by one over slow links"
+ALONE_FIXED = "parameters gathered one by one, under ZeRO-3 alone"
 LATE = "updated parameters gathered beside forwards"
 SLOW_BUSES = ("a100-pcie-80gb:4x2", "l40s:2x2")  # here with faster links between nodes than inside
 CASES = [
@@ -59,6 +62,8 @@ CASES = [
     (SLOW_BUSES[1], 1, "fused"),
     ("h100-sxm:2x2", 8, APART),
     ("h100-sxm:2x2", 8, SLOW_OWN),
+    ("h100-sxm:2x2", 16, ALONE),
+    ("a100-pcie-80gb:4x2", 16, ALONE_FIXED),
 ]
 
 
@@ -75,9 +80,11 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         grad_dtype=param if own else "fp32",
         fsdp2=own,
         late_gathers=kernels == LATE,
+        parameter_gathers=kernels in (ALONE, ALONE_FIXED, SLOW_ALONE),
+        joined_pieces=kernels in (ALONE, SLOW_ALONE),
     )
     devices = load_cluster(cluster)
-    if kernels in (SLOW, SLOW_OWN):
+    if kernels in (SLOW, SLOW_OWN, SLOW_ALONE):
         inner, outermost = devices.levels
         far = replace(outermost, bytes_per_s=outermost.bytes_per_s / 100)
         devices = replace(devices, levels=(inner, far))
@@ -85,7 +92,8 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         inner, outermost = devices.levels
         fast = replace(outermost, bytes_per_s=4 * inner.bytes_per_s)
         devices = replace(devices, levels=(inner, fast))
-    apart = {"grad_sync.overlap": False} if kernels == APART else {}
+    apart: dict[str, object] = {"grad_sync.overlap": False} if kernels == APART else {}
+    apart |= {"shard.zero": 3} if kernels == ALONE_FIXED else {}
     outer = outer_of(
         Problem(
             graph=graph,
@@ -298,6 +306,19 @@ def test_a_path_through_tied_gradients_and_reductions_in_turn_says_nearly_all_of
     )  # fmt: skip
     path = _row_says_nearly_all(outer, chosen)
     assert Q.END in {Q(quantity) for quantity, _, _ in path.terms}, path
+
+
+def test_bounds_know_of_parameters_that_are_gathered_one_by_one() -> None:
+    outer = outer_for("h100-sxm:4x2", 16, SLOW_ALONE)
+    every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER)
+    shapes = outer.space.shapes.take(every.shape)
+    apart = (every.zero == 3) & (shapes.dp_shard == 8) & (every.compression == 0)
+    sims = Simulations(outer=outer)
+    assert apart.any()
+    for row in np.flatnonzero(apart).tolist():
+        found = sims.try_quickly(candidate(outer.space, every, row))
+        assert found is not None
+        assert bounds.time_s[row] > 0.5 * found.step_time_s, found.strategy
 
 
 def _row_says_nearly_all(outer: Outer, chosen: Candidate) -> Row:
