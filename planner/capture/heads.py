@@ -64,9 +64,8 @@ def by_heads(
         weights = F.dropout(weights, rate) if rate else weights
         result = weights @ v
         if options.get("average_attn_weights", True):
-            weights = (
-                weights.sum(1) / heads
-            )  # of heads on several ranks: parts of a sum, which nobody may ask for
+            # Where heads are on several ranks these are parts of a sum, exchanged only if somebody reads it.
+            weights = weights.sum(1) / heads
     else:
         result = F.scaled_dot_product_attention(q, k, v, hidden, rate, is_causal)
     length, samples = q.shape[2], q.shape[0]

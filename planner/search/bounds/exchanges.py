@@ -30,14 +30,8 @@ Known = dict[int, tuple[float, ...]]
 NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that a price depends on
 GATHERED = ("gather_s", "gather_each_s", "regather_s", "regather_each_s")
 EXCHANGED = ("reduce_s", "reduce_least_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
-STEPPED = (
-    "step_s",
-    "step_least_s",
-    "updated_s",
-    "summed_s",
-    "summed_least_s",
-    "step_expert_s",
-)  # of experts last
+# Of experts last.
+STEPPED = ("step_s", "step_least_s", "updated_s", "summed_s", "summed_least_s", "step_expert_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
