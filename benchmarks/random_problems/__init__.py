@@ -13,6 +13,7 @@ In the order in which a case goes through them:
 - `keys.py`: one further key of the strategy file
 - `answers.py`: plans in processes that are stopped at a limit
 - `laws.py`, `bounded.py`, `verdicts.py`: what must hold of an answer, and of the bounds that prove it
+- `weak.py`: which bounds are far below what they bound (`--weak`)
 - `summary.py`: the table at the end
 - `__main__.py`: the command; `inside.py`: the part of a case that runs in a fresh process
 """

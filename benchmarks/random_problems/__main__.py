@@ -11,12 +11,14 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from autoparallel.costmodel.graph_json import graph_from_json
 from benchmarks.random_problems.answers import Answer, run_command
 from benchmarks.random_problems.cases import Case, draw_case
-from benchmarks.random_problems.graphs import CaptureFailed, ensure_graph
+from benchmarks.random_problems.graphs import CaptureFailed, ensure_graph, graph_path
 from benchmarks.random_problems.laws import Effort
 from benchmarks.random_problems.summary import Row, table, violations
 from benchmarks.random_problems.verdicts import VIOLATIONS, Finding, Grade
+from benchmarks.random_problems.weak import least_bounds
 
 INSIDE = ("-m", "benchmarks.random_problems.inside")
 TWICE_EVERY = 4  # of so many cases one is planned twice
@@ -92,6 +94,16 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Row:
     return Row(case=case, answer=given, findings=tuple(findings), tried=tried)
 
 
+def weak_bounds(case: Case) -> list[str]:
+    """How far strategies of the case's least bounds are above these."""
+    try:
+        ensure_graph(case.model)
+    except CaptureFailed as error:
+        return [f"     not captured: {error}"]
+    graph = graph_from_json(graph_path(case.model).read_text(encoding="utf-8"))
+    return [f"     {one.told()}" for one in least_bounds(case.problem(graph))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
@@ -110,12 +122,18 @@ def main() -> None:
         "--leave-out", action="append", default=[], metavar="KEY", help="a key that no drawn strategy varies"
     )
     parser.add_argument("--list", action="store_true", help="draw the cases and stop")
+    parser.add_argument(
+        "--weak", action="store_true", help="instead: how far strategies of the least bounds are above these"
+    )
     arguments = parser.parse_args()
     rows = []
     for number in arguments.only or range(arguments.cases):
         case = draw_case(arguments.seed, number)
         if arguments.list:
             print(f"{number:4d} {case.cluster.kind:<9} {case.told}")
+            continue
+        if arguments.weak:
+            print("\n".join([f"{number:4d} {case.told}", *weak_bounds(case)]), flush=True)
             continue
         rows.append(run_case(case, arguments))
         print(rows[-1].told(), flush=True)

@@ -31,13 +31,7 @@ def against_bounds(
 ) -> Iterator[Finding]:
     """Simulate an easily found partition of so many variants, where one fits; the one whose bound is furthest above it is told.
     Problems whose tables stand in tiers are left out, as another search has them."""
-    bare = without_outer(without_recovery(problem))
-    if tiers_matter(bare, alike=not has_parts(bare)):
-        return
-    try:
-        outer = outer_of(without_tables(bare))
-    except UserError:
-        return
+    outer = space_of(problem)
     if outer is None:
         return
     started, sims, worst, told = process_time(), Simulations(outer=outer), 1.0, ""
@@ -57,6 +51,17 @@ def against_bounds(
             )
     if told:
         yield Finding(law="bound", grade=Grade.BROKEN, told=told, better=1 - worst)
+
+
+def space_of(problem: Problem) -> Outer | None:
+    """The bounds of a problem's own search; None where another search has it, or nothing can be shaped so."""
+    bare = without_outer(without_recovery(problem))
+    if tiers_matter(bare, alike=not has_parts(bare)):
+        return None
+    try:
+        return outer_of(without_tables(bare))
+    except UserError:
+        return None
 
 
 def _drawn(outer: Outer, rng: Random) -> Iterator[Variants]:

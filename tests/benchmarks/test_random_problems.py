@@ -27,6 +27,7 @@ from benchmarks.random_problems.families import FAMILIES
 from benchmarks.random_problems.laws import Effort, against_strategies, claims
 from benchmarks.random_problems.moves import neighbours
 from benchmarks.random_problems.verdicts import Grade, grade_of
+from benchmarks.random_problems.weak import least_bounds
 from tests.toy_graphs import toy_mlp, toy_transformer
 
 FP16 = Execution(dtype="fp16")  # every device computes in it
@@ -157,6 +158,23 @@ def test_a_bound_above_what_its_variant_takes_is_told(monkeypatch: pytest.Monkey
     (told,) = bounded.against_bounds(problem, Random(3), 30, 60.0, tried)
     assert told.grade is Grade.BROKEN
     assert told.better > 0.2
+
+
+def test_strategies_of_the_least_bounds_are_told_with_what_they_take() -> None:
+    found = least_bounds(small(layers=4, cluster="h100-sxm:1x4"))
+    assert len(found) == 6
+    assert all(one.times >= 1 - 1e-9 for one in found), found
+    assert [one.bound_s for one in found] == sorted(one.bound_s for one in found)
+    assert (
+        len(
+            {
+                (one.candidate.size, one.candidate.schedule, one.candidate.zero, one.candidate.mode)
+                for one in found
+            }
+        )
+        == 6
+    )
+    assert f"{found[0].times:.2f} x" in found[0].told()
 
 
 def test_a_key_that_is_left_out_is_not_varied() -> None:
