@@ -6,10 +6,13 @@ divided over the ranks of tensor parallelism as in any other attention. Capture 
 tensors or sequences run it.
 """
 
+# The signatures are torch's.
+# ruff: noqa: ARG001
+
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,31 +23,31 @@ MULTI_HEAD = F.multi_head_attention_forward
 _SAMPLES = 3  # dims of rows with samples: token, sample, width
 
 
-def by_heads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    heads: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout: float,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """What `F.multi_head_attention_forward` returns for the same arguments, up to rounding.
+def heads_apart(func: Any, args: Any, kwargs: Any) -> Callable[[], tuple[Tensor, Tensor | None]] | None:
+    """What runs instead of torch's multi-head attention, and gives the same up to rounding. None for other functions, and for what
+    is seldom used: keys that are added (`add_bias_kv`, `add_zero_attn`) or given (`static_k`); and for sizes that do not fit, of
+    which torch's own code speaks."""
+    if func is not MULTI_HEAD or not _is_plain(*args, **kwargs):
+        return None
+    return lambda: _by_heads(*args, **kwargs)
 
-    query [token, sample, width], key and value alike or without a sample; NotImplemented for what is seldom used: keys
-    that are added (`add_bias_kv`, `add_zero_attn`) or given (`static_k`); and for sizes that do not fit, of which torch's
-    own code speaks.
-    """
+
+def _is_plain(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, heads: int, weight: Any, bias: Any, bias_k: Any, bias_v: Any,
+    add_zero_attn: bool, *_: Any, **options: Any,
+) -> bool:  # fmt: skip
     added = (bias_k, bias_v, options.get("static_k"), options.get("static_v"))
-    if add_zero_attn or any(t is not None for t in added) or not _fits(query, key, embed_dim, heads, options):
-        return NotImplemented  # type: ignore[no-any-return]
+    return (
+        not add_zero_attn and all(t is None for t in added) and _fits(query, key, embed_dim, heads, options)
+    )
+
+
+def _by_heads(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, heads: int, weight: Tensor | None, bias: Tensor | None,
+    bias_k: None, bias_v: None, add_zero_attn: bool, dropout: float, out_weight: Tensor, out_bias: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The arguments are torch's: query [token, sample, width], key and value alike, or without a sample."""
     if options.get("use_separate_proj_weight", False):
         own = [options[f"{name}_proj_weight"] for name in "qkv"]
     else:

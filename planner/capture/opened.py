@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
+from autoparallel.planner.capture.heads import heads_apart
 from autoparallel.planner.capture.recurrent import stepwise
 from autoparallel.planner.capture.trees import tensors
 
@@ -63,10 +63,9 @@ class OpenedFunctions(TorchFunctionMode):
         if (steps := stepwise(getattr(func, "__name__", ""), args, most=self.most_steps)) is not None:
             with self:
                 return steps()
-        if func is MULTI_HEAD:
+        if (attend := heads_apart(func, args, kwargs)) is not None:
             with self:
-                if (made := by_heads(*args, **kwargs)) is not NotImplemented:
-                    return made
+                return attend()
         # A method that overrides its C counterpart of the same name (Tensor.unflatten) comes back here as itself.
         if opens and func not in self._opening:
             self._opening.add(func)

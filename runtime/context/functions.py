@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
+from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
 from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
@@ -79,9 +79,9 @@ class ContextParallel(TorchFunctionMode):
         if (name := getattr(func, "__name__", "").rstrip("_")) in _BY_INDEX:
             return self._by_index(name, func, args, kwargs)
         if func is MULTI_HEAD:
+            attend = heads_apart(func, args, kwargs) or functools.partial(_as_torch, *args, **kwargs)
             with self:
-                made = by_heads(*args, **kwargs)
-                return _as_torch(*args, **kwargs) if made is NotImplemented else made
+                return attend()
         if len(args) != 1 or kwargs:
             if mesh.ndim > 1 and (result := product(mesh, func, args, kwargs)) is not None:
                 return result

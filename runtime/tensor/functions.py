@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
+from autoparallel.planner.capture.heads import heads_apart
 from autoparallel.runtime.tensor.cross_entropy import in_parts
 from autoparallel.runtime.tensor.layout_hooks import Player, at_pin
 from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place, to_plain
@@ -81,10 +81,9 @@ class TensorParallel(TorchFunctionMode):
         mesh = next((tensor.device_mesh for tensor in given if isinstance(tensor, DTensor)), None)
         if mesh is None or mesh.ndim > 1:  # shares of the sequence: see `context/`
             return func(*args, **kwargs)
-        if func is MULTI_HEAD:
+        if (attend := heads_apart(func, args, kwargs)) is not None:
             with self:
-                made = by_heads(*args, **kwargs)
-            return func(*args, **kwargs) if made is NotImplemented else made
+                return attend()
         if func is F.cross_entropy and (loss := in_parts(args, kwargs)) is not None:
             return loss
         looked_up = func is F.embedding and self._looks_up

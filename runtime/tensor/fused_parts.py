@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
+from autoparallel.planner.capture.heads import heads_apart
 from autoparallel.planner.capture.indexing import part_taken
 from autoparallel.runtime.torch_private import parts_of
 
@@ -30,10 +30,9 @@ class _CutApart(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is MULTI_HEAD:  # the cut is inside
+        if (attend := heads_apart(func, args, kwargs)) is not None:  # the cut is inside
             with self:
-                made = by_heads(*args, **kwargs)
-            return func(*args, **kwargs) if made is NotImplemented else made
+                return attend()
         if func is Tensor.__getitem__ and (part := _part(*args)) is not None:
             return part
         if func in _BY_SIZE or func in _BY_COUNT:

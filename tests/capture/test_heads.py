@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.planner.capture import capture
-from autoparallel.planner.capture.heads import MULTI_HEAD, by_heads
+from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
 from benchmarks.coverage.eager import graph_saved_bytes
 from tests.capture.measured import counted_flops, eager_saved_bytes, show_saved
 
@@ -24,11 +24,9 @@ class ByHeads(TorchFunctionMode):
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not MULTI_HEAD:
-            return func(*args, **kwargs or {})
-        made = by_heads(*args, **kwargs or {})
-        self.count += made is not NotImplemented
-        return func(*args, **kwargs or {}) if made is NotImplemented else made
+        attend = heads_apart(func, args, kwargs or {})
+        self.count += attend is not None
+        return func(*args, **kwargs or {}) if attend is None else attend()
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
