@@ -46,7 +46,7 @@ from autoparallel.runtime.checkpoints.manifest import (
     text_of,
 )
 from autoparallel.runtime.checkpoints.neighbours import Neighbours, memory_root
-from autoparallel.runtime.checkpoints.nests import leaves_of, put_back, states_of
+from autoparallel.runtime.checkpoints.nests import leaves_of, put_back, states_of, states_to_load
 from autoparallel.runtime.checkpoints.results import Restored, Timing
 from autoparallel.runtime.checkpoints.shares import (
     ShareFile,
@@ -184,7 +184,8 @@ class Checkpoints:
         self, state: Mapping[str, Any], *, step: int | None = None, from_memory: bool = True
     ) -> Restored | None:
         """Load the last checkpoint that is whole (or that of `step`) into `state`; None where there is none. Copies in memory
-        are taken where they are later (unless not `from_memory`: then they are forgotten).
+        are taken where they are later (unless not `from_memory`: then they are forgotten). An item with
+        `state_to_load(names)` says what is read for it of a checkpoint that has these names.
 
         Raises UserError, on every rank, where there are checkpoints and none can be read, for a newer version's, and
         for another model's or dataset's.
@@ -247,7 +248,7 @@ class Checkpoints:
         manifest: Mapping[str, Any],
         reader: ShareReader | None = None,
     ) -> None:
-        states = states_of(state)
+        states = states_to_load(state, [*manifest["tensors"], *manifest["values"]])
         tensors, values = leaves_of(states)
 
         def check() -> None:

@@ -31,11 +31,11 @@ class OwedGradients:
         self._syncs, self._scatters = syncs, scatters
 
     def gather(self) -> dict[nn.Parameter, Tensor]:
-        """By parameter, this rank's share; of those for which error feedback is kept. Collective over all ranks that
+        """By parameter, this rank's share; of those for which error feedback is kept, or something was given. Collective over all ranks that
         hold the module."""
         found: dict[nn.Parameter, Tensor] = {}
         for unit, scatter in self._scatters.items():
-            if scatter.biased:
+            if scatter.biased or scatter.is_given:
                 found |= _cut(unit, scatter.owed())
         if found:
             found = self._syncs[0].mean(found)
@@ -45,14 +45,14 @@ class OwedGradients:
         return found
 
     def give(self, owed: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add to the next step's gradients what was owed, by parameter, this rank's share."""
+        """Add to the next step's gradients what was owed, by parameter, this rank's share, and forget what is owed now."""
         left = dict(owed)
         for unit, scatter in self._scatters.items():
             shards = unit_shards(unit)
-            if any(parameter in left for parameter, _ in shards):
-                scatter.give(_joined(shards, left))
-                for parameter, _ in shards:
-                    left.pop(parameter, None)
+            own = any(parameter in left for parameter, _ in shards)
+            scatter.give(_joined(shards, left) if own else None)
+            for parameter, _ in shards:
+                left.pop(parameter, None)
         for sync in self._syncs:
             sync.give(left)
 

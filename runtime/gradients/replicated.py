@@ -116,7 +116,7 @@ class GradientSync:
 
     def owed(self) -> dict[nn.Parameter, Tensor]:
         """What error feedback still has to bring to each gradient's mean, this rank's parts of it; of the parameters for
-        which it is kept. Collective over the replicas."""
+        which it is kept, or to which something was given. Collective over the replicas."""
         found: dict[nn.Parameter, Tensor] = {}
         for bucket in self._buckets if self._reducer is not None and self._reducer.biased else ():
             assert self._reducer is not None
@@ -127,8 +127,8 @@ class GradientSync:
             shares = flat.split([_as_real(part).numel() for part in parts])
             for parameter, part, share in zip(bucket.parameters, parts, shares, strict=True):
                 found[parameter] = _shaped(share, part)
-                if parameter in self._given:
-                    found[parameter] += self._given[parameter]
+        for parameter, given in self._given.items():
+            found[parameter] = found[parameter] + given if parameter in found else given
         return found
 
     def mean(self, owed: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:

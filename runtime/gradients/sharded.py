@@ -74,14 +74,14 @@ class UnitScatter:
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"FSDP2 asked for {op}"
         size = group.size()
         self._group, self._numbers = group, input_tensor.numel()
-        self._divisor = 1.0 if op == dist.ReduceOp.AVG else _divided_afterwards(input_tensor.dtype, size)
+        average = op == dist.ReduceOp.AVG
+        self._divisor = float(size) if average else _divided_afterwards(input_tensor.dtype, size)
         rows = input_tensor.view(size, -1)
         if self._given is not None and self._given.numel() == rows.shape[1]:
-            weight = size if op == dist.ReduceOp.AVG else self._divisor
-            rows[group.rank()] += self._given.to(rows.dtype) * weight
+            rows[group.rank()] += self._given.to(rows.dtype) * self._divisor
         self._given = None
         total = self._sum(rows, group)
-        if op == dist.ReduceOp.AVG:
+        if average:
             total /= size
         output_tensor.copy_(total.view(output_tensor.shape))
 
@@ -123,12 +123,16 @@ class UnitScatter:
             whole += own.reshape(-1)[: self._numbers].view(size, -1)
         found = whole.new_empty(whole.shape[1])
         dist.reduce_scatter_tensor(found, whole.view(-1), group=group)
-        scale = size if self._divisor == 1.0 else self._divisor
-        found /= scale
+        found /= self._divisor
         return found if self._given is None else found + self._given
 
-    def give(self, part: Tensor) -> None:
-        """Add `part` to this rank's part of the next mean, and forget what was kept."""
+    @property
+    def is_given(self) -> bool:
+        """Whether the next mean gets what another run owed."""
+        return self._given is not None
+
+    def give(self, part: Tensor | None) -> None:
+        """Add `part` to this rank's part of the next mean (None: nothing), and forget what was kept."""
         self._memory, self._given = Memory(), part
 
 

@@ -43,14 +43,15 @@ class Difference:
 
 
 class Checksums:
-    """Compares the replicas of a model's parameters and gradients. Collective, as long as `find` is called alike."""
+    """Compares the replicas of a model's parameters and gradients. Collective, as long as `find` is called alike. `island` is the
+    number of the replica that this rank is of where replicas train by themselves: what others hold need not be equal."""
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], everyone: Agreement, *, exact: bool = True
-    ) -> None:
+        self, named: Iterable[tuple[str, nn.Parameter]], everyone: Agreement, *, exact: bool = True, island: int | None = None
+    ) -> None:  # fmt: skip
         self._named = dict(named)
         self._all, self._exact = everyone, exact
-        own = {name: _piece(name, p) for name, p in self._named.items()}
+        own = {name: _piece(name, p, island) for name, p in self._named.items()}
         holders: dict[str, list[int]] = {}
         for rank, pieces in enumerate(everyone.gathered(list(own.values()))):
             for piece in pieces:
@@ -146,6 +147,6 @@ def checksum(part: Tensor) -> int:
     return int(words.view(torch.int64).sum()) + int(content[whole:].sum(dtype=torch.int64))
 
 
-def _piece(name: str, parameter: nn.Parameter) -> str:
+def _piece(name: str, parameter: nn.Parameter, island: int | None) -> str:
     """What tells pieces of a tensor apart: equal exactly where ranks must hold the same numbers."""
-    return f"{name} {share_ranges(parameter)}"
+    return f"{name} {share_ranges(parameter)} {island}"

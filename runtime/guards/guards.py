@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
+from autoparallel.planner.strategy.islands import is_local
 from autoparallel.runtime.guards.checksums import Checksums
 from autoparallel.runtime.guards.deadline import Deadline, check_alike, from_peers
 from autoparallel.runtime.guards.numbers import NotANumber, all_numbers, check_policy, culprits
@@ -40,7 +41,7 @@ class Verdict(Enum):
 class GuardOptions:
     """What is guarded. `not_a_number`: what becomes of a step whose loss or gradient is NaN or infinite: "stop" (an error
     that names the rank and its samples), "skip" (the batch is left out), "roll-back" (to the last checkpoint, and the
-    batch is left out). Replicas are compared bit by bit every `checksums_every` steps (0: never) and before a checkpoint is
+    batch is left out). Replicas (but those that train by themselves, `[outer]`) are compared bit by bit every `checksums_every` steps (0: never) and before a checkpoint is
     saved; `exact=False`: by their norms. A step may take `timeout_s` (None: as long as some rank begins an action within the
     strategy's `recovery.timeout_s`; where it has none, twenty times the median step, at least a minute). `ragged`: ranks may be fed other shapes than each other."""
 
@@ -62,7 +63,11 @@ class Guards:
         say: Callable[[str], None], action_timeout_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._model, self._all, self._status, self._options, self._say = model, everyone, status, options, say
-        self._checksums = Checksums(model.named_parameters(), everyone, exact=options.exact)
+        replica = model.data_parallel_rank // model.strategy.mesh.dp_shard
+        self._checksums = Checksums(
+            model.named_parameters(), everyone, exact=options.exact,
+            island=replica if is_local(model.strategy) else None,
+        )  # fmt: skip
         self._deadline = Deadline(folder, everyone.rank, status)
         self._seconds: list[float] = []
         self._action_timeout_s = action_timeout_s

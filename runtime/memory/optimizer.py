@@ -16,7 +16,7 @@ Method: what moves between steps is the state; parameters and gradients stay on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ from autoparallel.runtime.memory.optimizer_state import (
     local_state,
     named_residuals,
     named_state,
+    residual_key,
 )
 from autoparallel.runtime.servers.whole import WholeTables
 from autoparallel.runtime.tensor.questions import local
@@ -136,11 +137,23 @@ class ParallelOptimizer(Optimizer):
         """The state by the names of parameters, this rank's shares: what `load_state_dict` and
         `torch.distributed.checkpoint` load under any strategy."""
         self._begin()
-        kept = {p: part for owed in self._home.owed for p, part in owed.gather().items()}
-        residuals = {p: laid_out_like(part, p.detach()) for p, part in kept.items()}
+        return self._named_state({p: part for owed in self._home.owed for p, part in owed.gather().items()})
+
+    def state_to_load(self, saved: Collection[str]) -> dict[str, Any]:
+        """What is to be read of a checkpoint that holds the names `saved`, for `load_state_dict`: all of `state_dict`, but of what
+        error feedback owes, and of what replicas that train by themselves need, what the checkpoint has."""
+        self._begin()
+        owed = {p for name, p in self._home.named() if residual_key(name) in saved}
+        return self._named_state({p: torch.zeros_like(local(p.detach())) for p in owed}, saved)
+
+    def _named_state(
+        self, owed: Mapping[nn.Parameter, Tensor], saved: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        residuals = {p: laid_out_like(part, p.detach()) for p, part in owed.items()}
         found = named_state(self, self._home.named(), residuals)
         if self._home.local is not None:
-            found |= local_state(self._home.local, self, self._home.named())
+            own = local_state(self._home.local, self, self._home.named())
+            found |= {key: value for key, value in own.items() if saved is None or key in saved}
         if self._home.tables is None:
             return found
         names = tuple(f"state.{name}." for name in self._home.tables.tables.names)
@@ -158,7 +171,7 @@ class ParallelOptimizer(Optimizer):
         if self._home.local is not None:
             load_local_state(self._home.local, self, self._home.named(), state_dict)
         residuals = named_residuals(self._home.named(), state_dict)
-        for owed in self._home.owed if residuals else ():
+        for owed in self._home.owed:
             owed.give(residuals)
 
     def _update_all(self) -> None:

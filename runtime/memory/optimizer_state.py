@@ -34,6 +34,11 @@ RESIDUAL = "residual"  # the key of what error feedback owes
 _NO_OPTIONS = ("params", "param_names")
 
 
+def residual_key(name: str) -> str:
+    """Under which what error feedback owes of a parameter is saved."""
+    return f"state.{name}.{RESIDUAL}"
+
+
 def named_state(
     optimizer: Optimizer,
     named: Iterable[tuple[str, nn.Parameter]],
@@ -48,7 +53,7 @@ def named_state(
         held = optimizer.state.get(parameter, {})
         found |= {f"state.{name}.{key}": value for key, value in held.items() if value is not None}
         if parameter in residuals:
-            found[f"state.{name}.{RESIDUAL}"] = residuals[parameter]
+            found[residual_key(name)] = residuals[parameter]
         own = options[parameter].items()
         found |= {f"param_groups.{name}.{key}": value for key, value in own if key not in _NO_OPTIONS}
     return with_chunks(found)
@@ -124,7 +129,7 @@ def named_residuals(
     """What error feedback owed when `given` was saved, this rank's shares by parameter; empty where it kept nothing."""
     found = {}
     for name, parameter in named:
-        if (value := given.get(f"state.{name}.{RESIDUAL}")) is not None:
+        if (value := given.get(residual_key(name))) is not None:
             found[parameter] = local(_taken(value, torch.zeros_like(parameter.detach())))
     return found
 

@@ -35,6 +35,7 @@ from tests.runtime.train_elastic import Numbers
 
 RANKS, STEPS, BATCH = 4, 6, 8
 REPLICAS = "[mesh]\npp = 1\ndp_replicate = 4\ndp_shard = 1\n"
+ISLANDS = '[mesh]\npp = 1\ndp_replicate = 2\ndp_shard = 1\ntp = 2\n[outer]\nalgorithm = "diloco"\nevery = 3\n'
 TENSORS = "[mesh]\npp = 1\ndp_replicate = 2\ndp_shard = 1\ntp = 2\n"
 
 
@@ -127,6 +128,7 @@ def cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["flipped"] = _run(f"{folder}/flipped", Numbers(), quiet, after=flip)
     found["slow"] = _run(f"{folder}/slow", Numbers(), quiet, steps=26, pause_s=0.02 * (rank == 2))
     found["tensors"] = _run(f"{folder}/tensors", Numbers(), quiet, mesh=TENSORS)
+    found["islands"] = _run(f"{folder}/islands", Numbers(), quiet, mesh=ISLANDS)
     found["wider"] = _run(f"{folder}/wider", Wider() if rank == 1 else Usual(), quiet)
 
     torch.manual_seed(0)
@@ -170,6 +172,8 @@ def test_what_goes_wrong_in_one_rank_is_named_on_all(gloo: Processes, tmp_path: 
     )
     (said,) = [text for text in first["flipped"]["said"] if "differs" in text]
     assert "of rank 2 differs from its other copies; going back" in said
+    assert first["islands"]["said"] == [], "replicas that train by themselves are not each other's copies"
+    assert len(first["islands"]["losses"]) == STEPS
     (said,) = first["slow"]["said"]
     assert ": rank 2 computes " in said
     assert "longer than its peers, which costs up to" in said
