@@ -22,6 +22,7 @@ from autoparallel.plan_cache import StrategySource, find_strategy, read_source
 from autoparallel.planner.capture.dropout import largest_dropout
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.units import own_units
+from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
@@ -158,6 +159,8 @@ def _decide(
             **shared,
         },
     )
+    if strategy.phases and cluster is not None and (wrong := strategy_problems(graph, cluster, strategy)):
+        raise UserError("\n".join(f"[[phase]] {problem}" for problem in wrong))
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
 
 

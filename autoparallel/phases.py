@@ -9,7 +9,7 @@ from typing import Any
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.phases import only_synchronisation, strategy_at
 from autoparallel.planner.strategy.types import Strategy
-from autoparallel.runtime.checkpoints.in_memory import reshard
+from autoparallel.runtime.checkpoints.in_memory import names_of, reshard
 
 
 def enter_phase(
@@ -25,11 +25,10 @@ def enter_phase(
     if not strategy.phases:
         return model, optimizer
     wanted, now = strategy_at(strategy, step), replace(model.strategy, phases=())
-    # Dtypes and kernels are the module's own; placements over tp are chosen where they are left out.
-    wanted = _as_run(wanted, now)
-    if wanted == now:
+    run = _as_run(wanted, now)  # dtypes and kernels are the module's own
+    if run == now:
         return model, optimizer
-    if only_synchronisation(now, wanted):
+    if only_synchronisation(now, run):
         model.synchronise_by(wanted.grad_sync)
         return model, optimizer
     if remake is None:
@@ -41,10 +40,14 @@ def enter_phase(
     state, kept = model.state_dict(), optimizer.state_dict()
     new_model, new_optimizer = remake(wanted)
     new_model.load_state_dict(reshard(state, new_model.state_dict()))
-    new_optimizer.load_state_dict(reshard(kept, new_optimizer.state_dict()))
+    new_optimizer.load_state_dict(reshard(kept, new_optimizer.state_to_load(names_of(kept))))
     return new_model, new_optimizer
 
 
 def _as_run(wanted: Strategy, now: Strategy) -> Strategy:
+    """What is chosen where a phase leaves it open, is as it was chosen."""
     tensor = now.tensor if wanted.mesh.tp == now.mesh.tp and not wanted.tensor else wanted.tensor
-    return replace(wanted, execution=now.execution, tensor=tensor)
+    pipeline = wanted.pipeline
+    if not pipeline.stage_blocks:
+        pipeline = replace(pipeline, stage_blocks=now.pipeline.stage_blocks)
+    return replace(wanted, execution=now.execution, tensor=tensor, pipeline=pipeline)

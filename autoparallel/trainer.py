@@ -24,7 +24,6 @@ from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
 from autoparallel.intervals import default_interval_s, steps_of
-from autoparallel.phases import enter_phase
 from autoparallel.plan_cache import StrategySource, read_source
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
@@ -44,6 +43,7 @@ from autoparallel.runtime.monitor.monitor import Monitor, MonitorOptions
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size
 from autoparallel.samples import Samples
+from autoparallel.trained import Trained
 
 # How long ranks wait for each other's small messages at the end of a step, seconds. Kind: torch's default for Gloo.
 TIMEOUT_S = 1800.0
@@ -144,17 +144,17 @@ class Trainer:
         self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
         self._next = NextStrategy(Path(folder), self._all)
         source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
-        self.model = _parallel(
-            model, self._example() if example_inputs is None else example_inputs, cluster=here,
-            strategy=self._next.in_place_of(source, self._say), cache=Path(folder) / "plans",
-            graph=(graph := Path(folder) / f"graph-{launch_key(identity['model'])}.json"),
-            global_batch=own_size, allow_lossy=allow_lossy, weights=weights, progress=self._at,
+        lower = partial(
+            _lower, self._example() if example_inputs is None else example_inputs, own_size, cluster=here,
+            cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{launch_key(identity['model'])}.json"),
+            allow_lossy=allow_lossy, weights=weights, progress=self._at,
         )  # fmt: skip
-        self.optimizer = _optimizer(self.model, optimizer)
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        source = self._next.in_place_of(source, self._say)
+        self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
         self._guards = self._guarded(guards or GuardOptions())
         self._peers_every = self._copies(peers, here)
-        self._begin(graph, here, monitor or MonitorOptions())
+        self._watched = partial(self._watch, graph, here, monitor or MonitorOptions())
+        self._begin()
 
     def _for_those_here(
         self, source: StrategySource, cluster: Cluster | str | None, size: int, *, pinned: bool
@@ -183,17 +183,17 @@ class Trainer:
             return 0.0
         return simulate(self.model.program, cluster).step_time_s
 
-    def _begin(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> None:
+    def _begin(self) -> None:
         if self.checkpoints.every is None and self.checkpoints.every_s is None:
             self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
         self.step, self._rolled_back, self._signals = 0, 0, Signals()
-        self._stage, self._phased = stage_of(self.rank, self.model.strategy), self.model.strategy
+        self._stage = stage_of(self.rank, self.model.strategy)
         try:
             self._resume()
         except UserError:  # whoever tries again in this process finds the folder free
             self.close()
             raise
-        self._monitor = self._watch(graph, cluster, options)
+        self._monitor = self._watched()
 
     def _check_alike(self, identity: Mapping[str, str], size: int) -> None:
         hint = "start all ranks with the same script, data and installation"
@@ -243,6 +243,21 @@ class Trainer:
         return restored is not None
 
     @property
+    def model(self) -> Any:
+        """The parallel model, whose members no type names; another one once a phase needs one."""
+        return self._trained.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The model's optimizer."""
+        return self._trained.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The schedule of its learning rate; None where there is none."""
+        return self._trained.scheduler
+
+    @property
     def ledger(self) -> Ledger:
         """Which samples are consumed."""
         return self._samples.ledger
@@ -268,7 +283,8 @@ class Trainer:
             self._status.begin(self.step + 1)
             self._clock.begin()
             self._at("DATA", self._stage)
-            enter_phase(self.model, self.optimizer, self._phased, self.step + 1)
+            if self._enter_phase():  # whose shares of the samples are others
+                return
             items, ids = next(batches)
             verdict, loss = Verdict.SKIP, math.nan
             if not self._samples.left_out():
@@ -279,6 +295,18 @@ class Trainer:
             self._after_step(loss, ids, begun, skipped=verdict is Verdict.SKIP)
             if not self._keep(last=self.step == steps):
                 return
+
+    def _enter_phase(self) -> bool:
+        """Begin the phase of the next step; whether that made the model anew, and all that goes by its strategy with it."""
+        if not self._trained.enter(self.step + 1):
+            return False
+        strategy = self.model.strategy
+        self._samples.size = strategy.batch.global_
+        self._stage = stage_of(self.rank, strategy)
+        self._guards.follow(self.model)
+        self._monitor = self._watched()
+        self._say(f"step {self.step + 1}: another phase begins, for which the model was made anew")
+        return True
 
     def close(self) -> None:
         """Let the folder go; without it the end of the process does."""
@@ -382,13 +410,10 @@ class Trainer:
             print(f"autoparallel: {text}", file=sys.stderr, flush=True)
 
 
-def _parallel(module: nn.Module, inputs: Any, **options: Any) -> Any:
-    """`auto_parallelize`, whose members no type names."""
-    return auto_parallelize(module, inputs, **options)
-
-
-def _optimizer(model: Any, given: Callable[..., Optimizer]) -> Optimizer:
-    """The model's optimizer of the class, and with the options, that were given."""
-    kind, options = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
-    made: Optimizer = model.optimizer(kind, **options)
-    return made
+def _lower(
+    inputs: Any, size: int, module: nn.Module, strategy: StrategySource | Strategy, **options: Any
+) -> Any:
+    """`auto_parallelize`, whose members no type names; a whole strategy has its own global batch."""
+    if isinstance(strategy, StrategySource):
+        options["global_batch"] = size
+    return auto_parallelize(module, inputs, strategy=strategy, **options)

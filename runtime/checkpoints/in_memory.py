@@ -56,6 +56,15 @@ def reshard(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
+def names_of(held: Mapping[str, Any]) -> set[str]:
+    """What any rank holds. Collective over all ranks of the run."""
+    every = [list(held)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        every = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, list(held))
+    return {name for names in every for name in names}
+
+
 def _described(value: Any) -> tuple[torch.Size, torch.dtype] | None:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 

@@ -62,15 +62,20 @@ class Guards:
         self, model: Any, everyone: Agreement, status: StatusFile, folder: Path, options: GuardOptions,
         say: Callable[[str], None], action_timeout_s: float = 0.0,
     ) -> None:  # fmt: skip
-        self._model, self._all, self._status, self._options, self._say = model, everyone, status, options, say
+        self._all, self._status, self._options, self._say = everyone, status, options, say
+        self._deadline = Deadline(folder, everyone.rank, status)
+        self._action_timeout_s = action_timeout_s
+        self.follow(model)
+
+    def follow(self, model: Any) -> None:
+        """From now on this is the model whose steps are guarded. Collective."""
+        self._model = model
+        self._seconds: list[float] = []
         replica = model.data_parallel_rank // model.strategy.mesh.dp_shard
         self._checksums = Checksums(
-            model.named_parameters(), everyone, exact=options.exact,
+            model.named_parameters(), self._all, exact=self._options.exact,
             island=replica if is_local(model.strategy) else None,
         )  # fmt: skip
-        self._deadline = Deadline(folder, everyone.rank, status)
-        self._seconds: list[float] = []
-        self._action_timeout_s = action_timeout_s
 
     @contextmanager
     def around(self) -> Iterator[None]:
