@@ -133,8 +133,9 @@ def otherwise_priced(case: Case) -> tuple[str, ...]:
 
 
 def limits(constraints: Mapping[str, object], *, said: bool = False) -> dict[str, object]:
-    """The constraints, by dotted key, that keep a search within the rows that `constraints` ask for: where several would do, the
-    first that they leave open. Raises UserError where nothing that they leave open would run."""
+    """The constraints, by dotted key, without which nothing that `constraints` ask for runs; where several values would do, the
+    search chooses among them (`refusals` leaves out the others), and of `[execution]`, which is not searched, the first is
+    taken. Raises UserError where nothing that they leave open would run."""
     found: dict[str, object] = {}
     for row in TABLE:
         if row.key not in constraints or not row.asked(constraints[row.key]) or (row.said and not said):
@@ -153,7 +154,12 @@ def limits(constraints: Mapping[str, object], *, said: bool = False) -> dict[str
             beside = " and ".join(shown(k, value) for k, value in fixed.items())
             also = f" with {beside}" if beside else ""
             raise UserError(f"{shown(row.key, constraints[row.key])}{also}: {row.why}; {row.instead}")
-        found |= {k: allowed[0] for k, allowed in left[0].items() if k not in known}
+        if len(left) == 1:
+            found |= {
+                k: allowed[0]
+                for k, allowed in left[0].items()
+                if k not in known and (len(allowed) == 1 or k.startswith("execution."))
+            }
     return found
 
 
