@@ -69,8 +69,10 @@ def _slurm_in_order(plan: Plan) -> str:
         '# sbatch --nodelist="$(paste -sd, hosts.txt)" job.sh train.py ARGUMENTS\n'
         "set -euo pipefail\n"
         "export SLURM_HOSTFILE=${HOSTS:-$SLURM_SUBMIT_DIR/hosts.txt}\n"
-        'export HEAD_NODE=$(head -n 1 "$SLURM_HOSTFILE")\n'
+        'HEAD_NODE=$(head -n 1 "$SLURM_HOSTFILE")\n'
+        "export HEAD_NODE\n"
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
+        "# shellcheck disable=SC2016  # the shells of the tasks read the variables\n"
         f"srun --distribution=arbitrary bash -c 'exec torchrun --nnodes {plan.nodes} "
         f"--nproc-per-node {plan.devices_per_node} \\\n"
         f'  --node-rank "$SLURM_PROCID" --master-addr "$HEAD_NODE" --master-port {PORT} "$@"\' torchrun "$@"\n'
