@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from autoparallel.runtime.ranks.accelerator import accelerator_type
 JOIN_S = 5.0
 # How long processes have to save and end once they are told to, seconds. Kind: torch's default.
 GRACE_S = 30
+# What ends a run. Torch's own, but its handlers are ours.
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
         rdzv_configs={"last_call_timeout": launch.join_s, **launch.rendezvous},
         max_restarts=launch.max_restarts,
         shutdown_timeout=launch.grace_s,
+        signals_to_handle=signal.SIGUSR2.name,  # torch needs one: this ends a process anyway
     )
     # A first machine that shares its store tells its address in the first meeting alone (torch 2.11 to 2.13): whoever
     # comes later would wait for it in vain.
@@ -90,9 +94,27 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
     for variable, value in ((LIGHTHOUSE, launch.lighthouse), (NAME, launch.replica)):
         if value:
             os.environ[variable] = value
-    with tempfile.TemporaryDirectory(prefix="autoparallel-starts-") as starts:
+    with _told_once(), tempfile.TemporaryDirectory(prefix="autoparallel-starts-") as starts:
         os.environ[STARTS] = starts
         return _until_done(config, command, launch, Path(starts) / REFUSED)
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Raise SignalException where a signal ends the run, for SIGTERM the first time alone: Slurm sends it from several sides,
+    and one that comes while processes save would end the agent, and them with it."""
+
+    def told(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SignalException(f"told to end by signal {number}", sigval=signal.Signals(number))
+
+    before = {number: signal.signal(number, told) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _until_done(config: LaunchConfig, command: Sequence[str], launch: Launch, refused: Path) -> int:

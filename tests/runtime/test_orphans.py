@@ -46,6 +46,34 @@ def test_what_the_user_has_to_mend_is_started_twice_and_not_ten_times(tmp_path: 
     assert "error: mesh.tp = 3: try 2" in done.stderr.splitlines()
 
 
+@pytest.mark.distributed
+def test_a_run_that_is_told_to_end_again_and_again_waits_until_its_processes_have_saved(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "saves.py").write_text(
+        "import signal, sys, time\n"
+        "def told(*_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    time.sleep(3)\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "print('started', flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", "1", str(tmp_path / "saves.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "started\n"
+    for _ in range(4):
+        agent.terminate()
+        time.sleep(0.3)
+    assert agent.communicate(timeout=120)[0] == "saved\n"
+    assert agent.returncode == 143
+
+
 def _workers(children: Path) -> list[int]:
     return [pid for pid in map(int, children.read_text().split()) if b"elastic.worker" in _command(pid)]
 
