@@ -235,17 +235,35 @@ def export(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Where it goes (default: standard output)."),
     ] = None,
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--min-nodes",
+            min=1,
+            metavar="N",
+            help="jobset, trainjob: the run goes on with so few (default: all).",
+        ),
+    ] = None,
+    near: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--near",
+            metavar="LABEL",
+            help="jobset, trainjob: nodes that share it are preferred; repeat it, nearest first (default: the zone).",
+        ),
+    ] = None,
 ) -> None:
     """Write a plan as another framework's configuration, or as a file that launches it."""
     from autoparallel.cli_progress import stderr_console
+    from autoparallel.exports import Pods, plan_of
     from autoparallel.exports import export as exported
-    from autoparallel.exports import plan_of
     from autoparallel.planner.strategy.file import read_strategy_file
     from autoparallel.planner.strategy.write import check_writable, write_text
 
     if output:
         check_writable(output, read=[strategy])
-    made = exported(plan_of(read_strategy_file(strategy)), to)
+    pods = Pods(min_nodes=min_nodes, near=tuple(near or Pods().near))
+    made = exported(plan_of(read_strategy_file(strategy), pods), to)
     console = stderr_console()
     if output:
         write_text(output, made.text)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from autoparallel.errors import UserError
 from autoparallel.exports.accelerate import accelerate
 from autoparallel.exports.deepspeed import deepspeed
-from autoparallel.exports.elastic import jobset, slurm_elastic, trainjob
+from autoparallel.exports.elastic import slurm_elastic
 from autoparallel.exports.launch import kubernetes, slurm, torchrun
 from autoparallel.exports.megatron import megatron
-from autoparallel.exports.plan import Exported, Plan, plan_of
+from autoparallel.exports.plan import Exported, Plan, Pods, check_pods, plan_of
+from autoparallel.exports.pods import jobset, trainjob
 from autoparallel.exports.torchtitan import torchtitan
 
 EXPORTS: Mapping[str, Callable[[Plan], Exported]] = {
@@ -30,11 +31,20 @@ EXPORTS: Mapping[str, Callable[[Plan], Exported]] = {
     "trainjob": trainjob,
 }
 
-__all__ = ["EXPORTS", "Exported", "Plan", "export", "plan_of"]
+# Those that are told about pods.
+OF_PODS = ("jobset", "trainjob")
+
+__all__ = ["EXPORTS", "Exported", "Plan", "Pods", "export", "plan_of"]
 
 
 def export(plan: Plan, target: str) -> Exported:
     """The plan for `target`. Raises UserError for a target that is not known, or that cannot run it."""
     if target not in EXPORTS:
         raise UserError(f"--to {target}: not known; use one of {', '.join(EXPORTS)}")
+    if plan.pods != Pods():
+        if target not in OF_PODS:
+            raise UserError(
+                f"--to {target}: --min-nodes and --near are about pods, for --to {' and '.join(OF_PODS)}"
+            )
+        check_pods(plan)
     return EXPORTS[target](plan)

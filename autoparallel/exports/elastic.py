@@ -1,8 +1,6 @@
-"""Files that start a run which survives (`autoparallel run`, docs/elastic.md): Slurm, JobSet, Kubeflow's TrainJob."""
+"""A batch script for Slurm of a run which survives (`autoparallel run`, docs/elastic.md)."""
 
 from __future__ import annotations
-
-from string import Template
 
 from autoparallel.exports.launch import slurm_head
 from autoparallel.exports.plan import Exported, Plan, header, unsaid_to_launch
@@ -11,95 +9,6 @@ PORT = 29500  # torchrun's own default
 # Before the time limit Slurm tells the script so many seconds: a step, and a checkpoint, fit. Kind: chosen.
 WARNING_S = 120
 GRACE_S = 90  # to save in, once told to end. Kind: chosen; less than WARNING_S, and than what pods get
-
-
-_JOBSET = """# Set image, args, and the class of the volume, which all nodes must be able to write to.
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata:
-  name: autoparallel-run
-spec:
-  accessModes: [ReadWriteMany]
-  resources:
-    requests:
-      storage: 1Ti
----
-apiVersion: networking.k8s.io/v1
-kind: NetworkPolicy
-metadata:
-  name: autoparallel
-spec:
-  podSelector:
-    matchLabels:
-      jobset.sigs.k8s.io/jobset-name: autoparallel
-  policyTypes: [Ingress]
-  ingress:
-    - from:
-        - podSelector:
-            matchLabels:
-              jobset.sigs.k8s.io/jobset-name: autoparallel
----
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: autoparallel
-spec:
-  failurePolicy:
-    maxRestarts: 100
-  network:
-    enableDNSHostnames: true
-  replicatedJobs:
-    - name: node
-      replicas: 1
-      template:
-        spec:
-          completionMode: Indexed
-          completions: $nodes
-          parallelism: $nodes
-          backoffLimit: 0
-          template:
-            spec:
-              restartPolicy: Never
-              terminationGracePeriodSeconds: $end_s
-              affinity:
-                podAffinity:
-                  preferredDuringSchedulingIgnoredDuringExecution:
-                    - weight: 100
-                      podAffinityTerm:
-                        topologyKey: topology.kubernetes.io/zone
-                        labelSelector:
-                          matchLabels:
-                            jobset.sigs.k8s.io/jobset-name: autoparallel
-              containers:
-                - name: train
-                  image: REPLACE-WITH-YOUR-IMAGE
-                  command:
-                    - autoparallel
-                    - run
-                    - --nnodes=$nodes
-                    - --nproc-per-node=$per_node
-                    - --rdzv-endpoint=autoparallel-node-0-0.autoparallel:$port
-                    - --rdzv-id=autoparallel
-                    - --grace=$grace_s
-                  args: [train.py]
-                  ports:
-                    - containerPort: $port
-                      protocol: TCP
-                  resources:
-                    limits:
-$resources                  volumeMounts:
-                    - name: shared-memory
-                      mountPath: /dev/shm
-                    - name: run
-                      mountPath: /run/autoparallel
-              volumes:
-                - name: shared-memory
-                  emptyDir:
-                    medium: Memory
-                - name: run
-                  persistentVolumeClaim:
-                    claimName: autoparallel-run
-"""
 
 
 def slurm_elastic(plan: Plan) -> Exported:
@@ -142,50 +51,3 @@ exit "$status"
 """
     )
     return Exported(text=text, unsaid=tuple(unsaid))
-
-
-def jobset(plan: Plan) -> Exported:
-    """A JobSet (jobset.x-k8s.io/v1alpha2): one pod per node near each other, restarted as a whole when one fails, with a
-    checkpoint volume, and a network policy that lets these pods alone talk to each other."""
-    unsaid = unsaid_to_launch(plan, "; pods start on any node: pin them")
-    text = (
-        header(plan, "JobSet", unsaid)
-        + Template(_JOBSET).substitute(
-            nodes=plan.nodes, per_node=plan.devices_per_node, port=PORT, grace_s=GRACE_S, end_s=GRACE_S + 30,
-            resources=_resources(plan, 22),
-        )
-    )  # fmt: skip
-    return Exported(text=text, unsaid=tuple(unsaid))
-
-
-def trainjob(plan: Plan) -> Exported:
-    """A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) on the torch-distributed runtime."""
-    unsaid = unsaid_to_launch(plan, "; pods start on any node: pin them")
-    text = (
-        header(plan, "TrainJob", unsaid)
-        + f"""# Set image and args. The runtime's own volumes hold the run: give train.py a folder there.
-apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata:
-  name: autoparallel
-spec:
-  runtimeRef:
-    name: torch-distributed
-  trainer:
-    image: REPLACE-WITH-YOUR-IMAGE
-    command: [torchrun, train.py]
-    numNodes: {plan.nodes}
-    numProcPerNode: {plan.devices_per_node}
-    resourcesPerNode:
-      limits:
-{_resources(plan, 8)}"""
-    )
-    return Exported(text=text, unsaid=tuple(unsaid))
-
-
-def _resources(plan: Plan, indent: int) -> str:
-    """CPUs, or GPUs and the network cards that reach the others directly, where there are others."""
-    lines = [f"cpu: {plan.devices_per_node}"] if plan.on_cpu else [f"nvidia.com/gpu: {plan.devices_per_node}"]
-    if not plan.on_cpu and plan.nodes > 1:
-        lines.append("rdma/hca: 1")
-    return "".join(f"{' ' * indent}{line}\n" for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from autoparallel.errors import UserError
@@ -21,6 +22,19 @@ from autoparallel.runtime.capabilities.rows import Case
 from autoparallel.runtime.capabilities.table import refusals
 from autoparallel.runtime.limits import backend_of
 
+# A label's name, after a prefix that is a domain (Kubernetes, "Labels and Selectors").
+LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """What Kubernetes is told besides a plan."""
+
+    min_nodes: int | None = None  # with so few the run goes on; None: with all alone
+    near: tuple[str, ...] = (
+        "topology.kubernetes.io/zone",
+    )  # labels that pods' nodes better share, nearest first
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -30,6 +44,7 @@ class Plan:
     strategy: Strategy
     cluster: Cluster
     seq_len: int
+    pods: Pods = Pods()
 
     @property
     def devices_per_node(self) -> int:
@@ -67,7 +82,22 @@ class Exported:
     unsaid: tuple[str, ...] = ()
 
 
-def plan_of(file: StrategyFile) -> Plan:
+def check_pods(plan: Plan) -> None:
+    """Raises UserError for what Kubernetes or the plan cannot have."""
+    pods = plan.pods
+    if pods.min_nodes is not None and not 1 <= pods.min_nodes <= plan.nodes:
+        raise UserError(
+            f"--min-nodes {pods.min_nodes}: the plan is for {plan.nodes}; write 1 to {plan.nodes}"
+        )
+    for label in pods.near:
+        if not LABEL.fullmatch(label):
+            raise UserError(
+                f"--near {label}: not the name of a label; `kubectl get nodes --show-labels` lists yours, such as "
+                "topology.kubernetes.io/zone"
+            )
+
+
+def plan_of(file: StrategyFile, pods: Pods = Pods()) -> Plan:
     """The plan in a strategy file. Raises UserError where the file is not complete."""
     missing = missing_keys(file.constraints)
     if missing or file.problem is None or file.problem.cluster is None:
@@ -83,7 +113,9 @@ def plan_of(file: StrategyFile) -> Plan:
             f"{file.path}: nodes with {sorted(per_node)} devices cannot be launched alike; no export can"
         )
     strategy = strategy_from_constraints(file.constraints, name=file.path)
-    return Plan(path=file.path, strategy=strategy, cluster=cluster, seq_len=file.problem.seq_len or 1)
+    return Plan(
+        path=file.path, strategy=strategy, cluster=cluster, seq_len=file.problem.seq_len or 1, pods=pods
+    )
 
 
 def header(plan: Plan, framework: str, unsaid: list[str], mark: str = "#") -> str:

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from autoparallel.errors import UserError
 from autoparallel.exports import EXPORTS, Plan, plan_of
@@ -235,7 +236,6 @@ def test_products_in_few_bits_stand_on_bf16_in_every_export(flat: Path, tmp_path
 
 
 def test_accelerate_reads_what_yaml_would_read_otherwise(flat: Path) -> None:
-    yaml = pytest.importorskip("yaml")
     plan = plan_of(read_strategy_file(flat))
     s = plan.strategy
     single = replace(s.execution, dtype="fp32")
@@ -251,7 +251,6 @@ def test_accelerate_reads_what_yaml_would_read_otherwise(flat: Path) -> None:
 
 
 def test_yaml_exports_are_yaml(pipelined: Path, flat: Path) -> None:
-    yaml = pytest.importorskip("yaml")
     config: dict[str, Any] = yaml.safe_load(exported(flat, "accelerate"))
     assert config["num_processes"] == 16
     assert config["parallelism_config"]["parallelism_config_tp_size"] == 2
@@ -261,6 +260,17 @@ def test_yaml_exports_are_yaml(pipelined: Path, flat: Path) -> None:
     container = job["spec"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert "--nproc-per-node=8" in container["command"]
+
+
+def test_pods_are_told_of_fewest_nodes_and_of_labels_by_options(pipelined: Path) -> None:
+    options = ("--min-nodes", "1", "--near", "example.com/rack", "--near", "example.com/block")
+    answer = run("export", pipelined, "--to", "trainjob", *options)
+    assert answer.status == 0, answer
+    assert "--nnodes=1:$(PET_NNODES)" in answer.out
+    assert answer.out.index("topologyKey: example.com/rack") < answer.out.index(
+        "topologyKey: example.com/block"
+    )
+    refused("export", pipelined, "--to", "torchrun", *options, words=["--min-nodes", "jobset and trainjob"])
 
 
 @pytest.mark.parametrize("target", ["torchrun", "slurm"])
