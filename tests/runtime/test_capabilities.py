@@ -161,6 +161,19 @@ def test_plans_for_what_runs_hold_nothing_that_is_refused(
     assert {key: decided[key] for key in asked} == asked
 
 
+def test_split_backwards_are_planned_over_replicas_alone_too(tmp_path: Path) -> None:
+    path = save(toy_transformer(layers=2, hidden=64, heads=4, seq=64, vocab=256), tmp_path / "graph.json")
+    asked = {"pipeline.schedule": "zb1p", "mesh.pp": 2, "mesh.dp_replicate": 2}
+    request = Request(
+        model=str(path), cluster="h100-sxm:1x4", settings=[f"{k}={v}" for k, v in asked.items()], runnable=True,
+        global_batch=8,
+    )  # fmt: skip
+    problem = make_problem(
+        check_request(request), toy_transformer(layers=2, hidden=64, heads=4, seq=64, vocab=256)
+    )
+    assert plan(problem, advise=False).strategy.mesh.dp_replicate == 2
+
+
 def test_constraints_that_no_plan_can_meet_are_refused_in_the_words_of_the_table() -> None:
     for asked in (
         {"execution.dtype": "fp8"},
