@@ -50,6 +50,7 @@ def watch(
 def summary(records: Sequence[Record]) -> dict[str, Any]:
     """The run in numbers: what `--json` prints."""
     from autoparallel.runtime.monitor.differences import gaps, step_time_s
+    from autoparallel.runtime.monitor.record import skipped_steps
     from autoparallel.runtime.monitor.stragglers import stragglers
 
     record = records[-1]
@@ -59,6 +60,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "starts": len(records),
         "world": record.start["world"],
         "last": record.steps[-1] if record.steps else None,
+        "skipped": len(skipped_steps(records)),
         "step_time_s": measured,
         "predicted_step_time_s": predicted,
         "efficiency": predicted / measured if predicted and measured else None,
@@ -106,22 +108,28 @@ def _shown(records: Sequence[Record]) -> Group:
     from rich.table import Table
     from rich.text import Text
 
+    from autoparallel.report.numbers import times
+    from autoparallel.runtime.monitor.record import skipped_words
     from autoparallel.runtime.monitor.slow_links import rate_text
 
     found = summary(records)
     last = found["last"]
-    head = f"{found['world']} processes, started {found['starts']} times"
+    head = f"{times(found['world'], 'process', 'processes')}, started {times(found['starts'], 'time')}"
+    left_out = [words] if (words := skipped_words(records)) else []
     if last is None:
-        return Group(Text(f"{head}; no step is done yet"))
+        return Group(*(Text(line) for line in (f"{head}; no step is done yet", *left_out)))
     head += f"; step {last['step']}, loss {last['loss']:.6g}, {last['seconds']:.4g} s"
     if found["efficiency"] is not None:
         head += f"; {100 * found['efficiency']:.0f} % of the predicted speed ({found['predicted_step_time_s']:.4g} s a step)"
     table = Table("rank", "computing", "communicating", "waiting", "memory")
     ranks = sorted(range(found["world"]), key=lambda r: -last["computing_s"][r])[:_MOST_RANKS]
     for rank in ranks:
-        times = [f"{last[key][rank]:.4g} s" for key in ("computing_s", "communicating_s", "waiting_s")]
-        table.add_row(str(rank), *times, f"{last['memory_bytes'][rank] / 2**30:.2f} GiB")
-    lines = [one["words"] for one in (*found["stragglers"], *found["links"]["slow"], *found["differences"])]
+        spent = [f"{last[key][rank]:.4g} s" for key in ("computing_s", "communicating_s", "waiting_s")]
+        table.add_row(str(rank), *spent, f"{last['memory_bytes'][rank] / 2**30:.2f} GiB")
+    lines = [
+        *left_out,
+        *(one["words"] for one in (*found["stragglers"], *found["links"]["slow"], *found["differences"])),
+    ]
     if rates := found["links"]["bytes_per_s"]:
         passed = ", ".join(f"{rate_text(rate)} {kind}" for kind, rate in rates.items())
         lines.append(f"a message passes at {passed}, each way")

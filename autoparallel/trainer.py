@@ -353,7 +353,9 @@ class Trainer:
         self.step += 1
         self._samples.consume(skipped=skipped)
         self._guards.end(seconds := time.perf_counter() - begun)
-        if not skipped:
+        if skipped:
+            self._monitor.skipped(self.step)
+        else:
             with self._guards.in_time():
                 self._monitor.end(self.step, loss, seconds)
         if self._on_step is not None:

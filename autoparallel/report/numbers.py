@@ -54,9 +54,9 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def times(number: int, noun: str) -> str:
-    """`1 block`, `32 blocks`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+def times(number: int, noun: str, plural: str = "") -> str:
+    """`1 block`, `32 blocks`; `plural` where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def bandwidth(bytes_per_s: float) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from autoparallel.answer import read_timeline
 from autoparallel.costmodel.prediction import Span
 from autoparallel.report.charts import Chart, line, split_action, timeline
-from autoparallel.report.numbers import percent, seconds
+from autoparallel.report.numbers import percent, seconds, times
 from autoparallel.report.page import environment, resource
 from autoparallel.runtime.monitor.clock import kind_of
 from autoparallel.runtime.monitor.differences import Action, action_gaps, gaps, step_time_s
-from autoparallel.runtime.monitor.record import Record
+from autoparallel.runtime.monitor.record import Record, skipped_words
 from autoparallel.runtime.monitor.stragglers import stragglers
 
 SHOWN = 5  # differences
@@ -46,7 +46,8 @@ def render_run(folder: str, records: Sequence[Record]) -> str:
     context = {
         "style": resource("style.css"),
         "folder": folder,
-        "starts": len(records),
+        "begun": f"{times(record.start['world'], 'process', 'processes')}, started {times(len(records), 'time')}",
+        "skipped": skipped_words(records),
         "record": record,
         "step_s": step_s,
         "predicted_s": said_s,

@@ -24,14 +24,18 @@ from autoparallel.errors import UserError
 
 MOST, WINDOW_S = 5, 600.0  # Kind: choice
 _TIMEOUT_S = 10.0
-METRICS = ("seconds", "loss", "efficiency", "memory_bytes", "waiting_share", "communicating_share")
+METRICS = (
+    "seconds", "loss", "efficiency", "memory_bytes", "waiting_share", "communicating_share", "skipped_share",
+)  # fmt: skip
+_OF_THE_STEP = {"waiting_share": "waiting_s", "communicating_share": "communicating_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
     """A threshold on a number of every recorded step: seconds, loss, efficiency (predicted over measured), memory_bytes (of
-    the fullest rank), waiting_share and communicating_share (of the step, the mean of the ranks). It fires after `steps` steps
-    in a row `above` or `below` it, and is over after as many that are `back` (a share of the threshold) on the other side."""
+    the fullest rank), waiting_share and communicating_share (of the step, the mean of the ranks), skipped_share (of the last 50
+    steps, those whose batch was left out: this one is held against such steps, too). It fires after `steps` steps in a row
+    `above` or `below` it, and is over after as many that are `back` (a share of the threshold) on the other side."""
 
     metric: str
     above: float | None = None
@@ -94,9 +98,9 @@ class Alerts:
                 continue
             self._runs[i], self._firing[i] = 0, not self._firing[i]
             side = "above" if rule.above is not None else "below"
-            now = f"{value:.4g}"
+            now, steps = f"{value:.4g}", f"{rule.steps} step{'s' * (rule.steps != 1)}"
             text = (
-                f"{rule.metric} has been {side} {rule.threshold:.4g} for {rule.steps} steps ({now})"
+                f"{rule.metric} has been {side} {rule.threshold:.4g} for {steps} ({now})"
                 if self._firing[i]
                 else f"{rule.metric} is back ({now}; the threshold is {rule.threshold:.4g})"
             )
@@ -119,8 +123,8 @@ class Alerts:
 
 def value_of(metric: str, entry: Mapping[str, Any]) -> float | None:
     """A number of a step of the record; None where it is not there."""
-    if metric.endswith("_share"):
-        times = entry[metric.removesuffix("share") + "s"]
+    if metric in _OF_THE_STEP and "seconds" in entry:
+        times = entry[_OF_THE_STEP[metric]]
         return sum(times) / len(times) / entry["seconds"] if entry["seconds"] > 0 else None
     value = entry.get(metric)
     return max(value) if isinstance(value, list) else value

@@ -96,6 +96,7 @@ class Monitor:
         self._probe, self._links = LinkProbe(everyone, per_node), LinkHistory(per_node)
         self._slow_links: frozenset[str] = frozenset()
         self._written_at, self._told = -_METRICS_S, False
+        self._skips, self._last = deque[bool](maxlen=WINDOW), dict[str, Any]()
         if self._recorder is not None:
             said = predicted and {
                 "step_time_s": predicted.step_time_s,
@@ -115,6 +116,7 @@ class Monitor:
     def end(self, step: int, loss: float, seconds: float) -> None:
         """A step ends; collective where it is recorded."""
         parts = self._clock.end()
+        self._skips.append(False)
         if step % self._every:
             return
         rows = self._rows([*(parts.get(kind, 0.0) for kind in _KINDS), _memory()])
@@ -128,14 +130,33 @@ class Monitor:
         self._recorder.add("step", **entry)
         self._computing.append(entry["computing_s"])
         self._communicating.append(communicating_s(entry))
+        self._last = entry
+        self._tell_stragglers(step)
+        self._tell_slow_links(step)
+        self._publish(entry)
+
+    def skipped(self, step: int) -> None:
+        """A step ends whose batch was left out: it is recorded as such, whatever `every` is, and without times."""
+        self._skips.append(True)
+        if self._recorder is None:
+            return
+        self._recorder.add("skipped", step=step, time=round(time.time(), 3))
+        self._publish({"step": step, "skipped_share": self._skipped_share})
+
+    @property
+    def _skipped_share(self) -> float:
+        return sum(self._skips) / WINDOW
+
+    def _publish(self, entry: Mapping[str, Any]) -> None:
+        """Hold a step against the alerts, and show it to whoever looks at the run from outside."""
+        assert self._recorder is not None
+        step = entry["step"]
         for text in self._alerts.step(entry):
             self._say(f"step {step}: {text}")
             self.said(step, text)
-        self._tell_stragglers(step)
-        self._tell_slow_links(step)
         if self._board is not None:
             self._board.add(entry)
-        self._write_metrics(entry)
+        self._write_metrics({**self._last, **entry})
         if self._recorder.problem is not None and not self._told:
             self._told = True
             self._say(f"the record of the run is not kept ({self._recorder.problem}); training goes on")
@@ -204,6 +225,7 @@ class Monitor:
             "communicating_s": [sent - idle for sent, idle in zip(outside, waiting, strict=True)],
             "waiting_s": waiting, "memory_bytes": [row[-1] for row in rows],
             "efficiency": self._predicted.step_time_s / seconds if self._predicted is not None else None,
+            "skipped_share": self._skipped_share,
         }  # fmt: skip
 
     def _tell_stragglers(self, step: int) -> None:

@@ -18,6 +18,7 @@ _METRICS = (
     ("communicating_seconds", "gauge", "Seconds that a rank communicated in the last step", "communicating_s"),
     ("waiting_seconds", "gauge", "Seconds that a rank waited for others in the last step", "waiting_s"),
     ("memory_bytes", "gauge", "Largest memory of a rank so far", "memory_bytes"),
+    ("skipped_ratio", "gauge", "Share of the last 50 steps whose batch was left out", "skipped_share"),
 )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 {"event": "start", "step", "world", "strategy", "graph" (files), "shape" (NODESxPER_NODE),
  "predicted": {"step_time_s", "breakdown_s", "timeline"}, "stages": [stage by rank], "time"}
 {"event": "step", "step", "time" (s, of its end), "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
- "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency"}
+ "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency", "skipped_share"}
+{"event": "skipped", "step", "time"}, a step whose batch was left out: nothing was learnt of it, and it has no times
 {"event": "timeline", "step", "ranks": [[[action, stage, begin, end] …] by pipeline rank: of its slowest rank]}, seconds
 {"event": "links", "step", "passed": [[rank, rank, bytes, seconds] …]}, messages that neighbours sent each other
 {"event": "said", "step", "text"}
@@ -12,7 +13,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Record:
     said: list[Mapping[str, Any]] = field(default_factory=list)
     timelines: list[Mapping[str, Any]] = field(default_factory=list)
     links: list[Mapping[str, Any]] = field(default_factory=list)
+    skipped: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 class Recorder:
@@ -68,8 +70,36 @@ def read_record(folder: Path) -> list[Record]:
         if entry["event"] == "start":
             found.append(Record(start=entry))
         elif found:
-            lists = {"step": found[-1].steps, "timeline": found[-1].timelines, "links": found[-1].links}
-            lists.get(entry["event"], found[-1].said).append(entry)
+            _add(found[-1], entry)
     if not found:
         raise UserError(f"{path}: no run has started here yet")
     return found
+
+
+def _add(record: Record, entry: Mapping[str, Any]) -> None:
+    """Put a line where it belongs; one of a kind that a later version writes is left out."""
+    lists = {
+        "step": record.steps, "said": record.said, "timeline": record.timelines, "links": record.links,
+        "skipped": record.skipped,
+    }  # fmt: skip
+    if entry["event"] in lists:
+        lists[entry["event"]].append(entry)
+
+
+def skipped_steps(records: Sequence[Record]) -> list[int]:
+    """The steps whose batch was left out, in order; of those that a later start does again the later one counts."""
+    found: set[int] = set()
+    for record in records:
+        kept = {step for step in found if step <= record.start["step"]}
+        found = kept | {entry["step"] for entry in record.skipped}
+    return sorted(found)
+
+
+def skipped_words(records: Sequence[Record]) -> str:
+    """`3 batches were left out, the last one in step 12`; empty where none was."""
+    steps = skipped_steps(records)
+    if not steps:
+        return ""
+    if len(steps) == 1:
+        return f"1 batch was left out, in step {steps[0]}"
+    return f"{len(steps)} batches were left out, the last one in step {steps[-1]}"

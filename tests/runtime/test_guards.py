@@ -25,7 +25,7 @@ from autoparallel.runtime.guards.deadline import Deadline, verdict
 from autoparallel.runtime.guards.guards import GuardOptions
 from autoparallel.runtime.guards.numbers import all_numbers, culprits
 from autoparallel.runtime.guards.status import StatusFile, read_statuses
-from autoparallel.runtime.monitor.record import read_record
+from autoparallel.runtime.monitor.record import read_record, skipped_steps
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.trainer import Step
@@ -170,6 +170,11 @@ def test_what_goes_wrong_in_one_rank_is_named_on_all(gloo: Processes, tmp_path: 
     assert [first["skip"]["losses"][s] for s in (5, 6)] == pytest.approx(
         [first["roll-back"]["losses"][s] for s in (5, 6)]
     )
+    for policy in ("skip", "roll-back"):
+        (record,) = read_record(tmp_path / policy / "run")
+        (left_out,) = [number for number, loss in first[policy]["losses"].items() if not math.isfinite(loss)]
+        assert skipped_steps([record]) == [left_out]
+        assert left_out not in [step["step"] for step in record.steps]
     (said,) = [text for text in first["flipped"]["said"] if "differs" in text]
     assert "of rank 2 differs from its other copies; going back" in said
     assert first["islands"]["said"] == [], "replicas that train by themselves are not each other's copies"
