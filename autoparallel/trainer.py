@@ -30,6 +30,7 @@ from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.replan import NextStrategy, for_those_here, kept_beside
+from autoparallel.report.picture import draw_step
 from autoparallel.runtime.checkpoints.identity import dataset_identity, launch_key, model_identity
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.ledger import Ledger
@@ -229,7 +230,7 @@ class Trainer:
         about = {"strategy": file.name, "graph": graph.name, "shape": f"{nodes}x{per_node}"}
         return Monitor(
             folder, self._all, self._clock, self._stage, about=about, predicted=predicted, step=self.step, options=options,
-            say=self._say, timeline=timeline, per_node=per_node,
+            say=self._say, timeline=timeline, per_node=per_node, draw=draw_step,
         )  # fmt: skip
 
     def _resume(self, *, from_memory: bool = True) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoparallel.answer import read_timeline
 from autoparallel.costmodel.prediction import Span
-from autoparallel.report.charts import Chart, line, split_action, timeline
+from autoparallel.report.charts import Chart, line, split_action
 from autoparallel.report.numbers import percent, seconds, times
 from autoparallel.report.page import environment, resource
+from autoparallel.report.timelines import KINDS, spans_of, timelines
 from autoparallel.runtime.monitor.clock import kind_of
 from autoparallel.runtime.monitor.differences import Action, action_gaps, gaps, step_time_s
 from autoparallel.runtime.monitor.record import Record, skipped_words
@@ -20,13 +20,12 @@ SHOWN = 5  # differences
 
 def measured_spans(record: Record) -> tuple[Span, ...]:
     """The actions of the last step that was recorded action by action, on the slowest rank of every stage."""
-    if not record.timelines:
-        return ()
-    return tuple(
-        Span(rank=rank, action=f"{stage}{action}", start_s=begin, end_s=end, label=kind_of(action))
-        for rank, actions in enumerate(record.timelines[-1]["ranks"])
-        for action, stage, begin, end in actions
-    )
+    return spans_of(_traced(record))
+
+
+def _traced(record: Record) -> Sequence[Sequence[tuple[str, int, float, float]]]:
+    found: Sequence[Sequence[tuple[str, int, float, float]]] = ()
+    return record.timelines[-1]["ranks"] if record.timelines else found
 
 
 def predicted_timeline(record: Record) -> Mapping[str, Any]:
@@ -38,10 +37,7 @@ def predicted_timeline(record: Record) -> Mapping[str, Any]:
 def render_run(folder: str, records: Sequence[Record]) -> str:
     """The page for what is recorded in `folder`; of several starts the last."""
     record = records[-1]
-    table, measured = predicted_timeline(record), measured_spans(record)
-    predicted, cut_us = read_timeline(table), table.get("cut_us")
-    cut_s = (cut_us[0] / 1e6, cut_us[1] / 1e6) if cut_us else None
-    end_s = max((span.end_s for span in (*predicted, *measured)), default=0.0)
+    both = timelines(predicted_timeline(record), _traced(record))
     step_s, said_s = step_time_s(record), (record.start.get("predicted") or {}).get("step_time_s")
     context = {
         "style": resource("style.css"),
@@ -52,11 +48,12 @@ def render_run(folder: str, records: Sequence[Record]) -> str:
         "step_s": step_s,
         "predicted_s": said_s,
         "efficiency": said_s / step_s if said_s and step_s else None,
-        "predicted": timeline(predicted, cut_s, end_s=None if cut_s else end_s) if predicted else None,
-        "measured": timeline(measured, None, end_s=end_s) if measured else None,
+        "predicted": both.predicted_chart,
+        "measured": both.measured_chart,
         "traced": record.timelines[-1]["step"] if record.timelines else None,
-        "cut_s": cut_s,
-        "differences": differences(record, predicted, measured, whole=cut_s is None),
+        "kinds": KINDS,
+        "cut_s": both.cut_s,
+        "differences": differences(record, both.predicted, both.measured, whole=both.cut_s is None),
         "stragglers": stragglers([s["computing_s"] for s in record.steps], record.start["stages"]),
         "losses": _curve(records, "loss"),
         "times": _curve(records, "seconds"),

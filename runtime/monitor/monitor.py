@@ -19,7 +19,7 @@ from autoparallel.runtime.monitor.alerts import Alert, Alerts, check_local, send
 from autoparallel.runtime.monitor.clock import COMPUTED, SENT, StepClock
 from autoparallel.runtime.monitor.differences import WARM_UP
 from autoparallel.runtime.monitor.links import LinkProbe
-from autoparallel.runtime.monitor.outputs import TensorBoard, write_prometheus
+from autoparallel.runtime.monitor.outputs import Draw, TensorBoard, write_prometheus
 from autoparallel.runtime.monitor.record import Recorder
 from autoparallel.runtime.monitor.slow_links import RECENT, LinkHistory
 from autoparallel.runtime.monitor.stragglers import WINDOW, communicating_s, stragglers
@@ -34,8 +34,8 @@ _LINKS_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorOptions:
-    """Every `every` steps are recorded; `tensorboard` writes scalars into the folder's `tensorboard/`, too. The fifth step
-    of a start, and then one in `timeline_every` (0: none), is recorded action by action; after one in `links_every` recorded
+    """Every `every` steps are recorded; `tensorboard` writes these into the folder's `tensorboard/`, too. The fifth step
+    of a start, and then one in `timeline_every` (0: none), is recorded action by action (and is a picture there); after one in `links_every` recorded
     steps (0: none) ranks send their neighbours a message, for what the links pass. `alerts` (thresholds), stragglers and slow
     links are told to `alert_command` (JSON on its standard input) and to `alert_webhook` (JSON by POST, a local address)."""
 
@@ -67,7 +67,8 @@ class MonitorOptions:
 
 class Monitor:
     """Around the steps of a run in `folder`; rank 0 records. `stage` is this rank's, `predicted` of the plan, if known,
-    `about` what else the record's start says; `per_node`: ranks of a node, numbered node by node.
+    `about` what else the record's start says; `per_node`: ranks of a node, numbered node by node. `timeline`: the predicted one,
+    as `answer.timeline_table`; `draw` makes the picture of it and of a recorded one.
 
     At each recorded step all ranks tell each other what they measured, in one message of eight numbers a rank.
     """
@@ -75,7 +76,7 @@ class Monitor:
     def __init__(
         self, folder: Path, everyone: Agreement, clock: StepClock, stage: int, *, about: Mapping[str, Any],
         predicted: Prediction | None, step: int, options: MonitorOptions, say: Callable[[str], None],
-        per_node: int, timeline: Mapping[str, Any] | None = None,
+        per_node: int, timeline: Mapping[str, Any] | None = None, draw: Draw | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._all, self._clock, self._say, self._every = (
             folder,
@@ -85,11 +86,12 @@ class Monitor:
             options.every,
         )
         self._options, self._first = options, step
-        self._predicted, self._stages = predicted, everyone.gathered(stage)
+        self._predicted, self._timeline = predicted, dict(timeline or {})
+        self._stages = everyone.gathered(stage)
         first = everyone.rank == 0
         self._recorder = Recorder(folder) if first else None
         self._alerts = Alerts(options.alerts, sender(options.alert_command, options.alert_webhook, say))
-        self._board = TensorBoard(folder / "tensorboard") if options.tensorboard and first else None
+        self._board = TensorBoard(folder / "tensorboard", draw) if options.tensorboard and first else None
         self._computing: deque[list[float]] = deque(maxlen=WINDOW)
         self._communicating: deque[float] = deque(maxlen=RECENT)
         self._slow: frozenset[int] = frozenset()
@@ -101,7 +103,7 @@ class Monitor:
             said = predicted and {
                 "step_time_s": predicted.step_time_s,
                 "breakdown_s": dict(predicted.breakdown_s),
-                "timeline": dict(timeline or {}),
+                "timeline": self._timeline,
             }
             self._recorder.add(
                 "start",
@@ -171,8 +173,12 @@ class Monitor:
             for stage in sorted(set(self._stages))
         }
         every = self._all.gathered(self._clock.spans() if self._all.rank in slowest.values() else [])
-        if self._recorder is not None:
-            self._recorder.add("timeline", step=step, ranks=[every[rank] for rank in slowest.values()])
+        if self._recorder is None:
+            return
+        ranks = [every[rank] for rank in slowest.values()]
+        self._recorder.add("timeline", step=step, ranks=ranks)
+        if self._board is not None:
+            self._board.add_timeline(step, self._timeline, ranks)
 
     def _send(self, step: int, step_s: float) -> None:
         """Measure a round of links, in a share of the steps' time; collective."""

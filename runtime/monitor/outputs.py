@@ -1,12 +1,18 @@
-"""The last step for others to read: Prometheus' text format in a file, and TensorBoard."""
+"""The last step for others to read: Prometheus' text format in a file, and TensorBoard, which also gets pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoparallel.errors import UserError
+
+# The predicted timeline (`answer.timeline_table`) and that of a recorded step, as pixels: height, width, RGB.
+Draw = Callable[[Mapping[str, Any], Sequence[Any]], NDArray[np.uint8]]
 
 # Name, type, help, and where it stands in the record's step; a list is one value a rank.
 _METRICS = (
@@ -51,16 +57,17 @@ def write_prometheus(path: Path, step: Mapping[str, Any]) -> None:
 
 
 class TensorBoard:
-    """Scalars of each step for TensorBoard, in `folder`. Raises UserError where tensorboard is not installed."""
+    """Scalars of each step for TensorBoard, and the timelines of some as a picture by `draw`, in `folder`. Raises UserError
+    where tensorboard is not installed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, draw: Draw | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError(
                 'tensorboard is not installed: pip install "autoparallel-planner[tensorboard]", or leave tensorboard= out'
             ) from None
-        self._writer = SummaryWriter(str(folder))
+        self._writer, self._draw = SummaryWriter(str(folder)), draw
 
     def add(self, step: Mapping[str, Any]) -> None:
         """One step of the record."""
@@ -72,3 +79,9 @@ class TensorBoard:
             elif value is not None:
                 self._writer.add_scalar(name, value, number)
         self._writer.flush()
+
+    def add_timeline(self, step: int, predicted: Mapping[str, Any], measured: Sequence[Any]) -> None:
+        """A step that was recorded action by action, below what was predicted."""
+        if self._draw is not None:
+            self._writer.add_image("timeline", self._draw(predicted, measured), step, dataformats="HWC")
+            self._writer.flush()

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from autoparallel import Trainer, UserError
 from autoparallel.runtime.guards.checksums import Checksums, checksum
@@ -25,6 +26,7 @@ from autoparallel.runtime.guards.deadline import Deadline, verdict
 from autoparallel.runtime.guards.guards import GuardOptions
 from autoparallel.runtime.guards.numbers import all_numbers, culprits
 from autoparallel.runtime.guards.status import StatusFile, read_statuses
+from autoparallel.runtime.monitor.monitor import MonitorOptions
 from autoparallel.runtime.monitor.record import read_record, skipped_steps
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.tensor.questions import local
@@ -68,6 +70,7 @@ def _run(
     after: Callable[[Trainer, Step], None] | None = None,
     steps: int = STEPS,
     pause_s: float = 0.0,
+    shown: bool = False,
 ) -> dict[str, Any]:
     """Losses by step, what was said, and the error that ended it."""
     torch.manual_seed(0)
@@ -93,7 +96,7 @@ def _run(
     trainer = Quiet(
         Mlp().double(), optimizer=partial(torch.optim.AdamW, lr=1e-2), data=data, global_batch=BATCH,
         loss_fn=loss, strategy=path / "mesh.toml", cluster="cpu-gloo:1x4", folder=path / "run", every=2,
-        on_step=note, guards=options,
+        on_step=note, guards=options, monitor=MonitorOptions(tensorboard=shown),
     )  # fmt: skip
     error = ""
     try:
@@ -126,7 +129,7 @@ def cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             _flip(next(trainer.model.parameters()))
 
     found["flipped"] = _run(f"{folder}/flipped", Numbers(), quiet, after=flip)
-    found["slow"] = _run(f"{folder}/slow", Numbers(), quiet, steps=26, pause_s=0.02 * (rank == 2))
+    found["slow"] = _run(f"{folder}/slow", Numbers(), quiet, steps=26, pause_s=0.02 * (rank == 2), shown=True)
     found["tensors"] = _run(f"{folder}/tensors", Numbers(), quiet, mesh=TENSORS)
     found["islands"] = _run(f"{folder}/islands", Numbers(), quiet, mesh=ISLANDS)
     found["wider"] = _run(f"{folder}/wider", Wider() if rank == 1 else Usual(), quiet)
@@ -185,6 +188,8 @@ def test_what_goes_wrong_in_one_rank_is_named_on_all(gloo: Processes, tmp_path: 
     steps = read_record(tmp_path / "slow" / "run")[-1].steps
     waits = [median(step["waiting_s"][rank] for step in steps) for rank in range(RANKS)]
     assert waits[2] == min(waits), "the others wait for it"
+    events = EventAccumulator(str(tmp_path / "slow" / "run" / "tensorboard")).Reload()
+    assert [image.step for image in events.Images("timeline")] == [5]
     before, after, _ = first["gradient"]
     assert before == []
     assert after == ["the gradient head.weight of rank 1 differs from its other copies"]

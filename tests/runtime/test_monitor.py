@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoparallel.cli_watch import summary
 from autoparallel.errors import UserError
+from autoparallel.report.picture import draw_step
+from autoparallel.runtime.monitor.clock import StepClock
+from autoparallel.runtime.monitor.monitor import Monitor, MonitorOptions
 from autoparallel.runtime.monitor.outputs import TensorBoard, prometheus_text, write_prometheus
 from autoparallel.runtime.monitor.record import Recorder, read_record
 from autoparallel.runtime.monitor.stragglers import FEWEST, WINDOW, stragglers
+from autoparallel.runtime.ranks.agreement import Agreement
 
 
 def _windows(noise: float, slow: float, ranks: int, seed: int) -> list[list[float]]:
@@ -106,6 +113,29 @@ def test_scalars_are_what_tensorboard_reads(tmp_path: Path) -> None:
     TensorBoard(tmp_path).add(_step(7))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(7, 2.5)]
+
+
+def test_the_timelines_of_a_traced_step_are_a_picture_that_tensorboard_reads(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    clock = StepClock()
+    monitor = Monitor(
+        tmp_path, Agreement(60.0), clock, 0, about={"shape": "1x1"}, predicted=None, step=0,
+        options=MonitorOptions(tensorboard=True), say=print, per_node=1, draw=draw_step,
+    )  # fmt: skip
+    for step in range(1, 8):
+        clock.begin()
+        for action in ("DATA", "F0", "B0", "STEP"):
+            clock.at(action, 0)
+            time.sleep(0.001)
+        monitor.end(step, 1.0, 0.004)
+    (shown,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("timeline")
+    (recorded,) = read_record(tmp_path)[0].timelines
+    assert shown.step == recorded["step"] == 5
+    image = np.asarray(Image.open(io.BytesIO(shown.encoded_image_string)))
+    assert np.array_equal(image, draw_step({}, recorded["ranks"]))
 
 
 def test_a_record_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
