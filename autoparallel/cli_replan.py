@@ -15,8 +15,13 @@ from autoparallel.cli_plan import JsonFlag
 def replan(
     folder: Annotated[Path, typer.Argument(metavar="RUN/", help="The folder of a run that Trainer records.")],
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="CLUSTER", help="What the run was planned for.")
-    ],
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="CLUSTER",
+            help="What the run is on, by other figures (default: by its record).",
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="The step that the run ends after.")
     ] = None,
@@ -47,7 +52,13 @@ def replan(
         check_writable(output, read=[])
     console = stderr_console()
     with working(console, "planning again"):
-        found = propose(folder, cluster, until=steps, time_limit_s=time_limit)
+        found = propose(
+            folder,
+            cluster,
+            until=steps,
+            time_limit_s=time_limit,
+            say=lambda text: console.print(text, markup=False),
+        )
     console.print(str(found), markup=False)
     taken = folder / NEXT if take and found.better else None
     for path in filter(None, (output, taken)):

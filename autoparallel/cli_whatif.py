@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from autoparallel.inputs import Request
 
 
+Clusters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cluster", metavar="CLUSTER", help="A cluster to plan on. Repeatable. Of a run: its record's."
+    ),
+]
 Without = Annotated[
     int | None,
     typer.Option(
@@ -39,9 +45,7 @@ Without = Annotated[
 @exits
 def whatif(
     model: Model,
-    clusters: Annotated[
-        list[str], typer.Option("--cluster", metavar="CLUSTER", help="A cluster to plan on. Repeatable.")
-    ],
+    clusters: Clusters = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="REPORT.html", help="Where the page goes.")
     ] = None,
@@ -72,11 +76,16 @@ def whatif(
     json_: JsonFlag = False,
 ) -> None:
     """Plan for several clusters or values of a key; compare. Or, for a run, what leaving a rank out would give."""
+    from autoparallel.errors import UserError
     from autoparallel.inputs import Request, check_finite
 
     if without is not None:
-        _tell_without(model, without, clusters, time_limit, json_=json_)
+        _tell_without(model, without, clusters or (), time_limit, json_=json_)
         return
+    if not clusters:
+        raise UserError(
+            "--cluster is missing: name one to plan on (`autoparallel profiles` lists them), or several"
+        )
     check_finite("--tokens", tokens)
     check_finite("--time-limit", time_limit)
     base = Request(
@@ -138,9 +147,16 @@ def _tell_without(
     from autoparallel.errors import UserError
     from autoparallel.without import without
 
-    if len(clusters) != 1:
-        raise UserError("--without is about one run on one cluster: give --cluster once")
-    found = without(Path(folder), rank, clusters[0], time_limit_s=time_limit_s)
-    stderr_console().print(str(found), markup=False)
+    if len(clusters) > 1:
+        raise UserError("--without is about one run on one cluster: give --cluster once, or leave it out")
+    console, named = stderr_console(), clusters[0] if clusters else None
+    found = without(
+        Path(folder),
+        rank,
+        named,
+        time_limit_s=time_limit_s,
+        say=lambda text: console.print(text, markup=False),
+    )
+    console.print(str(found), markup=False)
     if json_:
         print_json(found.table())

@@ -33,7 +33,7 @@ from autoparallel.planner.strategy.stacks import OWN_STACK, STACK, told, with_st
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
-from autoparallel.profiles.record import cluster_hash, recorded_cluster, recorded_hash
+from autoparallel.profiles.record import cluster_hash, differing, recorded_hash
 from autoparallel.runtime.capabilities.table import limits
 from autoparallel.runtime.limits import graph_limits, kernels_to_choose, refuser
 
@@ -156,18 +156,8 @@ def _check_record(file: StrategyFile, record: ProblemRecord, request: Request, c
         if recorded_hash(record.cluster, where) != cluster_hash(cluster):
             raise UserError(
                 f"{where} ({record.cluster.get('name')}) is not the cluster {request.cluster}"
-                f"{_different(record.cluster, cluster, where)}; {remedy}"
+                f"{differing(record.cluster, cluster, where)}; {remedy}"
             )
-
-
-def _different(record: Mapping[str, object], cluster: Cluster, where: str) -> str:
-    """What of two clusters is not the same, as far as the recorded one is known."""
-    try:
-        planned = recorded_cluster(record, where, checked=False)
-    except UserError:
-        return ""
-    parts = [k for k in ("groups", "levels", "network") if getattr(planned, k) != getattr(cluster, k)]
-    return f": {', '.join(parts) or 'figures'} differ"
 
 
 def check_finite(option: str, value: float | None) -> None:

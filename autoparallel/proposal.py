@@ -6,7 +6,7 @@ the correction leaves unexplained of the running one is taken to slow the other 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import inf
@@ -25,7 +25,7 @@ from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device, Failures
 from autoparallel.runtime.monitor.differences import WARM_UP, step_time_s
 from autoparallel.runtime.monitor.record import Record, read_record
-from autoparallel.starts import Start, start_of
+from autoparallel.starts import Start, starts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +92,14 @@ def _predicted_s(start: Start, base: Device, device: Device) -> float:
 
 
 def propose(
-    folder: Path, cluster: str, *, until: int | None = None, time_limit_s: float | None = None
-) -> Proposal:
-    """Plan again for the run in `folder` on `cluster`, as its record corrects the profile. Raises UserError for a folder or cluster
-    that do not serve, and where nothing is found within the time."""
+    folder: Path, cluster: str | None, *, until: int | None = None, time_limit_s: float | None = None,
+    say: Callable[[str], None],
+) -> Proposal:  # fmt: skip
+    """Plan again for the run in `folder`, as its record corrects the profile of the cluster that it is on, or of `cluster` where that
+    has other figures of it; `say` is told what to be aware of. Raises UserError for a folder or cluster that do not serve, and where
+    nothing is found within the time."""
     records = read_record(folder)
-    known = load_cluster(cluster)
-    starts = [start for record in records if (start := start_of(folder, record, known)) is not None]
+    starts = starts_of(folder, records, load_cluster(cluster) if cluster is not None else None, say)
     if not starts or step_time_s(records[-1]) is None:
         raise UserError(
             f"{folder}: fewer than {WARM_UP + 1} steps are recorded of its last start; let it run on"
@@ -114,7 +115,7 @@ def propose(
     except (InfeasiblePlan, SearchTimeout) as error:
         raise UserError(f"{folder}: no other plan was found: {error}") from None
     corrected_s, best_s = _predicted_s(now, base, device), result.prediction.step_time_s
-    wait_s, measured = _switch_s(records, known.failures)
+    wait_s, measured = _switch_s(records, now.cluster.failures)
     return Proposal(
         step=int(records[-1].steps[-1]["step"]), rows=len(starts), measured_s=now.step_time_s, predicted_s=_predicted_s(now, base, base),
         corrected_s=corrected_s, expected_s=best_s * now.step_time_s / corrected_s,

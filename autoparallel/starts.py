@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.file import read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
-from autoparallel.profiles.resize import resized
+from autoparallel.ran_on import as_many, cluster_of, recorded, same_devices
 from autoparallel.replan import stays_of
 from autoparallel.runtime.limits import refuser
 from autoparallel.runtime.monitor.differences import step_time_s
@@ -51,11 +51,21 @@ def start_of(folder: Path, record: Record, cluster: Cluster) -> Start | None:
     constraints = read_strategy_file(folder / start["strategy"]).constraints
     return Start(
         graph=read_saved_graph(str(folder / start["graph"])),
-        cluster=resized(cluster, int(start["world"]), per_node_of(record)),
+        cluster=as_many(cluster, record),
         strategy=strategy_from_constraints(constraints), constraints=constraints, step_time_s=seconds,
     )  # fmt: skip
 
 
-def per_node_of(record: Record) -> int:
-    """Ranks of a node."""
-    return int(str(record.start["shape"]).partition("x")[2])
+def starts_of(
+    folder: Path, records: Sequence[Record], named: Cluster | None, say: Callable[[str], None]
+) -> list[Start]:
+    """The starts of a run that tell of the devices that its last one was on, those of too few steps left out. `named` and `say`
+    are `cluster_of`'s."""
+    now = cluster_of(folder, records[-1], named, say)
+    alike = [record for record in records if same_devices(record, records[-1])]
+    if left_out := len(records) - len(alike):
+        say(
+            f"warning: {left_out} of {len(records)} starts of the run in {folder} were on other devices, and are left out"
+        )
+    found = (start_of(folder, record, named or recorded(folder, record) or now) for record in alike)
+    return [start for start in found if start is not None]

@@ -29,6 +29,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
+from autoparallel.ran_on import said_of
 from autoparallel.replan import NextStrategy, for_those_here, kept_beside
 from autoparallel.report.picture import draw_step
 from autoparallel.runtime.checkpoints.identity import dataset_identity, launch_key, model_identity
@@ -226,8 +227,8 @@ class Trainer:
                 predicted = simulate(self.model.program, cluster)
                 known = Expander(graph_from_json(graph.read_text(encoding="utf-8")), cluster)
                 timeline = program_timeline(*at_home(known, self.model.strategy))
-        nodes = max(world // per_node, 1)
-        about = {"strategy": file.name, "graph": graph.name, "shape": f"{nodes}x{per_node}"}
+        shape = f"{max(world // per_node, 1)}x{per_node}"
+        about = {"strategy": file.name, "graph": graph.name, "shape": shape, **said_of(cluster)}
         return Monitor(
             folder, self._all, self._clock, self._stage, about=about, predicted=predicted, step=self.step, options=options,
             say=self._say, timeline=timeline, per_node=per_node, draw=draw_step,

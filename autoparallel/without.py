@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -14,9 +14,11 @@ from autoparallel.planner.outcome import InfeasiblePlan, SearchTimeout
 from autoparallel.planner.score import score
 from autoparallel.profiles import load_cluster
 from autoparallel.profiles.resize import resized
+from autoparallel.ran_on import cluster_of, per_node_of
+from autoparallel.report.numbers import times
 from autoparallel.runtime.monitor.differences import WARM_UP
 from autoparallel.runtime.monitor.record import Record, read_record
-from autoparallel.starts import per_node_of, start_of
+from autoparallel.starts import start_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +40,37 @@ class Without:
         return None if self.expected_s is None else 1 - self.expected_s / self.measured_s
 
     def __str__(self) -> str:
+        left = times(self.world - 1, "device")
         slow = f"rank {self.rank} costs {self.costs_s:.3g} s of a step of {self.measured_s:.4g} s"
         if self.expected_s is None:
-            return f"{slow}; without it nothing fits on {self.world - 1} devices"
+            return f"{slow}; without it nothing fits on {left}"
         gain = self.gain or 0.0
         verdict = f"{100 * abs(gain):.1f} % {'shorter: leave it out' if gain > 0 else 'longer: keep it'}"
-        return f"{slow}; without it {self.world - 1} devices would take {self.expected_s:.4g} s ({self.label}), {verdict}"
+        return f"{slow}; without it {left} would take {self.expected_s:.4g} s ({self.label}), {verdict}"
 
     def table(self) -> dict[str, Any]:
         """What `--json` prints."""
         return {**asdict(self), "gain": self.gain, "words": str(self)}
 
 
-def without(folder: Path, rank: int, cluster: str, *, time_limit_s: float | None = None) -> Without:
-    """Leave `rank` out of the run in `folder` on `cluster`. Raises UserError for a folder, rank or cluster that do not serve."""
+def without(
+    folder: Path,
+    rank: int,
+    cluster: str | None,
+    *,
+    time_limit_s: float | None = None,
+    say: Callable[[str], None],
+) -> Without:
+    """Leave `rank` out of the run in `folder`, on the cluster that it is on, or by the figures that `cluster` has of it; `say` is told
+    what to be aware of. Raises UserError for a folder, rank or cluster that do not serve."""
     record = read_record(folder)[-1]
     world = int(record.start["world"])
     if not 0 <= rank < world:
         raise UserError(f"--without {rank}: the run in {folder} has the ranks 0 to {world - 1}")
     if world == 1:
         raise UserError(f"--without {rank}: the run in {folder} has no other rank")
-    start = start_of(folder, record, load_cluster(cluster))
+    named = load_cluster(cluster) if cluster is not None else None
+    start = start_of(folder, record, cluster_of(folder, record, named, say))
     if start is None:
         raise UserError(f"{folder}: fewer than {WARM_UP + 1} steps are recorded; let it run on")
     measured_s, predicted_s = start.step_time_s, score(start.graph, start.cluster, start.strategy).step_time_s

@@ -66,6 +66,16 @@ def recorded_hash(table: Mapping[str, Any], where: str) -> str:
     return said if isinstance(said, str) else cluster_hash(recorded_cluster(table, where))
 
 
+def differing(record: Mapping[str, Any], cluster: Cluster, where: str) -> str:
+    """What of two clusters is not the same, `: levels differ`, as far as the recorded one is known; empty where it is not."""
+    try:
+        planned = recorded_cluster(record, where, checked=False)
+    except UserError:
+        return ""
+    parts = [k for k in ("groups", "levels", "network") if getattr(planned, k) != getattr(cluster, k)]
+    return f": {', '.join(parts) or 'figures'} differ"
+
+
 def is_whole(table: Mapping[str, Any]) -> bool:
     """Whether a record has the cluster itself, not its name."""
     return "group" in table

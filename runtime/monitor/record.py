@@ -1,6 +1,7 @@
 """The record of a run: `record.jsonl` in its folder.
 
 {"event": "start", "step", "world", "strategy", "graph" (files), "shape" (NODESxPER_NODE),
+ "cluster" (as `profiles/record.py` has it), "devices" (their names), both where a cluster is known,
  "predicted": {"step_time_s", "breakdown_s", "timeline"}, "stages": [stage by rank], "time"}
 {"event": "step", "step", "time" (s, of its end), "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
  "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency", "skipped_share"}

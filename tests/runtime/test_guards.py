@@ -185,7 +185,9 @@ def test_what_goes_wrong_in_one_rank_is_named_on_all(gloo: Processes, tmp_path: 
     (said,) = first["slow"]["said"]
     assert ": rank 2 computes " in said
     assert "longer than its peers, which costs up to" in said
-    steps = read_record(tmp_path / "slow" / "run")[-1].steps
+    (record,) = read_record(tmp_path / "slow" / "run")
+    assert (record.start["cluster"]["name"], record.start["devices"]) == ("cpu-gloo:1x4", ["cpu-gloo"])
+    steps = record.steps
     waits = [median(step["waiting_s"][rank] for step in steps) for rank in range(RANKS)]
     assert waits[2] == min(waits), "the others wait for it"
     events = EventAccumulator(str(tmp_path / "slow" / "run" / "tensorboard")).Reload()
