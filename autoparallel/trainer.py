@@ -23,7 +23,8 @@ from autoparallel.api import auto_parallelize
 from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
-from autoparallel.intervals import default_interval_s, steps_of
+from autoparallel.intervals import default_interval_s
+from autoparallel.peers import PeerOptions, copies_every
 from autoparallel.plan_cache import StrategySource, read_source
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.score import at_home
@@ -52,16 +53,6 @@ TIMEOUT_S = 1800.0
 MOST_ROLL_BACKS = 3  # in one start of a run. Kind: choice; what comes back so often is no accident
 STOPPED = 143  # exit status of a run that SIGTERM ended after it was saved: 128 + 15
 SWITCHED = 75  # of one that is to be started again, under another strategy: EX_TEMPFAIL; the agent of `autoparallel run` does
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """Copies of the state in the memory of neighbouring nodes (1 or 0), after `every` steps (None: as the strategy's
-    `[recovery]` says, else after each), in a folder under `memory`, a tmpfs of every node (None: /dev/shm)."""
-
-    copies: int = 1
-    every: int | None = None
-    memory: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +145,7 @@ class Trainer:
         source = self._next.in_place_of(source, self._say)
         self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
         self._guards = self._guarded(guards or GuardOptions())
-        self._peers_every = self._copies(peers, here)
+        self._peers_every = copies_every(peers, self.checkpoints, self.model, here, self._say)
         self._watched = partial(self._watch, graph, here, monitor or MonitorOptions())
         self._begin()
 
@@ -169,21 +160,6 @@ class Trainer:
             self.model, self._all, self._status, self.checkpoints.folder.path / "ranks", options, self._say,
             self.model.strategy.recovery.timeout_s,
         )  # fmt: skip
-
-    def _copies(self, given: PeerOptions | None, cluster: Cluster | None) -> int:
-        """After how many steps the state is copied to memory; 0: never."""
-        rule, options = self.model.strategy.recovery, given or PeerOptions()
-        if not (rule.peers if given is None else given.copies):
-            return 0
-        if self.checkpoints.hold_copies(options.memory) == 1:
-            self._say("peers: all processes are on one node: copies in its memory outlive them, not it")
-        return options.every or steps_of(rule, self._predicted_step_s(cluster))
-
-    def _predicted_step_s(self, cluster: Cluster | None) -> float:
-        """Seconds a step by the plan; 0 where no cluster is known."""
-        if cluster is None or self.model.strategy.recovery.policy != "peers":
-            return 0.0
-        return simulate(self.model.program, cluster).step_time_s
 
     def _begin(self) -> None:
         if self.checkpoints.every is None and self.checkpoints.every_s is None:

@@ -26,6 +26,23 @@ grad_sync.compression = ["topk:0.1"]
 from_step = 7
 grad_sync.compression = ["none"]
 """
+OTHER_MESHES = """[[phase]]
+from_step = 3
+mesh.dp_replicate = 1
+mesh.dp_shard = 2
+shard.zero = 3
+batch.micro = 4
+grad_sync.compression = ["topk:0.1"]
+[[phase]]
+from_step = 6
+mesh.dp_replicate = 2
+mesh.dp_shard = 1
+shard.zero = 0
+grad_sync.compression = ["sign"]
+[[phase]]
+from_step = 8
+grad_sync.compression = ["none"]
+"""
 # Starts of one run: the strategy, and the step that each ends after. The last step of all sends what is owed.
 RUNS = {
     "plain": [(REPLICAS, 8)],
@@ -40,6 +57,8 @@ RUNS = {
         (REPLICAS + PLAIN + BETWEEN, end) for end in (2, 4, 6, 8)
     ],
     "a phase over shards": [(SHARDS.format(3) + PLAIN + BETWEEN, end) for end in (4, 8)],
+    "phases on other meshes": [(REPLICAS + PLAIN + OTHER_MESHES, 8)],
+    "phases on other meshes, interrupted": [(REPLICAS + PLAIN + OTHER_MESHES, end) for end in (1, 4, 6, 8)],
     "plain, rolled back": [(REPLICAS, 8)],
     "a phase, rolled back to before it": [(REPLICAS + PLAIN + BETWEEN, 8)],
 }
@@ -96,6 +115,7 @@ def cases(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Tensor
                 Sums().double(), optimizer=partial(torch.optim.SGD, lr=1.0), data=Numbers(), global_batch=8,
                 strategy=file, cluster="cpu-gloo:1x2", folder=path / "run", every=2,
                 guards=GuardOptions(not_a_number="roll-back"),
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=9, gamma=0.0),
             )  # fmt: skip
             trainer.fit(end)
             trainer.close()
