@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count
 from math import prod
@@ -13,13 +13,19 @@ from pathlib import Path
 
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, read_source
-from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.file import (
+    missing_keys,
+    read_strategy_file,
+    strategy_from_constraints,
+    strategy_to_constraints,
+)
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.resize import resized
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.mesh import world_size
+from autoparallel.stays import stays_of
 
 NEXT, LOOK_S = "next.toml", 1.0
 
@@ -27,8 +33,8 @@ NEXT, LOOK_S = "next.toml", 1.0
 def for_those_here(
     source: StrategySource, given: Cluster | str | None, *, pinned: bool, say: Callable[[str], None]
 ) -> tuple[StrategySource, Cluster | None]:
-    """The strategy where it is for these processes (or `pinned`: then it is refused later), else what it fixes for any
-    number of them: the global batch and `execution`; and the cluster with as many devices as there are processes."""
+    """The strategy where it is for these processes (or `pinned`: then it is refused later), else what stays of it for any
+    number of them; and the cluster with as many devices as there are processes."""
     cluster = load_cluster(given) if isinstance(given, str) else given or source.cluster
     world = world_size()
     if cluster is not None:
@@ -36,13 +42,13 @@ def for_those_here(
     made_for = _devices_of(source)
     if made_for is None or made_for == world or pinned:
         return source, cluster
-    say(f"the strategy is for {made_for} processes and {world} are here: planning for these")
-    return replace(source, strategy=None, constraints=stays_of(source.constraints)), cluster
-
-
-def stays_of(constraints: Mapping[str, object]) -> dict[str, object]:
-    """What a strategy fixes for any number of processes: the global batch and `execution`."""
-    return {k: v for k, v in constraints.items() if k == "batch.global" or k.startswith("execution.")}
+    said = source.constraints if source.strategy is None else strategy_to_constraints(source.strategy)
+    stays = stays_of(said, cluster, world)
+    without = f", without {' and '.join(stays.left_out)}" if stays.left_out else ""
+    say(
+        f"the strategy is for {made_for} processes and {world} {'is' if world == 1 else 'are'} here: planning for these{without}"
+    )
+    return replace(source, strategy=None, constraints=stays.constraints), cluster
 
 
 class NextStrategy:

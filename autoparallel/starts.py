@@ -16,10 +16,10 @@ from autoparallel.planner.strategy.file import read_strategy_file, strategy_from
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
 from autoparallel.ran_on import as_many, cluster_of, recorded, same_devices
-from autoparallel.replan import stays_of
 from autoparallel.runtime.limits import refuser
 from autoparallel.runtime.monitor.differences import step_time_s
 from autoparallel.runtime.monitor.record import Record
+from autoparallel.stays import stays_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,9 @@ class Start:
         self, cluster: Cluster, time_limit_s: float | None, *, all_devices: bool = False
     ) -> PlanResult:
         """Plan the same training for other devices. Raises InfeasiblePlan, SearchTimeout."""
+        stays = stays_of(self.constraints, cluster, cluster.devices).constraints
         problem = Problem(
-            graph=self.graph, cluster=cluster, global_batch=self.strategy.batch.global_, constraints=stays_of(self.constraints),
+            graph=self.graph, cluster=cluster, global_batch=self.strategy.batch.global_, constraints=stays,
             execution=self.strategy.execution, refuses=refuser(self.graph, cluster), all_devices=all_devices,
         )  # fmt: skip
         return plan(problem, time_limit_s=time_limit_s, within=WITHIN, advise=False)

@@ -217,7 +217,8 @@ class Trainer:
             self.step = restored.step
             self._samples.go_on(restored.extra["ledger"], str(self.checkpoints.folder.path))
             where = ", from copies in memory" if restored.in_memory else ""
-            self._say(f"going on after step {self.step} on {world_size()} processes{where}")
+            processes = f"{world_size()} process{'es' * (world_size() > 1)}"
+            self._say(f"going on after step {self.step} on {processes}{where}")
         return restored is not None
 
     @property
