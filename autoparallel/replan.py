@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain, count
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, read_source
@@ -28,6 +29,12 @@ from autoparallel.runtime.ranks.mesh import world_size
 from autoparallel.stays import stays_of
 
 NEXT, LOOK_S = "next.toml", 1.0
+# What replicas that drop out do not do: the key, its value where it asks for nothing, and what to write.
+_SUMMED_AS_THEY_ARE: tuple[tuple[str, object, str], ...] = (
+    ("grad_sync.compression", (), 'write compression = ["none"]'),
+    ("outer.algorithm", "none", 'write outer.algorithm = "none"'),
+    ("phase", (), "leave the phases out"),
+)
 
 
 def for_those_here(
@@ -113,7 +120,7 @@ def _says(path: Path, strategy: Strategy) -> bool:
 
 def of_one_replica(source: StrategySource, count: int) -> StrategySource:
     """What the strategy of a run of `count` replicas says of one of them: its share of `mesh.dp_replicate` and of the global
-    batch. Raises UserError where these have no such share."""
+    batch. Raises UserError where these have no such share, and for what such replicas do not do."""
     given, strategy = source.constraints, source.strategy
     replicas = strategy.mesh.dp_replicate if strategy is not None else given.get("mesh.dp_replicate")
     if replicas is None:
@@ -125,6 +132,19 @@ def of_one_replica(source: StrategySource, count: int) -> StrategySource:
         raise UserError(
             f"{source.name}: mesh.dp_replicate = {replicas} has no {count} equal shares: change one of them"
         )
+    said = given if strategy is None else strategy_to_constraints(strategy)
+    for key, plain, remedy in _SUMMED_AS_THEY_ARE:
+        value: Any = said.get(key, plain)
+        if value != plain and not (isinstance(value, tuple) and set(value) == {"none"}):
+            shown = (
+                f"{key} = {list(value) if isinstance(value, tuple) else value}"
+                if key != "phase"
+                else "[[phase]]"
+            )
+            raise UserError(
+                f"{source.name}: {shown}: replicas that drop out and come back sum their gradients as they are, after every "
+                f"step, by one strategy; {remedy}, or train with Trainer"
+            )
     if strategy is not None:
         mesh = replace(strategy.mesh, dp_replicate=replicas // count, placement=(), per_node=0)
         batch = replace(strategy.batch, global_=strategy.batch.global_ // count)

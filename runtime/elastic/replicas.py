@@ -40,12 +40,17 @@ class Standing:
 class Replicas:
     """This replica's part. `state` gives what another one needs to go on, `load` takes it: tensors and what pickles.
 
-    Collective over the ranks of the replica. Raises UserError where torchft is not installed.
+    Collective over the ranks of the replica. Raises UserError where torchft is not installed, or no launcher started the ranks.
     """
 
     def __init__(
         self, everyone: Agreement, *, lighthouse: str, name: str, state: Callable[[], Any], load: Callable[[Any], None]
     ) -> None:  # fmt: skip
+        if "MASTER_ADDR" not in os.environ:
+            raise UserError(
+                "replicas that drop out are started by `autoparallel run --replica NAME --lighthouse ADDRESS` or by torchrun, "
+                "which say where the ranks of one meet (MASTER_ADDR)"
+            )
         os.environ.setdefault("RUST_LOG", "warn")  # else torchft says every step what it does
         try:
             from torchft.manager import Manager

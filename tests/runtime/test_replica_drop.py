@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import read_source
-from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
+from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Outer, Phase, Strategy
 from autoparallel.planner.strategy.write import write_text
 from autoparallel.replan import of_one_replica
 from autoparallel.runtime.checkpoints.ledger import Ledger
@@ -128,3 +129,11 @@ def test_a_replica_has_its_share_of_a_run() -> None:
         of_one_replica(read_source(whole), 4)
     with pytest.raises(UserError, match=r"mesh.dp_replicate is missing"):
         of_one_replica(read_source(None), 2)
+    for lossy in (
+        replace(whole, grad_sync=GradSync(compression=("topk:0.1",))),
+        replace(whole, outer=Outer(algorithm="diloco")),
+        replace(whole, phases=(Phase(from_step=3, keys=(("grad_sync.bucket_mib", 50.0),)),)),
+    ):
+        with pytest.raises(UserError, match="sum their gradients as they are"):
+            of_one_replica(read_source(lossy), 3)
+    of_one_replica(read_source(replace(whole, grad_sync=GradSync(compression=("none",)))), 3)
