@@ -23,6 +23,7 @@ MAY_IMPORT_TORCH = (
     "runtime/",
     "autoparallel/api.py",
     "autoparallel/trainer.py",
+    "autoparallel/trained.py",
     "autoparallel/replicated.py",
     "autoparallel/samples.py",
 )
