@@ -43,8 +43,9 @@ def _weights(module: nn.Module) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("kind", "setting"), [*(("LSTM", one) for one in SETTINGS), ("GRU", "time first"), ("RNN", "time first")]
+)
 def test_flops_are_those_of_all_steps(kind: str, setting: str) -> None:
     module, steps, batch = Series(kind, **SETTINGS[setting]), 50, 3
     graph = capture(module, torch.randn(2, steps, WIDTH), name=kind)

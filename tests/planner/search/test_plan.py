@@ -50,7 +50,7 @@ def on_hosts(problem: Problem) -> float:
     return float(smallest(replace(problem, cluster=roomy, constraints=away)).host_bytes)
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(
     graph=st.integers(0, 3), cluster=st.sampled_from([0, 0, 1, 1, 3]), batch=st.sampled_from([2, 4]),
     objective=st.sampled_from(list(Objective)), room=st.sampled_from([1.0, 1.02, 1.3, 100.0]),
