@@ -44,10 +44,11 @@ def attention(
     if is_causal:
         seen = (rank + 1) * (length // ranks)
         keys, values = (t.narrow(-_LENGTH, 0, seen) for t in (keys, values))
-        mask = _causal(queries.shape[-_LENGTH], seen, query.device)
+        mask = None if rank == 0 else _causal(queries.shape[-_LENGTH], seen, query.device)
     run = functools.partial(
-        F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
-    )
+        F.scaled_dot_product_attention, dropout_p=dropout_p, is_causal=is_causal and rank == 0, scale=scale,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip
     with drawn_apart(rank, queries.device, needed=dropout_p > 0):
         if attn_mask is None:
             result = _by_head(run, queries, keys, values, mask)
