@@ -22,6 +22,7 @@ from autoparallel.costmodel.program import Collective, CollectiveOp
 from autoparallel.planner.expand.local import LocalBlock
 
 KEY_AND_VALUE = slice(1, 3)  # among the inputs of an attention operator
+GATHERED = "#gathered "  # in the name of a storage, between those of the operator and of the value
 
 
 def needs_keys(local: LocalBlock, op: int) -> bool:
@@ -49,11 +50,15 @@ def whole_bytes(local: LocalBlock, op: int, value: str) -> int:
     return local.value_bytes(value, local.placement(op, value)) * local.setting.cp
 
 
-def keeps_whole(local: LocalBlock, op: int, value: str) -> bool:
-    """Whether an operator keeps a value over the whole sequence for its backward pass."""
+def gathered_keys(local: LocalBlock, op: int) -> dict[str, int]:
+    """Storage -> bytes of the keys and values over the whole sequence that an operator keeps for its backward pass: tensors of
+    their own, whatever this rank's parts of them are views of."""
     if not needs_keys(local, op) or local.setting.execution.kernels == "fused":
-        return False
-    return value in local.index.block.operators[op].inputs[KEY_AND_VALUE]
+        return {}
+    operator = local.index.block.operators[op]
+    return {
+        f"{operator.name}{GATHERED}{v}": whole_bytes(local, op, v) for v in operator.inputs[KEY_AND_VALUE]
+    }
 
 
 def _over_cp(op: CollectiveOp, size_bytes: int, *, beside: bool) -> Collective:

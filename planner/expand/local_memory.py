@@ -8,7 +8,7 @@ from autoparallel.costmodel.fusion import KEEPS_INPUT, Unit
 from autoparallel.costmodel.graph import ITEM_BYTES, Operator, OpKind, Saved
 from autoparallel.costmodel.kernels import OPERAND_BYTES
 from autoparallel.costmodel.program import CollectiveOp
-from autoparallel.planner.expand.context import keeps_whole
+from autoparallel.planner.expand.context import GATHERED, gathered_keys
 from autoparallel.planner.expand.local import LocalBlock
 from autoparallel.planner.sharding.plan import Reshard, conjugates
 
@@ -40,9 +40,13 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
                 continue
             if attention and core and saved.value in operator.inputs[:OPERANDS] and _widens(local):
                 continue
+            if attention and _is_gathered(local, op, saved):
+                continue
             key = local.index.storage.get(saved.value, saved.value) or f"{operator.name}#{len(kept)}"
             if key not in kept:
                 kept[key] = saved_bytes(local, op, saved) + _copies_bytes(local, op, saved)
+        for op in unit.ops if not (core and _widens(local)) else ():
+            kept |= gathered_keys(local, op)
         if core and not local.setting.flash:
             for op in unit.ops:
                 if local.index.block.operators[op].kind is OpKind.ATTENTION:
@@ -51,6 +55,16 @@ def saved_storages(local: LocalBlock, units: Sequence[Unit], *, core: bool = Tru
                     if _widens(local):
                         kept[f"{name}#operands"] = _operands_bytes(local, op)
     return kept
+
+
+def _is_gathered(local: LocalBlock, op: int, saved: Saved) -> bool:
+    """Whether attention keeps what was gathered of a key or value instead of its storage, which the query does not share."""
+    if not saved.value or not gathered_keys(local, op):
+        return False
+    storage, operator = local.index.storage, local.index.block.operators[op]
+    query, *others = (storage.get(value, value) for value in operator.inputs[:OPERANDS])
+    own = storage.get(saved.value, saved.value)
+    return own in others and own != query
 
 
 def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, int]:
@@ -62,8 +76,9 @@ def product_storages(local: LocalBlock, kept: Mapping[str, int]) -> dict[str, in
     for operator in index.block.operators:
         if operator.kind not in PRODUCTS and operator.kind is not OpKind.LEAF:
             continue
-        # Of what a leaf keeps inside nobody knows which part products made: all of it, to be safe.
-        found |= {s: n for s, n in kept.items() if s.startswith(f"{operator.name}#")}
+        # Of what a leaf keeps inside nobody knows which part products made: all of it, to be safe. Keys are gathered again.
+        inside = {s: n for s, n in kept.items() if s.startswith(f"{operator.name}#")}
+        found |= {s: n for s, n in inside.items() if GATHERED not in s}
         outputs = (operator.name, *(f"{operator.name}.{i}" for i in range(len(operator.outputs))))
         for value in outputs if operator.kind in PRODUCTS else ():
             if value in index.specs and index.storage.get(value, value) not in found:
@@ -122,10 +137,7 @@ def saved_bytes(local: LocalBlock, op: int, saved: Saved) -> int:
     if placement == "R" and saved.value and local.setting.regathers:
         before = _before_gather(local, op, saved.value)
         placement = before if before.startswith("S") else placement
-    share = _operand_share(local, op, saved) * (
-        local.setting.cp if keeps_whole(local, op, saved.value) else 1
-    )
-    return round(local.spec_bytes(saved.spec, placement) * share)
+    return round(local.spec_bytes(saved.spec, placement) * _operand_share(local, op, saved))
 
 
 def _operand_share(local: LocalBlock, op: int, saved: Saved) -> float:

@@ -225,6 +225,30 @@ def test_relative_positions_are_not_cut_as_tokens_are() -> None:
     assert rank.sent_bytes["cp"].lowered == pytest.approx(rank.sent_bytes["cp"].predicted, rel=1e-3)
 
 
+WHOLE_KEYS = {
+    "a value that is a view of a product, and grouped heads": ("llama-3.1-8b", Mesh(cp=2, tp=2), Recompute()),
+    "attention runs again": ("llama-3.1-8b", Mesh(cp=4), Recompute(mode="selective")),
+    "keys are gathered again": ("llama-3.1-8b", Mesh(cp=4), Recompute(mode="operators")),
+    "queries, keys and values that one product makes": ("gpt2", Mesh(cp=4), Recompute()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh", "recompute"), WHOLE_KEYS.values(), ids=WHOLE_KEYS.keys())
+def test_attention_of_shares_keeps_whole_keys_and_values_and_no_mask(
+    name: str, mesh: Mesh, recompute: Recompute
+) -> None:
+    execution = replace(BF16, dropout=0.1) if name == "gpt2" else BF16
+    strategy = Strategy(
+        batch=Batch(global_=2, micro=1), mesh=mesh, execution=execution, recompute=recompute,
+        pipeline=Pipeline(stage_blocks=(4,)),
+    )  # fmt: skip
+    sizes = {
+        "gpt2": {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 256},
+        "llama-3.1-8b": {**LLAMA, "num_hidden_layers": 4, "vocab_size": 256, "head_dim": 16},
+    }[name]
+    assert_as_predicted(dry_run(name, sizes, strategy, seq_len=1024), rel=0.015)
+
+
 SERVED = {
     "beside the last passes": ("llama-3.1-8b", Mesh(dp_replicate=2), Pipeline(stage_blocks=(4,)), CAST),
     "stage after stage": (
