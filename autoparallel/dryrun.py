@@ -13,7 +13,7 @@ from autoparallel.costmodel.program import Program
 from autoparallel.dryrun_findings import Finding, findings
 from autoparallel.dryrun_peak import Peak, peak_of
 from autoparallel.errors import UserError
-from autoparallel.model_errors import in_the_models_words
+from autoparallel.model_errors import in_the_models_words, on_tensors_without_values
 from autoparallel.planner.expand.axes import EXPERT_SHARD, EXPERTS, SECONDARY
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.local import TENSOR_DTYPE
@@ -122,11 +122,12 @@ def dry_run_of(
     program = program_of(expander, strategy)
     blocks = [link.path for link in graph.chain if link.repeated]
     levels = tuple(level.size for level in cluster.levels)
-    lowered = dry_run(
-        module, example_inputs, strategy, blocks=blocks, level_sizes=levels,
-        experts=expert_modules(graph), entered=entered_blocks(graph), alone=own_units(graph),
-        kinds={link.path: link.block for link in graph.chain if link.repeated}, backend=backend_of(cluster),
-    )  # fmt: skip
+    with on_tensors_without_values(graph.name):
+        lowered = dry_run(
+            module, example_inputs, strategy, blocks=blocks, level_sizes=levels,
+            experts=expert_modules(graph), entered=entered_blocks(graph), alone=own_units(graph),
+            kinds={link.path: link.block for link in graph.chain if link.repeated}, backend=backend_of(cluster),
+        )  # fmt: skip
     compiled = strategy.execution.kernels == "compiled"  # which nothing is here
     as_lowered = (
         replace(strategy, execution=replace(strategy.execution, kernels="eager")) if compiled else strategy

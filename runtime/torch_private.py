@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
@@ -333,6 +340,15 @@ def joined_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def fake_tensors() -> FakeTensorMode:
     """While active, tensors have shapes and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# What code raises that needs values of tensors which have none.
+WITHOUT_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 def is_fake(tensor: Tensor) -> bool:

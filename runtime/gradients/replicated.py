@@ -26,6 +26,7 @@ from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import (
     after_backward,
     dtensor_like,
+    is_fake,
     laid_out,
     layout_of,
     norms_of,
@@ -286,8 +287,9 @@ class GradientSync:
 
     def _hand_over(self, bucket: _Bucket, used: Tensor) -> None:
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views(), strict=True)):
-            # Without any gradient, here or on a replica or from before, `.grad` stays None.
-            if not bucket.arrived.get(parameter) and not bool(used[index]) and not bool(view.any()):
+            # Without any gradient, here or on a replica or from before, `.grad` stays None; ranks of a dry run are alike.
+            here = bucket.arrived.get(parameter)
+            if not here and (is_fake(view) or (not bool(used[index]) and not bool(view.any()))):
                 parameter.grad = None
             elif parameter.dtype != bucket.dtype:
                 parameter.grad = _like(parameter, view.to(parameter.dtype))

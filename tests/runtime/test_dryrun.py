@@ -14,6 +14,7 @@ from torch import nn
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.dryrun import compare
 from autoparallel.errors import UserError
+from autoparallel.model_errors import on_tensors_without_values
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs, load_model
 from autoparallel.planner.expand.expander import Expander
@@ -257,6 +258,52 @@ def test_a_forward_that_reads_values_is_refused_in_words() -> None:
     with pytest.raises(UserError, match="does not run on tensors without values"):
         dry_run(_Reads().to("meta"), torch.randn(1, 4), strategy, blocks=())
     assert not dist.is_initialized()
+
+
+class _ReadsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] if float(gradients[0].sum()) > 0 else -gradients[0]
+
+
+class _ReadsGradients(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _ReadsBackward.apply(self.layer(x)).sum()  # type: ignore[no-any-return]
+
+
+def test_a_backward_that_reads_values_is_refused_in_words_with_its_line() -> None:
+    strategy = Strategy(batch=Batch(global_=1, micro=1), execution=FP32)
+    words = r"own: a dry run's tensors have no values, .*test_dryrun.py:\d+ in backward.*_local_scalar_dense.*torchrun"
+    with pytest.raises(UserError, match=words), on_tensors_without_values("own"):
+        dry_run(_ReadsGradients().to("meta"), torch.randn(1, 4), strategy, blocks=())
+
+
+class _Idle(torch.nn.Module):
+    """Four linear layers and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        self.idle = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_parameters_without_gradients_are_lowered_as_any() -> None:
+    strategy = Strategy(batch=Batch(global_=4, micro=1), mesh=Mesh(dp_replicate=4), execution=FP32)
+    (stage,) = dry_run(_Idle().to("meta"), torch.randn(1, 4), strategy, blocks=())
+    assert stage.gradient_bytes == 4 * 5 * (4 * 4 + 4)
 
 
 @pytest.mark.parametrize("per_stage", [(), (1, 1, 0, 0, 0, 0, 0, 0)], ids=["alike", "two recompute"])
