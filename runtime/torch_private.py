@@ -3,7 +3,6 @@ do (`dtensor_private.py`) aside. Its test says which torch they hold for."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -309,15 +308,6 @@ def run_again(kept: Any, which: Callable[[Tensor], bool]) -> bool:
             if any(isinstance(value, Tensor) and which(value) for value in values):
                 entries[number] = mark
     return True
-
-
-def seen_through(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `torch.nn.functional` that hands on its arguments to whatever modes there are call by call, and
-    not as a whole."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 def draw_without_broadcast(mesh: DeviceMesh, device: torch.device) -> None:

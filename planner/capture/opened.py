@@ -29,6 +29,14 @@ def _is_mapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return inside and any(map(torch._C._functorch.is_batchedtensor, tensors((args, kwargs))))
 
 
+def opened(func: Any) -> Callable[..., Any]:
+    """A copy of one of torch's Python functions that does not ask for overrides: modes see what its body calls instead of it."""
+    names = func.__globals__ | _NO_OVERRIDE
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
 class OpenedFunctions(TorchFunctionMode):
     """Hands every call to `call`, with functions that are written in Python opened."""
 
@@ -77,15 +85,6 @@ class OpenedFunctions(TorchFunctionMode):
         return self.call(func, args, kwargs)
 
     def _open(self, func: types.FunctionType) -> Callable[..., Any]:
-        """A copy of one of torch's Python functions that does not ask for overrides: its body is seen instead."""
         if func not in self._opened:
-            copy = types.FunctionType(
-                func.__code__,
-                func.__globals__ | _NO_OVERRIDE,
-                func.__name__,
-                func.__defaults__,
-                func.__closure__,
-            )
-            copy.__kwdefaults__ = func.__kwdefaults__
-            self._opened[func] = copy
+            self._opened[func] = opened(func)
         return self._opened[func]

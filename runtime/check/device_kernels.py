@@ -14,7 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autoparallel.planner.capture.heads import MULTI_HEAD
+from autoparallel.planner.capture.opened import opened
+
 _DIMS, _HEADS = 4, 1  # batch, heads, length, head size; the dim of heads
+_multi_head = opened(MULTI_HEAD)
 
 
 class DeviceKernels(TorchFunctionMode):
@@ -27,6 +31,9 @@ class DeviceKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is MULTI_HEAD:
+            with self:
+                return _multi_head(*args, **kwargs)
         if self._flash and func is F.scaled_dot_product_attention and args[0].dim() == _DIMS:
             return _attention(*args, **kwargs)
         if func is F.dropout and not kwargs.get("inplace"):

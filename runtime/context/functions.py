@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
+from autoparallel.planner.capture.opened import opened
 from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
@@ -41,7 +42,7 @@ from autoparallel.runtime.dtensor_private import replicate_without_rule
 from autoparallel.runtime.tensor.dtensor_rules import allow_plain_tensors, register_missing_rules
 from autoparallel.runtime.tensor.questions import is_counted_out, is_in_place
 from autoparallel.runtime.tensor.vocabulary import rows_of_shares
-from autoparallel.runtime.torch_private import GROUPED_PRODUCTS, seen_through
+from autoparallel.runtime.torch_private import GROUPED_PRODUCTS
 
 # Along a dim of space DTensor's rule exchanges edges, and only in some layouts; of grouped products it knows those in
 # bfloat16, and their rows are not in the order of the sequence.
@@ -50,7 +51,7 @@ _GATHERED = frozenset({
 })  # fmt: skip
 # Their indices are those of the whole sequence, which DTensor does not always see to.
 _BY_INDEX = frozenset({"index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce"})
-_as_torch = seen_through(MULTI_HEAD)
+_as_torch = opened(MULTI_HEAD)
 _DROPOUT = frozenset({F.dropout, torch.dropout})
 
 

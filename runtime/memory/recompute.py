@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.heads import MULTI_HEAD
 from autoparallel.planner.capture.kernels import named_kind
+from autoparallel.planner.capture.opened import opened
 from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
 from autoparallel.runtime.tensor.questions import copied_buffers
@@ -27,6 +29,7 @@ MODES = ("none", "selective", "full", "operators")
 _SUMS = frozenset({"reduce_scatter_tensor", "all_reduce"})
 # By way of `scaled_dot_product_attention`, and as a causal bias that starts elsewhere calls the kernels.
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
+_multi_head = opened(MULTI_HEAD)  # calls `scaled_dot_product_attention` inside
 
 
 class _RecomputeAttention(TorchFunctionMode):
@@ -43,6 +46,11 @@ class _RecomputeAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention and torch.is_grad_enabled():
             return _checkpoint(func, _same_attention(self._attention), *args, **(kwargs or {}))
+        if (
+            func is MULTI_HEAD and not torch.compiler.is_compiling()
+        ):  # which does not see through a mode in there
+            with self:
+                return _multi_head(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -53,6 +53,17 @@ def test_attention_with_dropout_or_a_mask_keeps_statistics_and_no_scores() -> No
             result.sum().backward()
 
 
+def test_attention_inside_of_torch_s_multi_head_attention_keeps_no_scores() -> None:
+    length, heads, width = 256, 2, 8
+    with fake_tensors(), DeviceKernels(flash=True), LiveBytes() as live:
+        attention = torch.nn.MultiheadAttention(width, heads, dropout=0.1, batch_first=True)
+        hidden = torch.empty(1, length, width, requires_grad=True)
+        live.begin()
+        result, _ = attention(hidden, hidden, hidden, need_weights=False)
+        assert live.end().kept < heads * length * length, "not a byte for each score"
+        result.sum().backward()
+
+
 def test_dropout_keeps_a_byte_for_each_number() -> None:
     with fake_tensors(), DeviceKernels(flash=True), LiveBytes() as live:
         given = torch.empty(KIB, requires_grad=True)

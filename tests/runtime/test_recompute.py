@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.strategy.types import Batch, Execution, Recompute, Strategy
 from autoparallel.profiles.load import load_cluster
-from autoparallel.runtime.memory.recompute import is_kept, recompute_blocks
+from autoparallel.runtime.memory.recompute import attention_kernel, is_kept, recompute_blocks
 from tests.runtime.expert_models import EXPERT_EXAMPLES
 from tests.runtime.models import EXAMPLES
 
@@ -118,3 +119,40 @@ def test_batch_norms_count_what_runs_again_once(mode: str) -> None:
             example.module(*example.inputs).square().sum().backward()
         states.append(example.module.state_dict() | {n: p.grad for n, p in example.module.named_parameters()})
     torch.testing.assert_close(*states, rtol=0.0, atol=0.0)
+
+
+def test_attention_inside_of_torch_s_multi_head_attention_runs_again() -> None:
+    length, heads, kept, results = 64, 2, [], []
+    hidden = torch.randn(2, length, 8)
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.TransformerEncoderLayer(8, heads, 8, dropout=0.1, batch_first=True))
+        recompute_blocks(module, ["0"], mode=mode, attention="unfused")
+        with attention_kernel("unfused"), saved_numels() as numels:
+            module(hidden).square().sum().backward()
+        kept.append(max(numels))
+        results.append([p.grad for p in module.parameters()])
+    scores = 2 * heads * length * length
+    assert kept[0] == scores > kept[1], kept
+    torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
+
+
+@contextmanager
+def saved_numels() -> Iterator[list[int]]:
+    """How many numbers each tensor has that autograd keeps."""
+    found: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield found
+
+
+def test_blocks_whose_multi_head_attention_runs_again_compile_as_one_graph() -> None:
+    module = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True))
+    recompute_blocks(module, ["0"], mode="selective")
+    hidden = torch.randn(2, 4, 8)
+    compiled = torch.compile(module[0].forward, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(hidden), module[0](hidden))
