@@ -46,6 +46,7 @@ class BackwardBytes:
     first_half: (
         int  # the peak of the first half of a split pass, which makes none and keeps what the second needs
     )
+    puts_off: bool  # whether its weights' gradients can wait for the second half
     moments: tuple[Moment, ...]  # in their order
 
 
@@ -99,7 +100,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     left = sum(live.values()) + sum(remaining.values()) + sum(made.values())
     return BackwardBytes(
         passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before,
-        first_half=max(half.peak - before, 0), moments=tuple(moments),
+        first_half=max(half.peak - before, 0), puts_off=puts_off(local), moments=tuple(moments),
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ class _FirstHalf:
     @classmethod
     def of(cls, local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> _FirstHalf:
         factors, gradients = weight_factors(local, units)
-        return cls(kept=kept, needs=factors if puts_off(local, units) else {*kept}, gradients=gradients)
+        return cls(kept=kept, needs=factors if puts_off(local) else {*kept}, gradients=gradients)
 
     def see(self, running: int, remaining: Mapping[str, int]) -> None:
         """A kernel runs, beside which an ordinary pass would hold so many bytes, of what was kept the `remaining`."""

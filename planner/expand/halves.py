@@ -29,7 +29,13 @@ def with_halves(
     """The memory of a block's two halves; `units` are what is reduced at once of it, in the order of the model."""
     reduced = whole_gradients(reduce) if state.gradient_level(strategy) >= 2 else 0
     counted = max(backward.first_half - reduced, 0)  # beside what is reduced
-    work = replace(work, backward_temp_bytes=max(work.backward_temp_bytes, counted), half_temp_bytes=counted)
+    undivided = None if backward.puts_off else max(work.backward_temp_bytes, 0) + work.recomputed_bytes
+    work = replace(
+        work,
+        undivided_temp_bytes=undivided,
+        backward_temp_bytes=max(work.backward_temp_bytes, counted),
+        half_temp_bytes=counted,
+    )
     # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
     largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
     if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):
@@ -49,9 +55,19 @@ def with_whole_second_halves(
 ) -> list[BlockWork]:
     """Of a stage whose blocks run again, `recomputed` of them whole, and whose layers cannot put off the gradients of their weights, the
     second half is a backward pass of its own (`runtime/gradients/split_backward.py`). The first stage, which received nothing that wants
-    a gradient, has no first half."""
+    a gradient, has no first half: all that was kept stays."""
+    if is_split(strategy) and not stage and any(w.undivided_temp_bytes is not None for w in works):
+        return [_undivided(work) for work in works]
     again = recomputed or strategy.recompute.mode in ("full", "operators")
     shared = strategy.mesh.tp > 1 or any(w.recompute and w.weight_saved_bytes is None for w in works)
     if not (is_split(strategy) and again and shared and stage):
         return list(works)
     return [replace(work, weight_again=(*work.recompute, *work.backward_input)) for work in works]
+
+
+def _undivided(work: BlockWork) -> BlockWork:
+    temp = work.backward_temp_bytes if work.undivided_temp_bytes is None else work.undivided_temp_bytes
+    return replace(
+        work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, backward_temp_bytes=temp,
+        weight_temp_bytes=max(temp, work.weight_temp_bytes),
+    )  # fmt: skip

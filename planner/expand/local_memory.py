@@ -18,6 +18,7 @@ PRODUCTS = frozenset({OpKind.GEMM, OpKind.GROUPED_GEMM, OpKind.CONV, OpKind.ATTE
 REARRANGED = frozenset({CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER})
 SUMS = frozenset({CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER})
 OPERANDS, WIDE_BYTES = 3, 4  # of attention; of what torch's own kernel computes
+MOST_PUT_OFF = 0.9  # of the numbers in a block's matrices, where weights' gradients are put off. Kind: choice
 MASK_BYTES = 1  # a dropout mask is kept as one bool per element
 
 
@@ -293,7 +294,7 @@ def weight_saved_bytes(
     (`runtime/gradients/put_off.py`), nothing that was kept is freed before the second part.
     """
     own = local.setting.execution.fsdp2
-    put = own and puts_off(local, units)
+    put = own and puts_off(local)
     if again and not put:
         return None
     needed, gradients = weight_factors(local, units)
@@ -302,15 +303,27 @@ def weight_saved_bytes(
 
 
 def weight_factors(local: LocalBlock, units: Sequence[Unit]) -> tuple[set[str], dict[str, int]]:
-    """Storages that weights' gradients are computed from, and bytes of the gradients of products' outputs, by operator."""
+    """Storages that weights' gradients are computed from, and bytes of the gradients of products' outputs, by operator; where the
+    weights are not put off, of all that read any."""
     needed, gradients = set(), dict[str, int]()
     for operator in _with_weights(local, units):
         needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
+    put = not local.setting.execution.fsdp2 or puts_off(local)
+    for operator in _with_weights(local, units) if put else _reading_weights(local, units):
         made = operator.name in local.index.specs and local.index.storage[operator.name] == operator.name
-        if made and operator.kind in PRODUCTS:
+        if made and (operator.kind in PRODUCTS or not put):
             placement = local.output_placement(operator.name)
             gradients[operator.name] = local.value_bytes(operator.name, placement)
     return needed, gradients
+
+
+def _reading_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator]:
+    """The operators that read parameters with gradients, and what a gradient flows through besides."""
+    index = local.index
+    for op in (op for unit in units for op in unit.ops if op not in index.aliases):
+        inputs = {index.storage.get(v, v) for v in index.block.operators[op].inputs if v in index.needs_grad}
+        if 0 < sum(storage.startswith("param:") for storage in inputs) < len(inputs):
+            yield index.block.operators[op]
 
 
 def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator]:
@@ -322,7 +335,18 @@ def _with_weights(local: LocalBlock, units: Sequence[Unit]) -> Iterator[Operator
                 yield operator
 
 
-def puts_off(local: LocalBlock, units: Sequence[Unit]) -> bool:
-    """Whether the block's products with weights are linear layers on whole tensors, which is not compiled."""
-    eager = local.setting.tp == 1 and local.setting.execution.kernels != "compiled"
-    return eager and all(o.kind is OpKind.GEMM for o in _with_weights(local, units))
+def puts_off(local: LocalBlock) -> bool:
+    """Whether the block's weights can wait for the second half of a split backward pass: what `runtime/gradients/put_off.py` asks of
+    its modules. Nearly all numbers in matrices must be those of linear layers and embeddings, which read a `weight` of their own
+    (torch's multi-head attention reads those of others); on whole tensors, and not compiled."""
+    if local.setting.tp > 1 or local.setting.execution.kernels == "compiled":
+        return False
+    index, own = local.index, set[str]()
+    for operator in index.block.operators:
+        if operator.kind in (OpKind.GEMM, OpKind.EMBEDDING):
+            weight = f"param:{operator.module}.weight".replace(":.", ":")
+            own |= {weight} & {index.storage.get(value, value) for value in operator.inputs}
+    matrices = {
+        f"param:{p.name}": p.numel for p in index.block.parameters if p.trainable and len(p.shape) > 1
+    }
+    return sum(n for name, n in matrices.items() if name in own) >= MOST_PUT_OFF * sum(matrices.values())

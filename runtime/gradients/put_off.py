@@ -10,7 +10,7 @@ weights (norms, biases), which are small, are made at once, and wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -22,9 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from autoparallel.planner.expand.local_memory import MOST_PUT_OFF
 from autoparallel.runtime.gradients.split_backward import made_for
-
-MOST = 0.9  # of the numbers in matrices of a stage must be such layers'. Kind: choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +125,20 @@ def _is_table(layer: nn.Module) -> bool:
     )
 
 
-def can_put_off(stage: nn.Module) -> bool:
-    """Whether nearly all weights that are matrices are those of plain linear layers and embeddings, some of the former."""
+def can_put_off(stage: nn.Module, blocks: Sequence[str] = ()) -> bool:
+    """Whether nearly all weights that are matrices are those of plain linear layers and embeddings, some of the former: in each of
+    the blocks at these paths, and beside them (as `planner/expand/local_memory.py` asks of their graphs)."""
     layers = _layers(stage)
     own = {layer.weight for layer in layers}
-    matrices = [p for p in stage.parameters() if p.requires_grad and p.dim() > 1]
-    put = sum(p.numel() for p in matrices if p in own)
-    return any(map(_is_linear, layers)) and put >= MOST * sum(p.numel() for p in matrices)
+    parts = [set(stage.get_submodule(path).parameters()) for path in blocks]
+    parts.append(set(stage.parameters()).difference(*parts))
+    return any(map(_is_linear, layers)) and all(_are_mostly(part, own) for part in parts)
+
+
+def _are_mostly(parameters: Collection[Tensor], own: Collection[Any]) -> bool:
+    """Whether nearly all numbers in the matrices among them are in those that are `own`."""
+    matrices = [p for p in parameters if p.requires_grad and p.dim() > 1]
+    return sum(p.numel() for p in matrices if p in own) >= MOST_PUT_OFF * sum(p.numel() for p in matrices)
 
 
 def put_off(stage: nn.Module) -> None:

@@ -193,7 +193,7 @@ def lower_module(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
         attention=strategy.execution.attention,
     )  # fmt: skip
-    puts_off = _puts_off(module, strategy)
+    puts_off = _puts_off(module, blocks, strategy)
     compile_blocks(module, blocks if compiled else ())
     away = strategy.offload.activations
     offloaded = offload_blocks(module, blocks, away, mesh.device, imagined=memory is not None)
@@ -212,10 +212,10 @@ def lower_module(
     )  # fmt: skip
 
 
-def _puts_off(module: nn.Module, strategy: Strategy) -> bool:
+def _puts_off(module: nn.Module, blocks: Sequence[str], strategy: Strategy) -> bool:
     """Make the layers of a stage put the gradients of their weights off where the schedule splits its backward; whether they do."""
     split = strategy.pipeline.schedule in SPLIT_BACKWARD and strategy.execution.kernels != "compiled"
-    if not split or strategy.mesh.tp > 1 or not can_put_off(module):
+    if not split or strategy.mesh.tp > 1 or not can_put_off(module, blocks):
         return False
     put_off(module)
     return True

@@ -10,6 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.dryrun import DryRun, dry_run_of
@@ -154,6 +156,33 @@ def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, stra
     sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "vocab_size": 8192}
     found = dry_run(name, {**sizes, "num_hidden_layers": 3}, strategy)
     assert_as_predicted(found, rel=0.03)
+
+
+class _Encoder(nn.Module):
+    """Torch's own encoder layers, whose attention reads its weights itself, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_cannot_be_put_off_stays_whole_until_second_halves() -> None:
+    """Of the first stage, which received nothing that wants a gradient, all of it; of the others, and gradients that arrived."""
+    inputs = (torch.zeros(2, 64, 64, device="meta"),)
+    with torch.device("meta"):
+        model = _Encoder()
+    graph = capture(model, inputs, name="encoder", dtype="bfloat16")
+    strategy = _split(Mesh(pp=3), 0, "zb1p", BF16, (1, 1, 1))
+    found = dry_run_of(model, inputs, graph, load_cluster("h100-sxm:1x3"), strategy)
+    assert_as_predicted(found, rel=0.025)
 
 
 def test_what_a_stage_was_handed_stays_and_what_it_hands_on_does_not() -> None:

@@ -116,3 +116,12 @@ def test_stages_of_other_products_are_left_to_autograd() -> None:
     tied = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     tied[1].weight = tied[0].weight
     assert not can_put_off(tied)
+
+
+def test_each_block_by_itself_must_be_of_layers_that_put_off() -> None:
+    """So that it is known of a block's graph, whatever else is on its stage."""
+    attention = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
+    stage = nn.Sequential(attention, nn.Linear(64, 64))
+    assert can_put_off(stage)
+    assert not can_put_off(stage, ["0"])
+    assert not can_put_off(stage, ["1"]), "nor what is beside the blocks"

@@ -232,7 +232,11 @@ class PriceBook:
             experts=work.expert_parameters,
             expert_trainable=work.expert_trainable,
             saved=work.saved_bytes,
-            weight_saved=work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes,
+            # A first stage may keep less than others do: no gradients of products' outputs.
+            weight_saved=min(
+                work.saved_bytes,
+                work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes,
+            ),
             recomputed=work.recomputed_bytes,
             forward_temp=work.forward_temp_bytes,
             backward_temp=work.backward_temp_bytes,
