@@ -232,11 +232,7 @@ class PriceBook:
             experts=work.expert_parameters,
             expert_trainable=work.expert_trainable,
             saved=work.saved_bytes,
-            # A first stage may keep less than others do: no gradients of products' outputs.
-            weight_saved=min(
-                work.saved_bytes,
-                work.saved_bytes if work.weight_saved_bytes is None else work.weight_saved_bytes,
-            ),
+            weight_saved=_weight_saved(work),
             recomputed=work.recomputed_bytes,
             forward_temp=work.forward_temp_bytes,
             backward_temp=work.backward_temp_bytes,
@@ -396,3 +392,9 @@ def _bare_program(strategy: Strategy, axes: tuple[Axis, ...]) -> Program:
         overlap=strategy.grad_sync.overlap, kernels=strategy.execution.kernels,
         blocking_launches=strategy.execution.blocking_launches,
     )  # fmt: skip
+
+
+def _weight_saved(work: BlockWork) -> int:
+    """What a split backward keeps of a block at least: in a first stage no gradients of products' outputs."""
+    kept = work.weight_saved_bytes
+    return work.saved_bytes if kept is None else min(work.saved_bytes, kept)
