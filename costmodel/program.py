@@ -111,6 +111,18 @@ Step = Kernel | Collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Undivided:
+    """Bytes of a block in the halves of a backward pass where autograd keeps the stage's graph whole, as it does unless all blocks of
+    the stage put the gradients of their weights off; this one `puts_off` or does not. In a first stage I has nothing to do, and W is a
+    whole pass, with a peak of `temp_bytes`."""
+
+    puts_off: bool
+    saved_bytes: int  # from I to W
+    half_temp_bytes: int
+    temp_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
     """One link of the chain on one device for one micro-batch.
 
@@ -119,7 +131,7 @@ class BlockWork:
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
     In the first half of a split backward (I) its peak is `half_temp_bytes`. Where W is a backward pass of its own it runs `weight_again`, too.
-    `undivided_temp_bytes`: its peak in W of a first stage, where autograd then has nothing to do in I.
+    `undivided`: those bytes where the weights of its stage are not put off.
     In the second half of a split backward (W) `weight_temp_bytes` are gradients of weights while they are made, above what is kept for
     that; `weight_reduced_bytes` they and what is reduced, when that has gone.
     `made_bytes` are gradients that are there once its backward is over, and not before; `passing_bytes` parameters that come
@@ -158,7 +170,7 @@ class BlockWork:
     )
     weight_again: tuple[Step, ...] = ()
     weight_temp_bytes: int = 0
-    undivided_temp_bytes: int | None = None  # None: its weights' gradients are put off, and I is a pass
+    undivided: Undivided | None = None
     weight_reduced_bytes: int = 0
     host_bytes: int = 0  # of its activations, kept in the host's memory from its forward to its backward
     gather: Collective | None = None

@@ -46,7 +46,9 @@ class BackwardBytes:
     first_half: (
         int  # the peak of the first half of a split pass, which makes none and keeps what the second needs
     )
-    puts_off: bool  # whether its weights' gradients can wait for the second half
+    undivided_half: int  # likewise where no weights of the stage are put off
+    arrived: int  # gradients that then wait for the second half
+    puts_off: bool  # whether the weights of this block are, where those of all others are
     moments: tuple[Moment, ...]  # in their order
 
 
@@ -65,7 +67,8 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     standing = peak = sum(live.values()) + sum(remaining.values())
     before, moments = sum(kept.values()), list[Moment]()
     copies = rearranged_bytes(local, units, backward=True)
-    half = _FirstHalf.of(local, units, kept)
+    put = puts_off(local)
+    half, whole = (_FirstHalf.of(local, units, kept, put=how) for how in (put, False))
     made, handed_out = dict[str, int](), _handed_out(local, units)  # gradients of weights; see there
     for n in range(len(units) - 1, -1, -1):
         unit, weights = units[n], _weight_gradients(local, units[n])
@@ -83,6 +86,7 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
         beside = sum(live.values()) + sum(remaining.values()) + _inside(local, unit)
         beside = max(beside, beside - _inside(local, unit) + copies.get(n, 0))
         half.see(beside, remaining)
+        whole.see(beside, remaining)
         beside += _copied_weight(local, weights)
         peak = max(peak, beside + waiting + sum(weights.values()))
         standing = max(standing, beside + sum(made.values()))
@@ -90,7 +94,8 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
             if op in index.aliases:
                 continue
             live.pop(index.block.operators[op].name, None)
-            half.waiting += half.gradients.get(index.block.operators[op].name, 0)
+            half.done(index.block.operators[op].name)
+            whole.done(index.block.operators[op].name)
             live = {s: b for s, b in live.items() if index.producer.get(s) != op}
         remaining = {s: b for s, b in remaining.items() if first.get(s, 0) < n}
         after = sum(live.values()) + sum(remaining.values()) - before
@@ -100,7 +105,8 @@ def backward_bytes(local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, 
     left = sum(live.values()) + sum(remaining.values()) + sum(made.values())
     return BackwardBytes(
         passing=max(peak - before, 0), standing=max(standing - before, 0), left=left - before,
-        first_half=max(half.peak - before, 0), puts_off=puts_off(local), moments=tuple(moments),
+        first_half=max(half.peak - before, 0), undivided_half=max(whole.peak - before, 0), arrived=whole.waiting,
+        puts_off=put, moments=tuple(moments),
     )  # fmt: skip
 
 
@@ -116,9 +122,16 @@ class _FirstHalf:
     peak: int = 0
 
     @classmethod
-    def of(cls, local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int]) -> _FirstHalf:
-        factors, gradients = weight_factors(local, units)
-        return cls(kept=kept, needs=factors if puts_off(local) else {*kept}, gradients=gradients)
+    def of(
+        cls, local: LocalBlock, units: Sequence[Unit], kept: Mapping[str, int], *, put: bool
+    ) -> _FirstHalf:
+        own = local.setting.execution.fsdp2
+        factors, gradients = weight_factors(local, units, put=put or not own)
+        return cls(kept=kept, needs=factors if put else {*kept}, gradients=gradients)
+
+    def done(self, operator: str) -> None:
+        """An operator has run, whose output's gradient may wait."""
+        self.waiting += self.gradients.get(operator, 0)
 
     def see(self, running: int, remaining: Mapping[str, int]) -> None:
         """A kernel runs, beside which an ordinary pass would hold so many bytes, of what was kept the `remaining`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoparallel.costmodel.program import BlockWork, Collective
+from autoparallel.costmodel.program import BlockWork, Collective, Undivided
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.backward_memory import BackwardBytes
 from autoparallel.planner.expand.beside import whole_gradients
@@ -29,13 +29,13 @@ def with_halves(
     """The memory of a block's two halves; `units` are what is reduced at once of it, in the order of the model."""
     reduced = whole_gradients(reduce) if state.gradient_level(strategy) >= 2 else 0
     counted = max(backward.first_half - reduced, 0)  # beside what is reduced
-    undivided = None if backward.puts_off else max(work.backward_temp_bytes, 0) + work.recomputed_bytes
-    work = replace(
-        work,
-        undivided_temp_bytes=undivided,
-        backward_temp_bytes=max(work.backward_temp_bytes, counted),
-        half_temp_bytes=counted,
-    )
+    undivided = Undivided(
+        puts_off=backward.puts_off, saved_bytes=work.saved_bytes + backward.arrived,
+        half_temp_bytes=max(backward.undivided_half - reduced, 0),
+        temp_bytes=max(work.backward_temp_bytes, 0) + work.recomputed_bytes,
+    )  # fmt: skip
+    temp = max(work.backward_temp_bytes, counted)
+    work = replace(work, undivided=undivided, backward_temp_bytes=temp, half_temp_bytes=counted)
     # torch holds the last one in a loop that it has over several ranks: foreach_reduce, _fully_shard/_fsdp_collectives.py.
     largest = max((size for moment in backward.moments for size in moment.made.values()), default=0)
     if not (state.gradient_level(strategy) >= 2 or state.casts_parameters(strategy)):
@@ -56,8 +56,8 @@ def with_whole_second_halves(
     """Of a stage whose blocks run again, `recomputed` of them whole, and whose layers cannot put off the gradients of their weights, the
     second half is a backward pass of its own (`runtime/gradients/split_backward.py`). The first stage, which received nothing that wants
     a gradient, has no first half: all that was kept stays."""
-    if is_split(strategy) and not stage and any(w.undivided_temp_bytes is not None for w in works):
-        return [_undivided(work) for work in works]
+    if not all(work.undivided is None or work.undivided.puts_off for work in works):
+        works = [_undivided(work, strategy, recomputed, first=not stage) for work in works]
     again = recomputed or strategy.recompute.mode in ("full", "operators")
     shared = strategy.mesh.tp > 1 or any(w.recompute and w.weight_saved_bytes is None for w in works)
     if not (is_split(strategy) and again and shared and stage):
@@ -65,9 +65,20 @@ def with_whole_second_halves(
     return [replace(work, weight_again=(*work.recompute, *work.backward_input)) for work in works]
 
 
-def _undivided(work: BlockWork) -> BlockWork:
-    temp = work.backward_temp_bytes if work.undivided_temp_bytes is None else work.undivided_temp_bytes
+def _undivided(work: BlockWork, strategy: Strategy, recomputed: int, *, first: bool) -> BlockWork:
+    """A block in a stage whose weights are not put off."""
+    whole = work.undivided
+    if whole is None:
+        return work
+    if first:
+        return replace(
+            work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, backward_temp_bytes=whole.temp_bytes,
+            weight_temp_bytes=max(whole.temp_bytes, work.weight_temp_bytes),
+        )  # fmt: skip
+    if not whole.puts_off:
+        return work
+    again = bool(work.recompute) and (recomputed > 0 or strategy.recompute.mode in ("full", "operators"))
     return replace(
-        work, weight_saved_bytes=work.saved_bytes, half_temp_bytes=0, backward_temp_bytes=temp,
-        weight_temp_bytes=max(temp, work.weight_temp_bytes),
+        work, weight_saved_bytes=None if again else whole.saved_bytes, half_temp_bytes=whole.half_temp_bytes,
+        backward_temp_bytes=max(work.backward_temp_bytes, whole.half_temp_bytes),
     )  # fmt: skip

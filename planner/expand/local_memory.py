@@ -297,18 +297,17 @@ def weight_saved_bytes(
     put = own and puts_off(local)
     if again and not put:
         return None
-    needed, gradients = weight_factors(local, units)
+    needed, gradients = weight_factors(local, units, put=put or not own)
     whole = own and not put
     return sum(b for s, b in kept.items() if whole or s in needed) + sum(gradients.values())
 
 
-def weight_factors(local: LocalBlock, units: Sequence[Unit]) -> tuple[set[str], dict[str, int]]:
+def weight_factors(local: LocalBlock, units: Sequence[Unit], *, put: bool) -> tuple[set[str], dict[str, int]]:
     """Storages that weights' gradients are computed from, and bytes of the gradients of products' outputs, by operator; where the
-    weights are not put off, of all that read any."""
+    weights are not `put` off, of all that read any."""
     needed, gradients = set(), dict[str, int]()
     for operator in _with_weights(local, units):
         needed |= {local.index.storage[v] for v in operator.inputs if local.index.is_activation(v)}
-    put = not local.setting.execution.fsdp2 or puts_off(local)
     for operator in _with_weights(local, units) if put else _reading_weights(local, units):
         made = operator.name in local.index.specs and local.index.storage[operator.name] == operator.name
         if made and (operator.kind in PRODUCTS or not put):

@@ -159,26 +159,29 @@ def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, stra
 
 
 class _Encoder(nn.Module):
-    """Torch's own encoder layers, whose attention reads its weights itself, and a linear layer."""
+    """Torch's own encoder layers, whose attention reads its weights itself, linear layers between (`shared`), and one behind them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(3)
         )
+        self.between = nn.Linear(64, 64) if shared else nn.Identity()
         self.head = nn.Linear(64, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = self.between(layer(x))
         return self.head(x).square().mean()  # type: ignore[no-any-return]
 
 
-def test_what_cannot_be_put_off_stays_whole_until_second_halves() -> None:
-    """Of the first stage, which received nothing that wants a gradient, all of it; of the others, and gradients that arrived."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_cannot_be_put_off_stays_whole_until_second_halves(*, shared: bool) -> None:
+    """Of the first stage, which received nothing that wants a gradient, all of it; of the others, and gradients that arrived: those
+    of layers that could put theirs off by themselves, too."""
     inputs = (torch.zeros(2, 64, 64, device="meta"),)
     with torch.device("meta"):
-        model = _Encoder()
+        model = _Encoder(shared=shared)
     graph = capture(model, inputs, name="encoder", dtype="bfloat16")
     strategy = _split(Mesh(pp=3), 0, "zb1p", BF16, (1, 1, 1))
     found = dry_run_of(model, inputs, graph, load_cluster("h100-sxm:1x3"), strategy)
