@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from autoparallel.costmodel.program import CollectiveOp, Program
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.report.numbers import percent, significant
-from autoparallel.runtime.check.messages import Message, Place, priced_places, program_messages, sent_bytes
+from autoparallel.runtime.check.messages import (
+    TIED,
+    Message,
+    Place,
+    priced_places,
+    program_messages,
+    sent_bytes,
+)
 
 if TYPE_CHECKING:
     from autoparallel.dryrun import Pair, RankComparison
@@ -29,6 +36,10 @@ NO_DROPOUT = (
     "the strategy, priced without the model's dropout: plan again with --set execution.dropout={drops:g}"
 )
 OTHER_ZERO = "the strategy, priced with another ZeRO than the FSDP2 of auto_parallelize (execution.stack): plan again with --runnable"
+OTHER_TIES = (
+    "the strategy, priced with gradients of tied parameters that other software exchanges in execution.grad_dtype, and "
+    "auto_parallelize in execution.param_dtype (execution.stack): plan again with --runnable"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +131,16 @@ def _traffic(
         place = _place_of(axis, program, lowered, rank, sizes)
         yield Finding(
             ranks=(), what=f"bytes sent over {axis}", module=place.module, action=place.action,
-            lowered=pair.lowered, predicted=pair.predicted, blame=_traffic_blame(strategy, axis, pair),
+            lowered=pair.lowered, predicted=pair.predicted, blame=_traffic_blame(strategy, axis, pair, place),
         )  # fmt: skip
 
 
-def _traffic_blame(strategy: Strategy, axis: str, pair: Pair) -> str:
+def _traffic_blame(strategy: Strategy, axis: str, pair: Pair, place: Place) -> str:
     inner = axis in ("tp", "cp", "pp") and strategy.mesh.tp * strategy.mesh.cp > 1
     if strategy.execution.kernels == "fused" and inner:
         return FUSED
+    if place.module == TIED and not strategy.execution.fsdp2:
+        return OTHER_TIES
     return _of_two(pair.lowered, pair.predicted, "sends")
 
 

@@ -26,6 +26,8 @@ _PASSES = {
     CollectiveOp.BROADCAST: 1,
 }
 
+TIED = "tied parameters"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -94,7 +96,7 @@ def priced_places(stage: StageWork) -> dict[Message, Counter[Place]]:
         )
         note(dict.fromkeys((*work.gathers, *work.regathers)), "UNSHARD", work.name, count)
         note(work.reduce, "REDUCE_GRAD", work.name, count)
-    note(stage.tied_reduce, "REDUCE_GRAD", "tied parameters", 1)
+    note(stage.tied_reduce, "REDUCE_GRAD", TIED, 1)
     note(stage.after_step, "STEP", "updated parameters", 1)
     note((stage.send,), "SEND", "the stage's output", 1)
     return found

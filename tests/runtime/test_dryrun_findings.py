@@ -107,3 +107,17 @@ def test_parameters_that_the_only_micro_batch_gathers_are_counted_once() -> None
         found = peak_of(strategy, replace(program(), ranks=(row, row)), (stage, stage), 0, (0,))
         assert found is not None
         assert found.bytes == most
+
+
+def test_tied_gradients_of_other_software_are_to_blame_on_the_stack() -> None:
+    sent = Collective(op=CollectiveOp.SEND, axes=("pp",), size_bytes=400, label="pp")
+    planned = program()
+    planned = replace(planned, stages=tuple(replace(s, tied_reduce=(sent,)) for s in planned.stages))
+    half = Counter({SUM: 2, Message(op=CollectiveOp.SEND, axis="pp", size_bytes=200): 1})
+    made = (replace(lowered(), traffic=half),) * 2
+    for fsdp2, words in ((False, "plan again with --runnable"), (True, "the price")):
+        execution = replace(STRATEGY.execution, fsdp2=fsdp2)
+        strategy = replace(STRATEGY, execution=execution)
+        (one,) = findings(strategy, planned, made, compare(strategy, planned, made), SIZES)
+        assert one.what == "bytes sent over pp"
+        assert words in one.blame, one.text
