@@ -20,6 +20,7 @@ from autoparallel.planner.capture.names import ParameterNames
 from autoparallel.planner.capture.nodes import (
     Role,
     calls,
+    differentiates,
     loss,
     micro_batch,
     tensor,
@@ -83,13 +84,17 @@ def to_model_graph(
         chain=tuple(chain),
         tokens_per_sample=_tokens_per_sample(graph),
         has_loss=loss(graph) is not None,
-        pipeline_cuts=_cuttable(chain),
-        warnings=_warnings(fit, rules),
+        pipeline_cuts=_cuttable(chain) and not differentiates(graph),
+        warnings=_warnings(graph, fit, rules),
     )
 
 
-def _warnings(fit: Fit, rules: Rules) -> tuple[str, ...]:
+def _warnings(graph: fx.Graph, fit: Fit, rules: Rules) -> tuple[str, ...]:
     found = []
+    if differentiates(graph):
+        found.append(
+            "its forward pass takes derivatives, which go back through its blocks: it is not cut into pipeline stages"
+        )
     if fit.misses:
         found.append(f"{fit.misses} sizes are no known function of the micro-batch; they are extrapolated")
     if rules.missing:

@@ -182,6 +182,11 @@ def loss(graph: fx.Graph) -> fx.Node | None:
     return found
 
 
+def differentiates(graph: fx.Graph) -> bool:
+    """Whether the model's own code takes derivatives in its forward pass: the forces that belong to an energy, a penalty."""
+    return bool(_output(graph).meta["differentiates"])
+
+
 def micro_batch(graph: fx.Graph) -> int:
     """How many samples the step was traced with."""
     return int(_output(graph).meta["micro_batch"])

@@ -97,9 +97,10 @@ def _traced(
     loss = next((t for t in differentiable if t.numel() == 1), None)
     if loss is not None:
         differentiable = [loss]
-    gradients = tracer.run_backward(differentiable, wanted) if differentiable and wanted else {}
+    gradients = _run_backward(tracer, differentiable, wanted) if differentiable and wanted else {}
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
+    end.meta["differentiates"] = tracer.differentiates
     without_unread_pieces(writer.graph)
     tracer.meta_mode.forget()
     return Step(writer.graph, writer.constants)
@@ -120,8 +121,22 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
     except (FoldError, LeafError, ModelError, TraceError):
         raise
     except Exception as error:
-        reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
-        raise TraceError(tracer.failed or "", reason.strip().splitlines()[0]) from error
+        raise _trace_error(tracer.failed or "", error) from error
+
+
+def _run_backward(
+    tracer: Tracer, outputs: list[torch.Tensor], wanted: dict[str, torch.nn.Parameter]
+) -> dict[str, torch.fx.Node]:
+    """The gradients' nodes. Code of a backward pass that looks at values belongs to no module: the model is then priced whole."""
+    try:
+        return tracer.run_backward(outputs, wanted)
+    except UntraceableError as error:
+        raise TraceError("", f"in its backward pass, {error}") from error
+
+
+def _trace_error(path: str, error: Exception) -> TraceError:
+    reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
+    return TraceError(path, reason.strip().splitlines()[0])
 
 
 def _named(inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:

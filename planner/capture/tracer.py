@@ -73,6 +73,7 @@ class Tracer(OpenedFunctions):
         self.pieces = Pieces()
         self._starts: list[int] = []  # of each call: the number of the first autograd node that it makes
         self._runs_backward = False
+        self.differentiates = False  # whether the model's own code takes derivatives
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
         self.failed: str | None = None
@@ -192,6 +193,8 @@ class Tracer(OpenedFunctions):
         return self.writer.call(func, once, kwargs, pending, **notes)
 
     def _observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if not self._runs_backward and torch._C._current_autograd_node() is not None:
+            self.differentiates = True
         if self._standing_in or (self._pending is None and not self._runs_backward):
             return
         args = self._once(args)

@@ -78,8 +78,8 @@ def _uncuttable(graph: ModelGraph, pp: int) -> Iterator[str]:
     if pp > 1 and not graph.pipeline_cuts:
         repeated = "that each run once" if graph.repeated_positions else "at all"
         yield (
-            f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages: it has no repeated blocks {repeated}; use "
-            "mesh.pp = 1"
+            f"mesh.pp = {pp}: {graph.name} cannot be cut into pipeline stages: it has no repeated blocks {repeated}, or takes "
+            "derivatives in its forward pass; use mesh.pp = 1"
         )
 
 
