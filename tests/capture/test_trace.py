@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autoparallel.planner.capture import trace
+from autoparallel.planner.capture import capture, trace
 from autoparallel.planner.capture.nodes import Role, calls, gradients, tensor, tensor_outputs
 from autoparallel.planner.capture.traced import forward_half
 from autoparallel.planner.capture.trees import plain, tensors
@@ -148,3 +148,47 @@ def test_the_module_is_left_as_it_was() -> None:
     assert dict(traced.named_parameters())["model.embed_tokens.weight"] is module.get_parameter(
         "model.embed_tokens.weight"
     )
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (2.0 if x.sum().item() > 0 else 3.0)
+
+
+class _Unusual(nn.Module):
+    """Its backward pass looks at values, or its forward pass takes a derivative."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "force":
+            x.requires_grad_(True)
+        out = x
+        for layer in self.layers:
+            out = torch.tanh(layer(out)) if self.kind == "force" else _Doubled.apply(layer(out))
+        if self.kind == "force":
+            (force,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return force.square().sum()
+        return out.square().sum()
+
+
+def test_a_backward_pass_that_looks_at_values_has_the_model_priced_whole() -> None:
+    graph = capture(_Unusual("values"), torch.randn(4, 8), name="values")
+    assert any("in its backward pass" in warning and "priced whole" in warning for warning in graph.warnings)
+    assert graph.parameter_count == 3 * 72
+
+
+def test_a_model_that_takes_derivatives_is_not_cut_into_stages() -> None:
+    graph = capture(_Unusual("force"), torch.randn(4, 8), name="force")
+    assert not graph.pipeline_cuts
+    assert len(graph.repeated_positions) == 3
+    assert any("takes derivatives" in warning for warning in graph.warnings)
