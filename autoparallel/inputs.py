@@ -235,6 +235,10 @@ def _capture(spec: str, checked: Checked, say: Callable[[str], None]) -> ModelGr
     say("building it, and what it is fed")
     with in_the_models_words(spec):
         loaded = load_model(spec, model_args=checked.model_args, seq_len=checked.seq_len, seq_len_asked=asked)
+        if checked.request.runnable:
+            from autoparallel.runtime.lowering.parallel_module import check_members
+
+            check_members(loaded.module)
         dtype = computed_in(checked.constraints)
         graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, dtype=dtype, say=say)
     if asked and graph.tokens_per_sample == 1 != checked.seq_len:

@@ -215,7 +215,8 @@ def check_members(module: nn.Module) -> None:
     taken = [name for name in _MEMBERS if hasattr(module, name)]
     if taken:
         raise UserError(
-            f"{type(module).__name__} already has {', '.join(taken)}, which auto_parallelize adds: rename them"
+            f"{type(module).__name__} already has {', '.join(taken)}, which auto_parallelize adds: rename "
+            f"{'them' if len(taken) > 1 else 'it'}, or put the model into a module of its own that calls it"
         )
 
 

@@ -109,3 +109,16 @@ def test_images_are_counted_as_images(tmp_path: Path) -> None:
     compared = run("whatif", *model, "-o", tmp_path / "w.html")
     assert "images/s" in compared.err
     assert "64 images" in Page((tmp_path / "w.html").read_text()).text
+
+
+def test_members_that_a_parallel_model_has_are_refused_before_a_plan_that_is_to_run(tmp_path: Path) -> None:
+    path = tmp_path / "counted.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\nclass Counted(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 8)\n"
+        "        self.register_buffer('step', torch.zeros(()))\n\ndef model():\n    return Counted(), torch.randn(4, 8)\n"
+    )
+    asked = ("plan", f"{path}:model", "--cluster", "h100-sxm:1x2")
+    refused(
+        *asked, "--runnable", words=["Counted already has step", "rename it, or put the model into a module"]
+    )
+    assert run(*asked).status == 0
