@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from autoparallel.costmodel.graph import ModelGraph
+from autoparallel.errors import UserError
 from autoparallel.planner.strategy.stacks import OWN_STACK, STACK
 from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -29,10 +31,16 @@ def graph_limits(graph: ModelGraph) -> dict[str, object]:
 
 
 def kernels_to_choose(constraints: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The kernels that run here, each with the constraints that it needs; none where the user said which, or the only ones."""
+    """The kernels that run here beside what the constraints ask for, each with the constraints that it needs; none where the user said
+    which, or the only ones."""
     if KERNELS in constraints or constraints.get(STACK, OWN_STACK) not in (OWN_STACK, PLAIN):
         return {}
-    return {kind: limits({KERNELS: kind}) for kind in ("eager", "compiled")}
+    found = {}
+    for kind in ("eager", "compiled"):
+        with suppress(UserError):  # beside what is asked for, a schedule say, these do not run
+            limits({**constraints, KERNELS: kind})
+            found[kind] = limits({KERNELS: kind})
+    return found
 
 
 def entered_blocks(graph: ModelGraph) -> frozenset[str]:

@@ -130,7 +130,11 @@ def _closest(outer: Outer) -> Closest:
     """The strategy with the least bound on its memory: it does not fit, but nothing is much nearer."""
     unlimited = build_outer(outer.problem, outer.space, outer.chain, outer.book, UNLIMITED_BYTES)
     found = [evaluate(outer.book.expander, strategy) for strategy in _smallest_of_each_offload(unlimited)]
-
+    if not found:
+        why = outer.space.refused.why
+        raise UserError(
+            f"nothing that the constraints allow runs{f': {why}' if why else ''}; drop some of these"
+        )
     least = replace(unlimited, problem=replace(outer.problem, objective=Objective.MEMORY))
     search = Search(outer=least, check=after(CLOSEST_WORK), starts=0)
     search.consider(*found)

@@ -38,6 +38,7 @@ from autoparallel.planner.search.space.meshes import (
     most_chunks,
     only,
 )
+from autoparallel.planner.search.space.refused import Refused, refused_kinds
 from autoparallel.planner.search.space.shapes import MODES, Shapes, may_copy, open_offloads, shapes_of
 from autoparallel.planner.search.space.syncs import Compressed, open_compressions
 from autoparallel.planner.strategy.types import AXES, Offload
@@ -100,6 +101,7 @@ class Space:
     schedule_fixed: bool  # the user named it: then a pipeline of one rank may carry its name
     repeated: int  # blocks that may be divided to stages
     most_chunks: int  # as many, and one for glue at either end of the model
+    refused: Refused
 
     def plan_fits(self, shapes: Shapes, schedule: int, chunks: int) -> Bools:
         """Shapes that may run a schedule with so many chunks per rank."""
@@ -216,6 +218,7 @@ def build_space(problem: Problem) -> Space:
         schedule_fixed=problem.fixed.pipeline.schedule is not None,
         repeated=len(problem.graph.repeated_positions),
         most_chunks=most_chunks(problem.graph),
+        refused=refused_kinds(problem, SCHEDULES),
     )
 
 
@@ -226,7 +229,8 @@ def families(space: Space, rows: Ints, placed: Ints) -> tuple[Families, Ints]:
     for schedule, chunks in space.schedules:
         planned = np.flatnonzero(space.plan_fits(space.shapes.take(rows), schedule, chunks))
         for zero in space.zeros if len(planned) else ():
-            sharded = planned[space.zero_fits(space.shapes.take(rows[planned]), zero)]
+            shapes = space.shapes.take(rows[planned])
+            sharded = planned[space.zero_fits(shapes, zero) & ~space.refused.of(shapes, schedule, zero)]
             columns.append((sharded, zero, schedule, chunks))
     at, (zeros, schedules, chunk_counts) = _columns(columns, 3)
     return Families(
