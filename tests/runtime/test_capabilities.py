@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,10 @@ from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
 from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.plan import plan
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.search.partition.quick import even_partition
+from autoparallel.planner.search.space.build import build_space, variants
+from autoparallel.planner.search.space.candidates import candidate, strategy_of
 from autoparallel.planner.strategy.file import strategy_from_constraints, strategy_to_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.types import (
@@ -281,3 +286,28 @@ def test_replicas_that_are_not_there_are_refused() -> None:
     (found,) = refusals(Case(strategy=alone))
     assert "outer.algorithm" in found
     assert "needs replicas" in found
+
+
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_what_leaves_the_space_is_refused_one_by_one(kernels: str) -> None:
+    cluster = load_cluster("h100-sxm:1x4")
+    free = Problem(
+        graph=toy_transformer(layers=4, hidden=64, heads=4, seq=64, vocab=256), cluster=cluster, global_batch=8,
+        execution=Execution(kernels=kernels),
+    )  # fmt: skip
+    judge = refuser(free.graph, cluster, said=True)
+    every, kept = (_plain_strategies(one) for one in (free, replace(free, refuses=judge)))
+    gone = every - kept
+    assert kept < every
+    assert all(judge(strategy) is not None for strategy in gone)
+    assert {one.pipeline.schedule for one in gone} >= {"zb1p", "zbv", "dualpipev"}
+    assert ("zb1p" in {one.pipeline.schedule for one in kept}) == (kernels == "eager")
+
+
+def _plain_strategies(problem: Problem) -> set[Strategy]:
+    """The strategies of the space, with blocks divided evenly."""
+    space = build_space(problem)
+    every = variants(space, np.arange(len(space.shapes)))
+    blocks = len(problem.graph.repeated_positions)
+    found = (candidate(space, every, row) for row in range(len(every)))
+    return {strategy_of(problem, one, even_partition(blocks, one.chunks)) for one in found}
