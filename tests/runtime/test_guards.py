@@ -78,7 +78,9 @@ def _run(
     losses: dict[int, float] = {}
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    (path / "mesh.toml").write_text(mesh)
+    if torch.distributed.get_rank() == 0:
+        (path / "mesh.toml").write_text(mesh)
+    torch.distributed.barrier()
 
     def note(step: Step) -> None:
         losses[step.number] = step.loss

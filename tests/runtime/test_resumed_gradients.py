@@ -107,9 +107,11 @@ def cases(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Tensor
     for name, starts in RUNS.items():
         path = Path(folder) / name.replace(" ", "-")
         for number, (text, end) in enumerate(starts):
-            path.mkdir(exist_ok=True)
             file = path / f"{number}.toml"
-            file.write_text("[batch]\nglobal = 8\nmicro = 2\n" + text)
+            if rank == 0:
+                path.mkdir(exist_ok=True)
+                file.write_text("[batch]\nglobal = 8\nmicro = 2\n" + text)
+            torch.distributed.barrier()
             torch.manual_seed(0)
             trainer = (Once if "rolled back" in name else Quiet)(
                 Sums().double(), optimizer=partial(torch.optim.SGD, lr=1.0), data=Numbers(), global_batch=8,
