@@ -32,6 +32,7 @@ def copies_every(
         return 0
     if checkpoints.hold_copies(options.memory) == 1:
         say("peers: all processes are on one node: copies in its memory outlive them, not it")
-    known = cluster is not None and rule.policy == "peers"
-    step_s = simulate(model.program, cluster).step_time_s if known and cluster is not None else 0.0
+    step_s = 0.0
+    if cluster is not None and rule.policy == "peers":
+        step_s = simulate(model.program, cluster).step_time_s
     return options.every or steps_of(rule, step_s)

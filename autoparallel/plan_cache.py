@@ -18,7 +18,12 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed
-from autoparallel.planner.strategy.file import missing_keys, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.file import (
+    missing_keys,
+    read_strategy_file,
+    strategy_from_constraints,
+    strategy_to_constraints,
+)
 from autoparallel.planner.strategy.legal import constraint_problems
 from autoparallel.planner.strategy.stacks import told
 from autoparallel.planner.strategy.types import Execution, Strategy
@@ -45,6 +50,11 @@ class StrategySource:
             return self.strategy.batch.global_
         batch = self.constraints.get("batch.global")
         return batch if isinstance(batch, int) else None
+
+    @property
+    def said(self) -> Mapping[str, object]:
+        """What the source decides, by dotted key."""
+        return self.constraints if self.strategy is None else strategy_to_constraints(self.strategy)
 
     def check_graph(self, hash_: str) -> None:
         """Refuse a file that was planned for a graph with another hash."""

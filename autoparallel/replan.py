@@ -18,7 +18,6 @@ from autoparallel.planner.strategy.file import (
     missing_keys,
     read_strategy_file,
     strategy_from_constraints,
-    strategy_to_constraints,
 )
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.planner.strategy.write import write_strategy
@@ -49,8 +48,7 @@ def for_those_here(
     made_for = _devices_of(source)
     if made_for is None or made_for == world or pinned:
         return source, cluster
-    said = source.constraints if source.strategy is None else strategy_to_constraints(source.strategy)
-    stays = stays_of(said, cluster, world)
+    stays = stays_of(source.said, cluster, world)
     without = f", without {' and '.join(stays.left_out)}" if stays.left_out else ""
     say(
         f"the strategy is for {made_for} processes and {world} {'is' if world == 1 else 'are'} here: planning for these{without}"
@@ -132,9 +130,8 @@ def of_one_replica(source: StrategySource, count: int) -> StrategySource:
         raise UserError(
             f"{source.name}: mesh.dp_replicate = {replicas} has no {count} equal shares: change one of them"
         )
-    said = given if strategy is None else strategy_to_constraints(strategy)
     for key, plain, remedy in _SUMMED_AS_THEY_ARE:
-        value: Any = said.get(key, plain)
+        value: Any = source.said.get(key, plain)
         if value != plain and not (isinstance(value, tuple) and set(value) == {"none"}):
             shown = (
                 f"{key} = {list(value) if isinstance(value, tuple) else value}"

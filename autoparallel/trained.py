@@ -15,6 +15,7 @@ from autoparallel.errors import UserError
 from autoparallel.phases import enter_phase
 from autoparallel.plan_cache import StrategySource
 from autoparallel.planner.strategy.types import Strategy
+from autoparallel.runtime.loading.materialise import all_names, materialise
 
 # Makes a parallel model of a module by a strategy, which is whole or for the planner to complete.
 Lower = Callable[[nn.Module, StrategySource | Strategy], Any]
@@ -48,7 +49,10 @@ class Trained:
         return True
 
     def _remade(self, strategy: Strategy) -> tuple[Any, Optimizer]:
-        model = self._lower(_with_memory(copy.deepcopy(self._bare)), strategy)
+        module: Any = copy.deepcopy(self._bare)
+        # Parameters without values, which are loaded; nothing is initialised.
+        materialise(module, torch.device("cpu"), seed=0, origin=module, given=all_names(module))
+        model = self._lower(module, strategy)
         optimizer = self._optimizer(model)
         if self.scheduler is not None and self._schedule is not None:
             passed = self.scheduler.state_dict()
@@ -58,9 +62,8 @@ class Trained:
 
     def _optimizer(self, model: Any) -> Optimizer:
         """The model's optimizer of the class, and with the options, that were given."""
-        kind, options = (self._kind, {})
-        if isinstance(self._kind, partial):
-            kind, options = self._kind.func, self._kind.keywords
+        given = self._kind
+        kind, options = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
         made: Optimizer = model.optimizer(kind, **options)
         return made
 
@@ -85,17 +88,3 @@ def _bare(module: nn.Module) -> Any:
             f"[[phase]]: a phase changes more than [grad_sync], for which the model is made anew, and {type(module).__name__} cannot "
             f"be copied ({type(error).__name__}: {error}); make it copyable by copy.deepcopy, or leave other keys out of the phases"
         ) from error
-
-
-def _with_memory(module: Any) -> Any:
-    """The copy with parameters that hold no values yet, on the CPU."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter not in made:
-                made[parameter] = nn.Parameter(
-                    torch.zeros_like(parameter, device="cpu"), parameter.requires_grad
-                )
-            if parameter is not None:
-                owner._parameters[name] = made[parameter]
-    return module

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoparallel.planner.capture.heads import heads_apart
+from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
 from autoparallel.planner.capture.recurrent import stepwise
 from autoparallel.planner.capture.trees import tensors
 
@@ -35,6 +35,9 @@ def opened(func: Any) -> Callable[..., Any]:
     copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
+
+
+multi_head = opened(MULTI_HEAD)  # torch's own attention, which calls `scaled_dot_product_attention` inside
 
 
 class OpenedFunctions(TorchFunctionMode):

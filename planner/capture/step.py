@@ -121,7 +121,8 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
     except (FoldError, LeafError, ModelError, TraceError):
         raise
     except Exception as error:
-        raise _trace_error(tracer.failed or "", error) from error
+        reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
+        raise TraceError(tracer.failed or "", reason.strip().splitlines()[0]) from error
 
 
 def _run_backward(
@@ -132,11 +133,6 @@ def _run_backward(
         return tracer.run_backward(outputs, wanted)
     except UntraceableError as error:
         raise TraceError("", f"in its backward pass, {error}") from error
-
-
-def _trace_error(path: str, error: Exception) -> TraceError:
-    reason = str(error) if isinstance(error, UntraceableError) else f"{type(error).__name__}: {error}"
-    return TraceError(path, reason.strip().splitlines()[0])
 
 
 def _named(inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[tuple[str, torch.Tensor]]:

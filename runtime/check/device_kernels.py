@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.planner.capture.heads import MULTI_HEAD
-from autoparallel.planner.capture.opened import opened
+from autoparallel.planner.capture.opened import multi_head
 
 _DIMS, _HEADS = 4, 1  # batch, heads, length, head size; the dim of heads
-_multi_head = opened(MULTI_HEAD)
 
 
 class DeviceKernels(TorchFunctionMode):
@@ -33,7 +32,7 @@ class DeviceKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is MULTI_HEAD:
             with self:
-                return _multi_head(*args, **kwargs)
+                return multi_head(*args, **kwargs)
         if self._flash and func is F.scaled_dot_product_attention and args[0].dim() == _DIMS:
             return _attention(*args, **kwargs)
         if func is F.dropout and not kwargs.get("inplace"):

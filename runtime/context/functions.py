@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.planner.capture.heads import MULTI_HEAD, heads_apart
-from autoparallel.planner.capture.opened import opened
+from autoparallel.planner.capture.opened import multi_head
 from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
@@ -51,7 +51,6 @@ _GATHERED = frozenset({
 })  # fmt: skip
 # Their indices are those of the whole sequence, which DTensor does not always see to.
 _BY_INDEX = frozenset({"index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce"})
-_as_torch = opened(MULTI_HEAD)
 _DROPOUT = frozenset({F.dropout, torch.dropout})
 
 
@@ -80,7 +79,7 @@ class ContextParallel(TorchFunctionMode):
         if (name := getattr(func, "__name__", "").rstrip("_")) in _BY_INDEX:
             return self._by_index(name, func, args, kwargs)
         if func is MULTI_HEAD:
-            attend = heads_apart(func, args, kwargs) or functools.partial(_as_torch, *args, **kwargs)
+            attend = heads_apart(func, args, kwargs) or functools.partial(multi_head, *args, **kwargs)
             with self:
                 return attend()
         if len(args) != 1 or kwargs:

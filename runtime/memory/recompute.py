@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autoparallel.errors import UserError
 from autoparallel.planner.capture.heads import MULTI_HEAD
 from autoparallel.planner.capture.kernels import named_kind
-from autoparallel.planner.capture.opened import opened
+from autoparallel.planner.capture.opened import multi_head
 from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
 from autoparallel.runtime.tensor.questions import copied_buffers
@@ -29,7 +29,6 @@ MODES = ("none", "selective", "full", "operators")
 _SUMS = frozenset({"reduce_scatter_tensor", "all_reduce"})
 # By way of `scaled_dot_product_attention`, and as a causal bias that starts elsewhere calls the kernels.
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
-_multi_head = opened(MULTI_HEAD)  # calls `scaled_dot_product_attention` inside
 
 
 class _RecomputeAttention(TorchFunctionMode):
@@ -50,7 +49,7 @@ class _RecomputeAttention(TorchFunctionMode):
             func is MULTI_HEAD and not torch.compiler.is_compiling()
         ):  # which does not see through a mode in there
             with self:
-                return _multi_head(*args, **(kwargs or {}))
+                return multi_head(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

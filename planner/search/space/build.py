@@ -203,7 +203,7 @@ class Space:
 
 def build_space(problem: Problem) -> Space:
     """Every mesh, shape and choice that is legal and respects the constraints; empty columns where none is."""
-    meshes = build_meshes(problem)
+    meshes, schedules = build_meshes(problem), _schedules(problem)
     return Space(
         meshes=meshes,
         shapes=shapes_of(problem, meshes),
@@ -213,12 +213,12 @@ def build_space(problem: Problem) -> Space:
         zeros=_zeros(problem),
         zero_fixed=problem.fixed.shard.zero,
         alone=problem.fixed.mesh.dp_shard == 1,
-        schedules=_schedules(problem),
+        schedules=schedules,
         chunks=_fixed_chunks(problem),
         schedule_fixed=problem.fixed.pipeline.schedule is not None,
         repeated=len(problem.graph.repeated_positions),
         most_chunks=most_chunks(problem.graph),
-        refused=refused_kinds(problem, SCHEDULES),
+        refused=refused_kinds(problem, SCHEDULES, {schedule for schedule, _ in schedules}),
     )
 
 

@@ -6,8 +6,9 @@ one. One strategy of each such kind is asked about, which is plain in everything
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +35,14 @@ class Refused:
         return np.asarray(self.kinds[schedule, zero][tuple(above)])
 
 
-def refused_kinds(problem: Problem, schedules: Sequence[str]) -> Refused:
-    """What of these schedules is refused; nothing where nobody said who runs the plan."""
+def refused_kinds(problem: Problem, schedules: Sequence[str], tried: Collection[int]) -> Refused:
+    """What is refused of the schedules that are `tried`, by their places among all; nothing where nobody said who runs the plan."""
     kinds, why = np.zeros((len(schedules), ZEROS, 2, 2, 2), dtype=np.bool_), None
-    for place in np.ndindex(kinds.shape) if problem.refuses is not None else ():
-        schedule, zero, *above = place
-        said = problem.refuses(_plain(problem, schedules[schedule], zero, above)) if problem.refuses else None
-        kinds[place], why = said is not None, why or said
+    if problem.refuses is None:
+        return Refused(kinds=kinds, why=why)
+    for schedule, (zero, *above) in product(sorted(tried), np.ndindex(kinds.shape[1:])):
+        said = problem.refuses(_plain(problem, schedules[schedule], zero, above))
+        kinds[(schedule, zero, *above)], why = said is not None, why or said
     return Refused(kinds=kinds, why=why)
 
 
