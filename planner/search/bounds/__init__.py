@@ -5,7 +5,7 @@
   variants communicate, in columns, by the rates of `exchanges.py`, once for each of the `placements.py`.
 - `outer.py`: the space joined with its prices, and the bounds of shapes and variants:
 - `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("divided");
-- `rows.py`: variants with all that these are made of;
+- `rows.py`: variants with all that these are made of; `messages.py`: what stages send each other;
 - `ranks.py`: how many blocks a rank can hold in a given time and memory, with `flight.py`: micro-batches in flight, and `ends.py`:
   what it has to do when it has computed all; `hosts.py`: what they keep on hosts;
 - `families.py`: the least that variants communicate which differ in nothing else, so that they are bounded as one;

@@ -18,7 +18,7 @@ from autoparallel.planner.search.bounds.exchanges import EXCHANGED, STEPPED, Exc
 from autoparallel.planner.search.bounds.placements import message_sizes, places
 from autoparallel.planner.search.bounds.prices import PriceBook
 from autoparallel.planner.search.bounds.settings import SettingPrices
-from autoparallel.planner.search.partition.forms import Chain, tied_ends
+from autoparallel.planner.search.partition.forms import Chain
 from autoparallel.planner.search.space.build import Space, Variants
 from autoparallel.planner.search.space.meshes import MESH_KEYS, Floats, Ints, alike
 from autoparallel.planner.strategy.types import Mesh
@@ -99,7 +99,7 @@ class CommunicationPrices:
             pipelines=places(space, "pp"),
             tensors=places(space, "tp"),
             messages=message_sizes(problem, book, space.shapes, chain),
-            tied=tuple(tied_ends(problem.graph, chain).values()),
+            tied=tuple(chain.ties.numbers[name] for name in sorted(chain.ties.ends)),
         )
 
     def price(self, found: Variants) -> Communication:

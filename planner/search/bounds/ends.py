@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.planner.search.bounds.messages import Messages
 from autoparallel.planner.search.bounds.rows import EPSILON, Rows, passes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
@@ -86,7 +87,6 @@ class Passed:
     base_s: Floats  # [rank, variant]: forth through all stages and back to this one, as if no layer group stood before
     per_block_s: Floats  # [variant]: of what comes after it
     before_s: Floats  # a layer group's way back, at most
-    send_s: Floats
 
     @staticmethod
     def of(rows: Rows, rank: Ints, after_s: Floats) -> Passed:
@@ -97,16 +97,16 @@ class Passed:
         )
         back_s = np.where(rows.plain, u.all_backward_s, u.all_input_s)
         head_s = np.where(rows.plain, u.head_s - u.head_forward_s, u.head_input_s)
-        hops = 2 * (rows.shapes.pp * rows.chunks - 1 - rows.v_shaped) - rank
+        hops, sent = rows.shapes.pp * rows.chunks - 1 - rows.v_shaped, Messages.of(rows)
+        sent_s = sent.together_s(hops) + sent.together_s(hops - rank)
         left_s = np.maximum(rows.group_reduce_s - u.group_backward_s * (rows.slow / rows.slow_comm), 0.0)
         whole = np.where(rows.zero >= 2, 0.0, left_s)
         split = rows.beside(u.group_weight_s, rows.group_reduce_s)
-        base_s = u.all_forward_s + back_s - head_s * (rank > 0) + hops * rows.send_s + after_s
+        base_s = u.all_forward_s + back_s - head_s * (rank > 0) + sent_s + after_s
         return Passed(
             base_s=base_s if not rows.others else np.zeros_like(base_s),
             per_block_s=np.where(alone, np.where(rows.plain, whole, split), 0.0) + rows.group_step_s,
             before_s=each_s,
-            send_s=rows.send_s,
         )
 
     def most_blocks(self, time_s: Floats, blocks: Floats) -> Floats:

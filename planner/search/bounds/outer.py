@@ -306,6 +306,7 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         step_least_s=communication.step_least_s,
         sends_s=communication.sends_s,
         send_s=_shortest(communication.sends_s, outer.chain),
+        places=outer.chain.places if outer.problem.cluster.network is None else (),
         tied_s=communication.tied_s,
         summed_s=communication.summed_least_s
         + communication.summed_s
@@ -318,6 +319,7 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         most_per_chunk=most,
         slow=slow,
         slow_comm=slow_comm,
+        tied_between=bool(outer.chain.ties.ends & outer.chain.ties.groups),
         apart=outer.problem.fixed.grad_sync.overlap is False,
         slower=None if outer.pace is None else 1.0 / outer.pace[:, found.shape],
         lacking_bytes=lacking_bytes(outer.problem),

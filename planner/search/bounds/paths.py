@@ -117,8 +117,7 @@ class _Took:
         )  # of a second of communication, if computation leads
         self._less = max(1.0 - rows.slow * gain, 0.0)  # of a second of computation, if communication leads
         u, every = rows.table, rows.zero >= 2  # each backward ends with its reduction: nothing is left
-        copied = np.where((rows.shapes.pp > 1) & ~rows.v_shaped, u.tail_tied, 0.0)
-        trainable = (u.head_trainable, u.tail_trainable + copied)
+        trainable = (u.head_trainable, u.tail_trainable + rows.copied())
         gathers = (
             rows.kind_gather_s, rows.gather_each_s * u.head_parameters, rows.gather_each_s * u.tail_parameters
         )  # fmt: skip
@@ -267,13 +266,18 @@ class _Walk:
         self._each = np.array(each, dtype=np.float64)[:, :, kinds] / PS  # [form, kept or recomputed, kind]
         self._fixed = np.array([form.fixed for form in forms], dtype=np.float64) / PS  # [form, chunk]
         self._first = np.cumsum([0, *(len(quantity.forms) for quantity in quantities[:-1])])
+        self._after = np.array(quantities[Q.SEND].forms[0].after, dtype=np.float64) / PS  # [cut]
 
     def __call__(self, layers: Floats) -> tuple[float, Row]:
         """Seconds with so many layers [kept and recomputed, chunk, kind], and the critical path."""
         taken = np.tensordot(self._each, layers, axes=([1, 2], [0, 2]))  # [form, chunk]
         every = np.maximum.reduceat(self._fixed + taken, self._first, axis=0)
+        every = np.maximum(every, 0.0)
+        if len(self._after):  # of the nearest cut
+            cuts = np.cumsum(layers.sum(axis=(0, 2))).round().astype(np.int64)
+            every[Q.SEND] += self._after[np.minimum(cuts, len(self._after) - 1)]
         costs = []
-        for s in np.maximum(every, 0.0).T.tolist():
+        for s in every.T.tolist():
             costs.append(
                 StageCost(
                     forward=Phase(total_s=s[Q.FORWARD]), backward=Phase(total_s=s[Q.BACKWARD]),

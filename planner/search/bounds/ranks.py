@@ -26,6 +26,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.ends import InLine, Passed, least_of_stages
 from autoparallel.planner.search.bounds.flight import InFlight, deferred_weights, in_flight, weights_share
 from autoparallel.planner.search.bounds.hosts import host_room
+from autoparallel.planner.search.bounds.messages import Messages
 from autoparallel.planner.search.bounds.rows import EPSILON, Rows, hidden, passes
 from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.space.build import SCHEDULES
@@ -129,7 +130,8 @@ class RankBounds:
         alone = rows.chunks == 1
         single = plain & alone
         own_s = m * (u.head_s * first + u.tail_s * last)
-        before, sends_s = rows.before(rank), rank * rows.send_s
+        sent = Messages.of(rows)
+        before, sends_s = rows.before(rank), sent.together_s(rank)
         # What each further layer group on the ranks before adds: of several chunks it may stand in any.
         self.before, self.fill_s, self.drain_s = before, single * others_f, single * others_b
         step_s, tied_s = rows.step_s, np.where(plain, rows.tied_s, 0.0)
@@ -153,7 +155,7 @@ class RankBounds:
         self._drain(rows, slower, (f, b), (others_f, others_b), sends_s)
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
         warm = np.where(gpipe, 1, np.minimum(pp - rank, m))
-        whole_s = u.all_forward_s + u.all_backward_s + 2 * (pp - 1) * rows.send_s
+        whole_s = u.all_forward_s + u.all_backward_s + 2 * sent.together_s(np.full(len(m), pp - 1))
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
         self.round_base_s = np.where(single, whole_s + rows.ending_s(), 0.0)
         # Its first backward waits for one micro-batch's way through all stages, and with a single chunk for its way back

@@ -45,6 +45,7 @@ class Rows:
     step_least_s: Floats  # likewise its update
     sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     send_s: Floats  # the shortest of them
+    places: tuple[int, ...]  # of the chain that send each of them, as far as cuts there may be told apart
     tied_s: Floats  # the exchange of tied gradients, which the first stage's step waits for where its backward is whole
     summed_s: Floats  # of some stage: gradients that are summed over the replicas once a step, before any stage's step
     repeated: int  # layer groups of the kinds that count
@@ -54,6 +55,7 @@ class Rows:
     most_per_chunk: Ints  # of any
     slow: float  # 1 + compute_slowdown
     slow_comm: float
+    tied_between: bool  # whether layer groups hold any tensor that the ends of the model do
     apart: bool  # reductions run beside nothing: grad_sync.overlap = false
     slower: Floats | None = (
         None  # over unlike devices, [rank, variant]: the fastest one's pace against the rank's
@@ -81,7 +83,8 @@ class Rows:
             shapes=self.shapes.take(index), table=take_rows(self.table, index),
             **{name: getattr(self, name)[index] for name in columns},
             repeated=self.repeated, others=self.others, least_per_chunk=self.least_per_chunk[index],
-            least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm, apart=self.apart,
+            least_per_end=self.least_per_end[index], most_per_chunk=self.most_per_chunk[index], slow=self.slow, slow_comm=self.slow_comm,
+            places=self.places, tied_between=self.tied_between, apart=self.apart,
             slower=None if self.slower is None else self.slower[:, index], lacking_bytes=self.lacking_bytes,
         )  # fmt: skip
 
@@ -135,7 +138,7 @@ class Rows:
         hides_s = np.where(self.plain[:, None], again_s, u.of_kinds("weight_s"))
         left = self.zero < 2
         never = left & (self.kind_reduce_s > hides_s * hidden).all(axis=1)
-        copied = np.where((self.shapes.pp > 1) & ~self.v_shaped, u.tail_tied, 0.0)
+        copied = self.copied()
         ends = []
         for numbers, side, some in (
             (u.head_trainable, "head", left), (u.tail_trainable + copied, "tail", never),
@@ -144,6 +147,11 @@ class Rows:
             beside_s = whole_s - forward_s - np.where(self.plain, 0.0, getattr(u, f"{side}_input_s"))
             ends.append(np.where(some, np.maximum(numbers * self.reduce_s - beside_s * hidden, 0.0), 0.0))
         return ends[0], ends[1]
+
+    def copied(self) -> Floats:
+        """Trainable numbers of the tail that the head holds, too, and the last stage again."""
+        alone = (self.chunks == 1) | (not self.tied_between)  # another stage of its rank may have them
+        return np.where((self.shapes.pp > 1) & ~self.v_shaped & alone, self.table.tail_tied, 0.0)
 
     def ending_s(self) -> Floats:
         """From the end of the first stage's last backward, of which only input gradients are counted where it is split, to the

@@ -12,6 +12,7 @@ from autoparallel.planner.expand.axes import EXPERTS
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook
 from autoparallel.planner.search.partition.forms import Chain
+from autoparallel.planner.search.partition.ties import Names
 from autoparallel.planner.search.space.meshes import Floats, Ints
 from autoparallel.planner.strategy.types import Strategy
 
@@ -140,31 +141,31 @@ def _block_prices(
 ) -> _Prices:
     """Prices of every block in a strategy's setting."""
     mode = strategy.recompute.mode
-    tied = [any(p.tied for p in block.parameters) for block in problem.graph.blocks]
-
+    ties = chain.ties
     plans = book.expander.works.tensor_plan(strategy).blocks
     plain, plain_axes = _without_experts(strategy), tuple(axis for axis in axes if axis.name != EXPERTS)
 
-    def block_price(block: int, how: str, *, held: bool = False) -> BlockPrice:
+    def block_price(block: int, how: str, *, held: bool) -> BlockPrice:
         apart = plans[block].has_experts
         return book.block_price(
-            strategy if apart else plain, block, how, held=held or not tied[block],
+            strategy if apart else plain, block, how, held=held,
             axes=axes if apart else plain_axes, added=added,
         )  # fmt: skip
 
-    head = [block_price(b, "none", held=chain.head.count(b) == 1) for b in chain.head]
-    tail = [block_price(b, "none") for b in chain.tail]
-    copies = [block_price(b, "none", held=True) for b in chain.tail]
+    def side(blocks: tuple[int, ...], names: Names, first: str = "none") -> list[BlockPrice]:
+        counts = ties.at(blocks, names)
+        return [
+            block_price(b, "none" if i else first, held=one)
+            for i, (b, one) in enumerate(zip(blocks, counts, strict=True))
+        ]
+
+    head, tail = side(chain.head, ties.head), side(chain.tail, Names())
+    copies = side(chain.tail, ties.head)
     tied_numbers = sum(a.dense_trainable - b.dense_trainable for a, b in zip(copies, tail, strict=True))
-    groups = [
-        [block_price(b, mode if i == 0 else "none") for i, b in enumerate(group)] for group in chain.groups
-    ]
+    groups = [side(group, ties.first, mode) for group in chain.groups]
     full = groups
     if mode != "full" or problem.fixed.recomputed is not None:
-        full = [
-            [block_price(b, "full" if i == 0 else "none") for i, b in enumerate(group)]
-            for group in chain.groups
-        ]
+        full = [side(group, ties.first, "full") for group in chain.groups]
     return _Prices(head=head, tail=tail, tail_tied=tied_numbers, groups=groups, full=full)
 
 

@@ -4,7 +4,7 @@ Every bound is true: no partition of blocks to stages, and no choice of recomput
 finds shorter, or a fullest device that it finds less full.
 
     shared    T >= mean over the ranks of fill, work, reduction and optimizer; and one micro-batch through all stages
-    messages    T >= the messages on one link, and what a micro-batch on its way takes over how many are (`messages_s`)
+    messages    T >= the messages on one link, and what a micro-batch on its way takes over how many are (`messages.py`)
     divided     T >= the least time in which the ranks' most blocks (`planner/search/bounds/ranks.py`) sum to all blocks
 
 The number of blocks that a rank can hold grows with T, so the least T is found by bisection, for all rows at once.
@@ -18,12 +18,12 @@ import numpy as np
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.communication import CommunicationPrices
-from autoparallel.planner.search.bounds.flight import is_v_shaped, most_on_their_way
+from autoparallel.planner.search.bounds.messages import Messages, messages_s
 from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import PriceTable
 from autoparallel.planner.search.partition.forms import Chain
-from autoparallel.planner.search.space.build import SCHEDULES, WHOLE_BACKWARD, Space
+from autoparallel.planner.search.space.build import WHOLE_BACKWARD, Space
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
 HALVINGS = 14  # of the bracket in which a bound is found, at most
@@ -101,35 +101,12 @@ def communicated_s(
         )  # one stage, which reduces beside its last backward
         several_s = np.maximum(m * (forward_s + backward_s), m * forward_s + left_s) + step_s
         send_s = communication.shortest_s(rows, order, chain)
-        # What `messages_s` says of every schedule, however many chunks a rank has.
+        # What `messages.messages_s` says of every schedule, however many chunks a rank has.
         through_s = forward_s + table.all_input_s[rows] + 2 * (pp - 1) * send_s
         through_s = np.maximum(through_s, table.all_input_s[rows] + (m + 2 * pp - 3) * send_s)
         each_s = np.where(pp == 1, one_s, np.maximum(several_s / pp, through_s))
         found_s[rows] = np.minimum(found_s[rows], each_s)
     return found_s
-
-
-def messages_s(
-    schedule: Ints, chunks: Ints, m: Ints, pp: Ints, forward_s: Floats, back_s: Floats, send_s: Floats
-) -> Floats:
-    """Seconds that messages make a step take at least, several ranks: `forward_s` and `back_s` of one micro-batch through the
-    whole model and back, where a message takes `send_s`.
-
-    A micro-batch passes all links both ways, and no more than `most_on_their_way` do so at a time. Between the first two ranks a
-    link carries one message for each chunk and micro-batch, one after the other; before the first one, or after the last one,
-    comes the rest of a micro-batch's way. In the shape of a V each link carries messages of both directions, and the last rank
-    turns without one.
-    """
-    v_shaped, gpipe = is_v_shaped(schedule), schedule == SCHEDULES.index("gpipe")
-    hops = pp * chunks - 1 - v_shaped
-    whole_s = forward_s + back_s + 2 * hops * send_s
-    in_turns_s = whole_s * m / most_on_their_way(schedule, chunks, m, pp)
-    # GPipe's way back begins with the last micro-batch's arrival, that of others of a single chunk with the first one's.
-    single_s = forward_s + back_s + (np.where(gpipe, m, 1) + m + 2 * (pp - 2)) * send_s
-    several_s = np.maximum(forward_s, back_s) + (m * chunks + hops + pp - 2) * send_s
-    shaped_s = np.maximum((2 * m + hops - 1) * send_s, back_s + (m + 2 * hops - 1) * send_s)
-    linked_s = np.where(v_shaped, shaped_s, np.where(chunks > 1, several_s, single_s))
-    return np.asarray(np.maximum(in_turns_s, linked_s))
 
 
 def _may_split(space: Space) -> bool:
@@ -177,13 +154,15 @@ def variant_bounds(
 def _shared_s(rows: Rows) -> Floats:
     """One micro-batch through the whole model, and what the ranks take on average, however blocks are divided."""
     u, m, pp, plain = rows.table, rows.shapes.micro_batches, rows.shapes.pp, rows.plain
-    sends_s = 2 * (pp * rows.chunks - 1) * rows.send_s
+    sent = Messages.of(rows)
+    sends_s = 2 * sent.together_s(pp * rows.chunks - 1)
     ending_s = rows.ending_s()
     whole_s = u.all_forward_s + u.all_backward_s
     first_s = rows.tied_s + np.where(rows.chunks > 1, rows.first_stage_s(), 0.0)
     whole_s += np.maximum(first_s, ending_s)
     # A schedule in the shape of a V turns on its last rank, without a message.
-    there_and_back_s = u.all_forward_s + u.all_input_s + sends_s - 2 * rows.v_shaped * rows.send_s + ending_s
+    turning_s = 2 * sent.together_s(pp * rows.chunks - 1 - rows.v_shaped)
+    there_and_back_s = u.all_forward_s + u.all_input_s + turning_s + ending_s
     through_s = np.where(plain, whole_s + sends_s, there_and_back_s)
     forward_s = rows.beside(u.all_forward_s, rows.all_gather_s)
     backward_s = rows.beside(u.all_backward_s, rows.all_regather_s)
@@ -191,7 +170,7 @@ def _shared_s(rows: Rows) -> Floats:
     backward_s = np.where(rows.zero >= 2, ended_s, backward_s)
     last_s = np.where((rows.chunks == 1) | rows.apart, ended_s, backward_s)
     fill = rows.filled()
-    sent_s = pp * (pp - 1) / 2 * rows.send_s
+    sent_s = pp * sent.together_s((pp - 1) / 2)  # of the ranks together, the sum of whose ways is convex
     fill_s, drain_s = fill * u.group_forward_s + sent_s, fill * u.group_backward_s + sent_s
     stepped_s = m * forward_s + (m - 1) * backward_s + last_s + rows.all_step_s + fill_s
     drained_s = m * (forward_s + backward_s) + np.where(plain, fill_s + drain_s, 0.0)
@@ -202,7 +181,7 @@ def _shared_s(rows: Rows) -> Floats:
     # No chunk's last backward starts before every micro-batch has passed all stages.
     reduced_s = fill_s + m * forward_s + left_s + rows.all_step_s
     back_s = np.where(plain, u.all_backward_s, u.all_input_s)
-    passing_s = messages_s(rows.schedule, rows.chunks, m, pp, u.all_forward_s, back_s, rows.send_s)
+    passing_s = messages_s(rows, u.all_forward_s, back_s)
     through_s = np.maximum(through_s, np.where(pp > 1, passing_s, 0.0))
     through_s += np.maximum(rows.summed_s - rows.tied_s, 0.0)  # the one or the other is waited for
     return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp + rows.summed_s)

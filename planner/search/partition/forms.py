@@ -7,12 +7,13 @@ the first layer group (`head`) stands in the first chunk, glue after the last re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import floor
 
 from autoparallel.costmodel.graph import ModelGraph, TensorSpec
 from autoparallel.planner.search.bounds.prices import BlockPrice
 from autoparallel.planner.search.partition.problem import Form
+from autoparallel.planner.search.partition.ties import Ties
 
 PS = 1e12  # picoseconds per second
 Prices = tuple[BlockPrice, ...]
@@ -34,11 +35,17 @@ class Chain:
         int, ...
     ] = ()  # before each layer group, and after the last one: which of `messages` is sent there
     messages: tuple[tuple[TensorSpec, ...], ...] = ()  # the distinct ones
+    ties: Ties = field(default_factory=Ties)
 
     @property
     def counts(self) -> list[int]:
         """Layer groups of each kind."""
         return [self.kinds.count(kind) for kind in range(len(self.groups))]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """At how many places of the chain each of `messages` is sent; 0 of one that has nothing in it."""
+        return tuple(self.cuts.count(cut) if specs else 0 for cut, specs in enumerate(self.messages))
 
     @property
     def sent(self) -> tuple[int, ...]:
@@ -51,7 +58,8 @@ def chain_of(graph: ModelGraph) -> Chain:
     blocks = tuple(link.block for link in graph.chain)
     starts = graph.repeated_positions
     if not starts:
-        return Chain(head=blocks, kinds=(), groups=(), tail=())
+        ties = Ties.find(graph, blocks, (), (), ())
+        return Chain(head=blocks, kinds=(), groups=(), tail=(), ties=ties)
     ends = (*starts[1:], starts[-1] + 1)
     runs = [blocks[a:b] for a, b in zip(starts, ends, strict=True)]
     groups = tuple(dict.fromkeys(runs))
@@ -60,19 +68,12 @@ def chain_of(graph: ModelGraph) -> Chain:
         graph.chain[starts[-1]].sends
     ]
     messages = tuple(dict.fromkeys(sent))
+    head, tail = blocks[: starts[0]], blocks[starts[-1] + 1 :]
     return Chain(
-        head=blocks[: starts[0]], kinds=kinds, groups=groups, tail=blocks[starts[-1] + 1 :],
+        head=head, kinds=kinds, groups=groups, tail=tail,
         cuts=tuple(messages.index(specs) for specs in sent), messages=messages,
+        ties=Ties.find(graph, head, kinds, groups, tail),
     )  # fmt: skip
-
-
-def tied_ends(graph: ModelGraph, chain: Chain) -> dict[str, int]:
-    """The tensors that both ends of the model hold, and how many numbers are in each."""
-    first, last = (
-        {p.tied: p.numel for block in side for p in graph.blocks[block].parameters if p.tied}
-        for side in (chain.head, chain.tail)
-    )
-    return {name: numel for name, numel in first.items() if name in last}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from math import floor
 
 from autoparallel.costmodel.memory import LiveState
 from autoparallel.planner.expand import state
-from autoparallel.planner.expand.expander import mesh_axes, scatters_messages
+from autoparallel.planner.expand.expander import mesh_axes
 from autoparallel.planner.expand.gathers import gathers_late
-from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, V_SHAPED, rank_of_stage
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD, rank_of_stage
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.exchanges import summed_line
 from autoparallel.planner.search.bounds.prices import BlockPrice, PriceBook, line_below
+from autoparallel.planner.search.partition import messages
 from autoparallel.planner.search.partition.forms import (
     PS,
     Chain,
@@ -21,7 +21,6 @@ from autoparallel.planner.search.partition.forms import (
     Value,
     Work,
     more_of,
-    tied_ends,
 )
 from autoparallel.planner.search.partition.moments import host_rows, host_state_rate, memory_rows, state_rate
 from autoparallel.planner.search.partition.once import Once, left_of, reduction_once_s, with_latency
@@ -35,6 +34,7 @@ from autoparallel.planner.search.partition.peaks import (
 from autoparallel.planner.search.partition.problem import Form, Quantity, Row, StageProblem
 from autoparallel.planner.search.partition.quick import balanced_ranks, even_partition
 from autoparallel.planner.search.partition.sizes import chunk_sizes
+from autoparallel.planner.search.partition.ties import Held, Names
 from autoparallel.planner.search.partition.unlike import over_devices
 from autoparallel.planner.search.space.candidates import Candidate, strategy_of
 from autoparallel.planner.strategy.types import Strategy
@@ -43,52 +43,62 @@ from autoparallel.profiles.hardware import Device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A candidate's strategy (blocks divided evenly) and the prices of its blocks."""
+    """A candidate's strategy (blocks divided evenly) and the prices of its blocks; `others`: likewise, where tied tensors count at
+    other blocks. The larger sums hold."""
 
     chosen: Candidate
     strategy: Strategy
     prices: PricedChain
+    others: tuple[PricedChain, ...] = ()
 
 
 def price_candidate(problem: Problem, chain: Chain, book: PriceBook, chosen: Candidate) -> Priced:
     """The prices of every block of a candidate, kept as its mode says and recomputed in full."""
     strategy = strategy_of(problem, chosen, even_partition(len(chain.kinds), chosen.chunks))
-    graph = problem.graph
-    tied = [{p.tied for p in block.parameters if p.tied} for block in graph.blocks]
-    in_head: set[str] = set().union(*(tied[b] for b in chain.head))
-    apart = chosen.mesh.pp > 1 and (chosen.schedule not in V_SHAPED or strategy.execution.fsdp2)
+    stages, copies = chosen.virtual_stages, strategy.execution.fsdp2
+    first, *others = (
+        _priced_chain(problem, chain, book, chosen, strategy, held)
+        for held in chain.ties.held(chosen.mesh.pp, chosen.schedule, stages, own_copies=copies)
+    )
+    return Priced(chosen=chosen, strategy=strategy, prices=first, others=tuple(others))
 
-    shards = state.dense_shards(strategy), state.expert_shards(strategy)
+
+def _priced_chain(
+    problem: Problem, chain: Chain, book: PriceBook, chosen: Candidate, strategy: Strategy, held: Held
+) -> PricedChain:
+    """Likewise, where tied tensors count at the blocks of `held`."""
+    shards, ties = (state.dense_shards(strategy), state.expert_shards(strategy)), chain.ties
     passing = [state.passing_per_parameter(strategy, one) for one in shards]
 
-    def priced(block: int, mode: str, *, held: bool) -> BlockPrice:
+    def priced(block: int, mode: str, *, counts: bool) -> BlockPrice:
         """With the parameters that come and go with a pass among what it saves; of tied ones a root unit keeps hold."""
-        price = book.block_price(strategy, block, mode, held=held or not tied[block])
-        if not any(passing) or (held and tied[block]):
+        price = book.block_price(strategy, block, mode, held=counts)
+        if not any(passing) or (counts and ties.of[block]):
             return price
         return replace(price, saved=price.saved + price.dense * passing[0] + price.experts * passing[1])
 
-    def glue(block: int, *, held: bool) -> BlockPrice:
-        return priced(block, "none", held=held)
+    def side(blocks: tuple[int, ...], names: Names) -> tuple[BlockPrice, ...]:
+        return tuple(
+            priced(b, "none", counts=one) for b, one in zip(blocks, ties.at(blocks, names), strict=True)
+        )
 
     def group(blocks: tuple[int, ...], mode: str) -> tuple[BlockPrice, ...]:
-        return (priced(blocks[0], mode, held=False), *(glue(b, held=False) for b in blocks[1:]))
+        return tuple(
+            priced(b, "none" if i else mode, counts=one)
+            for i, (b, one) in enumerate(zip(blocks, ties.at(blocks, held.groups), strict=True))
+        )
 
     kept = tuple(group(blocks, chosen.mode) for blocks in chain.groups)
     constants = book.device.constants
-    return Priced(
-        chosen=chosen,
-        strategy=strategy,
-        prices=PricedChain(
-            head=tuple(glue(b, held=chain.head.count(b) == 1) for b in chain.head),
-            tail=tuple(glue(b, held=apart and tied[b] <= in_head) for b in chain.tail),
-            kept=kept,
-            recomputed=tuple(group(b, "full") for b in chain.groups) if frees(problem, chosen) else kept,
-            chunks=chosen.chunks,
-            count=len(chain.kinds),
-            compute_slowdown=constants.get("overlap.compute_slowdown", 0.0),
-            comm_slowdown=constants.get("overlap.comm_slowdown", 0.0),
-        ),
+    return PricedChain(
+        head=side(chain.head, held.head),
+        tail=side(chain.tail, held.tail),
+        kept=kept,
+        recomputed=tuple(group(b, "full") for b in chain.groups) if frees(problem, chosen) else kept,
+        chunks=chosen.chunks,
+        count=len(chain.kinds),
+        compute_slowdown=constants.get("overlap.compute_slowdown", 0.0),
+        comm_slowdown=constants.get("overlap.comm_slowdown", 0.0),
     )
 
 
@@ -118,13 +128,12 @@ def stage_problem(
 
     def quantities_on(device: Device) -> tuple[Quantity, ...]:
         own = book.on(device)
-        there = price_candidate(problem, chain, own, chosen)
-        return (*_seconds(problem, chain, own, there), *_bytes(problem, chain, own, there, ends))
+        return _quantities(problem, chain, own, price_candidate(problem, chain, own, chosen), ends)
 
     stages = StageProblem(
         kinds=chain.kinds,
         chunks=chosen.chunks,
-        quantities=(*_seconds(problem, chain, book, priced), *_bytes(problem, chain, book, priced, ends)),
+        quantities=_quantities(problem, chain, book, priced, ends),
         paths=tuple(paths),
         memory=(*book.memory_rows(states, memory_rows), *host_rows(problem, strategy, states)),
         capacity_bytes=int(capacity_bytes),
@@ -139,6 +148,22 @@ def stage_problem(
         return placed
     home = rank_of_stage(chosen.schedule, chosen.mesh.pp, chosen.virtual_stages)
     return replace(placed, likely=balanced_ranks(placed, home))
+
+
+def _quantities(
+    problem: Problem, chain: Chain, book: PriceBook, priced: Priced, ends: Ends
+) -> tuple[Quantity, ...]:
+    """All quantities of a candidate's chunks: what they are by any of its prices."""
+    found = [
+        (*_seconds(problem, chain, book, one), *_bytes(problem, chain, book, one, ends))
+        for one in (priced, *(replace(priced, prices=prices, others=()) for prices in priced.others))
+    ]
+    if len(found) == 1:
+        return found[0]
+    return tuple(
+        Quantity(forms=tuple(dict.fromkeys(form for quantity in every for form in quantity.forms)))
+        for every in zip(*found, strict=True)
+    )
 
 
 def _fixed_recomputed(problem: Problem, chunks: int) -> tuple[int, ...] | None:
@@ -198,8 +223,8 @@ def _seconds(problem: Problem, chain: Chain, book: PriceBook, priced: Priced) ->
         Quantity(forms=end),
         Quantity(forms=end_weight),
         Quantity(forms=(once.more(step, 0.0 if late else gather_once_s),)),
-        Quantity(forms=(_sends(problem, chain, book, strategy, prices),)),
-        Quantity(forms=(_tied(book, chain, priced),)),
+        Quantity(forms=(messages.sends(problem, chain, book, strategy, prices),)),
+        Quantity(forms=messages.tied(book, chain, priced.chosen, strategy, prices)),
         *(
             left_of(once, work, head, latency_s, none=every, beside=strategy.grad_sync.overlap)
             for work, head in ((_backward, left), (_weight, left_weight))
@@ -259,77 +284,6 @@ def _gather_rate(book: PriceBook, priced: Priced) -> tuple[Value, float]:
     line = line_below(lambda count: book.updated_gather_s(count, strategy, axes), dense)
     each_s, experts_s = line.each_s, book.updated_gather_s(experts, strategy, axes, experts) / experts
     return lambda price: price.dense * each_s + price.experts * experts_s, line.least_s
-
-
-def _tied(book: PriceBook, chain: Chain, priced: Priced) -> Form:
-    """The exchange of gradients of tied tensors, which the first and the last stage wait for where they are on two ranks, and the
-    sum of gradients over the replicas, where that is due once a step."""
-    form, chosen = _summed(book, priced), priced.chosen
-    ties = tuple(tied_ends(book.expander.graph, chain))
-    if not ties or chosen.mesh.pp == 1 or chosen.schedule in V_SHAPED:
-        return form
-    exchanges = book.expander.tied(priced.strategy, range(len(chain.head)), ties)
-    seconds = sum(book.pricer.collective_s(c, mesh_axes(priced.strategy)) for c in exchanges)
-    first, *others, last = form.fixed
-    return replace(form, fixed=(first + floor(seconds * PS), *others, last + floor(seconds * PS)))
-
-
-def _summed(book: PriceBook, priced: Priced) -> Form:
-    """What a chunk's gradients take to be summed over the replicas once a step; nothing where they are no shards till then."""
-    prices, strategy = priced.prices, priced.strategy
-    if not state.replicas_at_end(strategy):
-        return prices.constant(0)
-    whole = max(book.expander.graph.parameter_count, 1)
-    dense, experts = (summed_line(book, strategy, whole, experts=one).each_s for one in (False, True))
-    return prices.sums(lambda price: price.dense_trainable * dense + price.expert_trainable * experts)
-
-
-def _sends(problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, prices: PricedChain) -> Form:
-    """The message after each chunk: the shortest there is, and what the one where it ends takes longer. On an irregular network
-    the way back to the first rank is another."""
-    there_s = _send_each_s(problem, chain, book, strategy)
-    back_s = there_s
-    if problem.cluster.network is not None and strategy.pipeline.virtual_stages > 1:
-        back_s = _send_each_s(problem, chain, book, strategy, wraps=True)
-    home = rank_of_stage(strategy.pipeline.schedule, strategy.mesh.pp, strategy.pipeline.virtual_stages)
-    least_s, least_back_s = (_least_send_s(chain, each) for each in (there_s, back_s))
-    wraps = [c + 1 < len(home) and home[c + 1] < home[c] for c in range(prices.chunks)]
-    longer = [
-        max(min(there_s[cut] - least_s, back_s[cut] - least_back_s), 0.0) if chain.messages[cut] else 0.0
-        for cut in chain.cuts
-    ]
-    return replace(
-        prices.constant(0),
-        fixed=tuple(floor((least_back_s if back else least_s) * PS) for back in wraps),
-        after=tuple(floor(seconds * PS) for seconds in longer) if any(longer) else (),
-    )
-
-
-def _least_send_s(chain: Chain, each_s: Sequence[float]) -> float:
-    """The shortest of all messages that there are."""
-    return min((each_s[cut] for cut in chain.sent), default=0.0)
-
-
-def _send_each_s(
-    problem: Problem, chain: Chain, book: PriceBook, strategy: Strategy, *, wraps: bool = False
-) -> list[float]:
-    """Seconds of each of the chain's messages to the next stage."""
-    if strategy.mesh.pp == 1:
-        return [0.0] * len(chain.messages)
-    shared = strategy.shard.sequence_parallel or scatters_messages(strategy)
-    parts = strategy.mesh.cp * (strategy.mesh.tp if shared else 1)
-    dtype, micro = problem.execution.dtype, strategy.batch.micro
-    sizes, axes = (
-        [book.message_bytes(specs, dtype, micro, parts) for specs in chain.messages],
-        mesh_axes(strategy),
-    )
-    sent_s = [book.send_s(axes, size, wraps=wraps) for size in sizes]
-    if not scatters_messages(strategy):
-        return sent_s
-    return [
-        seconds + book.join_s(axes, size * strategy.mesh.tp)
-        for seconds, size in zip(sent_s, sizes, strict=True)
-    ]
 
 
 def _bytes(

@@ -3,8 +3,9 @@
     minimise T    every known path <= T;  0 <= k[c, i] <= n[c, i];  sum over c of n[c, i] = N[i];
                   optionally every moment of memory <= capacity
 
-where n[c, i] layers of kind i stand in chunk c and k[c, i] of them are recomputed. The order of the layers is left out, and so
-is what only some partitions pay: no partition is below it.
+where n[c, i] layers of kind i stand in chunk c and k[c, i] of them are recomputed. The order of the layers is left out but for
+messages that are not alike, and so is what only some partitions pay: no partition is below it. What is sent after a chunk
+is that of a mean of cuts of the chain, before which as many layers of each kind stand as in the chunks so far.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from autoparallel.planner.search.partition.problem import Form, Row, StageProble
 from autoparallel.planner.search.space.meshes import Floats
 
 GIB = 2.0**30
+MOST_PLACES = 48  # cuts told apart; of chains of more all send as little as any. Kind: choice
 # Rows are added one by one: the dual simplex goes on from where it was, which presolve would undo.
 GOES_ON = "use_preprocessing: false use_dual_simplex: true"
 
@@ -37,6 +39,9 @@ class Relaxation:
     planes: dict[Row, pywraplp.Constraint] = field(default_factory=dict)
     moments: dict[Row, pywraplp.Constraint] = field(default_factory=dict)  # of memory
     _amounts: dict[tuple[int, int, float], pywraplp.Variable] = field(default_factory=dict)
+    _cuts: dict[int, list[pywraplp.Variable]] = field(
+        default_factory=dict
+    )  # by chunk, one for each of `_places`
     _slopes: dict[int, tuple[Floats, tuple[float, ...]]] = field(default_factory=dict)  # by `id` of a form
 
     @staticmethod
@@ -114,17 +119,37 @@ class Relaxation:
             if len(forms) > 1 and n > 0:
                 more.append((self._amount(q, c, unit), float(n)))
                 continue
+            if forms[0].after and n > 0:
+                more += self._sent(forms[0].after, c, n / unit)
             rates, fixed = self._linear(forms[0], c)
             each[c] = each.get(c, 0.0) + rates * (n / unit)
             constant += n * fixed / unit
         for chunk, rates in each.items():
             self._add_layers(target, chunk, sign * rates)
         for variable, count in more:
-            target.SetCoefficient(variable, sign * count)
+            target.SetCoefficient(variable, sign * count + target.GetCoefficient(variable))
         if sign < 0:
             target.SetLb(target.lb() + constant)
         else:
             target.SetUb(target.ub() - constant)
+
+    def _sent(self, after: Sequence[int], chunk: int, times: float) -> list[tuple[pywraplp.Variable, float]]:
+        """What the cut after a chunk adds to a row that has so many `times` what is sent `after` each cut of the chain."""
+        kinds, places = self.problem.kinds, corners(self.problem.kinds, after)
+        if len(places) > MOST_PLACES:
+            return []
+        if chunk not in self._cuts:
+            cuts = self._cuts[chunk] = [self.solver.NumVar(0.0, 1.0, "") for _ in places]
+            one = self.solver.Constraint(1.0, 1.0)
+            for cut in cuts:
+                one.SetCoefficient(cut, 1.0)
+            for at, kind in enumerate(self.kinds):
+                before = self.solver.Constraint(0.0, 0.0)
+                for cut, place in zip(cuts, places, strict=True):
+                    before.SetCoefficient(cut, float(kinds[:place].count(kind)))
+                for layers in self.layers[: chunk + 1]:
+                    before.SetCoefficient(layers[at], -1.0)
+        return [(cut, times * after[p]) for cut, p in zip(self._cuts[chunk], places, strict=True) if after[p]]
 
     def _amount(self, quantity: int, chunk: int, unit: float) -> pywraplp.Variable:
         """A variable that is no less than any form of a quantity."""
@@ -160,6 +185,16 @@ class Relaxation:
             self._slopes[id(form)] = np.stack([kept, again - kept]), fixed
         rates, fixed = self._slopes[id(form)]
         return rates, fixed[chunk]
+
+
+def corners(kinds: Sequence[int], after: Sequence[int]) -> list[int]:
+    """The cuts of a chain of which all others are means, what is sent `after` them included."""
+
+    def between(cut: int) -> bool:
+        alike = kinds[cut - 1] == kinds[cut]
+        return alike and after[cut - 1] == after[cut] == after[cut + 1]
+
+    return [cut for cut in range(len(kinds) + 1) if cut in (0, len(kinds)) or not between(cut)]
 
 
 def _values(variables: Sequence[Sequence[pywraplp.Variable]]) -> Floats:
