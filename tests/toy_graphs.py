@@ -235,6 +235,35 @@ def toy_transformer(
     )  # fmt: skip
 
 
+def toy_encoder_decoder(*, layers: int = 4, hidden: int = 64, seq: int = 32, vocab: int = 128) -> ModelGraph:
+    """Half of the layers are an encoder's, of a sequence four times as long, whose output is sent on with every message of the
+    decoder; the decoder's embedding stands between the two, and the head's weight is its own."""
+    long = 4 * seq
+    encoder, decoder = (transformer_block(length, hidden, 4, 4 * hidden) for length in (long, seq))
+    blocks = (
+        _embedding_block(long, hidden, vocab, ""), encoder, _embedding_block(seq, hidden, vocab, "embed.weight"),
+        decoder, _head_block(seq, hidden, vocab, "embed.weight"),
+    )  # fmt: skip
+    encoded, both = (spec(long, hidden),), (spec(long, hidden), spec(seq, hidden))
+    half = layers // 2
+    chain = (
+        Instance(block=0, path="", repeated=False, sends=encoded),
+        *(Instance(block=1, path=f"encoder.{i}", repeated=True, sends=encoded) for i in range(half)),
+        Instance(block=2, path="", repeated=False, sends=both),
+        *(
+            Instance(
+                block=3, path=f"decoder.{i}", repeated=True, sends=both if i < layers - half - 1 else both[1:]
+            )
+            for i in range(layers - half)
+        ),
+        Instance(block=4, path="", repeated=False),
+    )
+    return ModelGraph(
+        name="toy", dtype=DTYPE, blocks=blocks, chain=chain, tokens_per_sample=seq, has_loss=True,
+        pipeline_cuts=True,
+    )  # fmt: skip
+
+
 def toy_mlp(*, layers: int = 4, width: int = 64) -> ModelGraph:
     """A stack of linear layers with an activation: no sequence, no attention, no loss."""
     operators = (

@@ -126,7 +126,7 @@ class Simulations:
             if not outer.book.expander.knows(priced.strategy):
                 self.work += spending.PER_ACTION_LAID_OUT * chosen.actions
             prepared = outer.book.expander.prepared(priced.strategy)
-            self._paths[chosen.schedule_key] = SchedulePaths(prepared.timetable)
+            self._paths[chosen.schedule_key] = SchedulePaths(prepared.timetable, outer.chain.ties)
         states = outer.book.expander.prepared(priced.strategy).states
         paths = self._paths[chosen.schedule_key]
         return stage_problem(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from autoparallel.costmodel.stage_cost import StageCost
 from autoparallel.costmodel.timetable import PipelineTimes, Timetable, phase_of
 from autoparallel.planner.search.partition.problem import Q, Row, merged
+from autoparallel.planner.search.partition.ties import Ties
 
 # What a stage takes, by the name that the timetable has for it.
 _QUANTITIES = {q.name.lower(): q for q in Q if q < Q.END} | {
@@ -34,6 +35,7 @@ class SchedulePaths:
     """The paths that are known of one timetable, as rows of stage problems."""
 
     timetable: Timetable
+    ties: Ties = field(default_factory=Ties)  # of the chain that is divided
     rows: list[Row] = field(init=False)
     _before: list[int] = field(init=False)  # by row: the computation before it on its rank, -1 for none
     _held: list[int] = field(init=False)  # by row: the message before it on its link, -1 for none
@@ -88,9 +90,28 @@ class SchedulePaths:
             if times.arrival_s[reduce_row[stage]] >= start_s:
                 return reduce_row[stage]
             tied = [s for s, cost in enumerate(costs) if cost.tied_s > 0.0]
-            terms[int(Q.TIED), max(tied, key=lambda s: costs[s].tied_s)] += 1
-            return max((reduce_row[s] for s in tied), key=lambda at: times.arrival_s[at])
+            longest = max(tied, key=lambda s: costs[s].tied_s)
+            latest = max(tied, key=lambda s: times.arrival_s[reduce_row[s]])
+            if not self._are_always_tied({stage, longest, latest}):
+                self._alone(latest, times, terms)
+            else:
+                terms[int(Q.TIED), longest] += 1
+            return reduce_row[latest]
         return last
+
+    def _are_always_tied(self, stages: set[int]) -> bool:
+        """Whether these stages wait for each other's gradients however layers are divided: where layer groups hold tied tensors,
+        a path through others than the ends would be one of some partitions alone."""
+        ends = {0, len(self.timetable.homes) - 1}
+        return len(stages) == 1 or not self.ties.groups or (bool(self.ties.ends) and stages <= ends)
+
+    def _alone(self, stage: int, times: PipelineTimes, terms: Terms) -> None:
+        """From the reduction of a stage, whatever others wait for, to the end of its rank's steps."""
+        steps = times.steps[self.timetable.homes[stage]]
+        terms.clear()
+        terms[int(Q.TIED), stage] += 1
+        for after in range([step for step, _, _ in steps].index(stage), len(steps)):
+            terms[int(Q.STEP), steps[after][0]] += 1
 
     def _rank_paths(self) -> list[Terms]:
         """For each rank: what its first action waits for, all that it computes, and its steps; and the same up to its last

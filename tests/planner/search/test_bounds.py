@@ -40,7 +40,7 @@ from autoparallel.planner.search.space.candidates import Candidate, candidate, s
 from autoparallel.planner.search.space.meshes import Floats
 from autoparallel.planner.strategy.types import Execution, Mesh, Offload
 from autoparallel.profiles.load import load_cluster
-from tests.toy_graphs import toy_transformer
+from tests.toy_graphs import toy_encoder_decoder, toy_transformer
 
 FOREVER = float("inf")
 OWN = "own runtime"  # whose parameters and gradients come and go in a step of one micro-batch
@@ -51,6 +51,8 @@ ALONE = "parameters gathered one by one"
 SLOW_ALONE = "parameters gathered one by one over slow links"
 ALONE_FIXED = "parameters gathered one by one, under ZeRO-3 alone"
 LATE = "updated parameters gathered beside forwards"
+BETWEEN = "an encoder and a decoder, whose embedding the tail shares, over slow links"
+BETWEEN_OWN = "likewise in the own runtime, whose stages each have it"
 SLOW_BUSES = ("a100-pcie-80gb:4x2", "l40s:2x2")  # here with faster links between nodes than inside
 CASES = [
     (cluster, scale, kernels)
@@ -62,6 +64,8 @@ CASES = [
     (SLOW_BUSES[1], 1, "fused"),
     ("h100-sxm:2x2", 8, APART),
     ("h100-sxm:2x2", 8, SLOW_OWN),
+    ("h100-sxm:2x2", 8, BETWEEN),
+    ("h100-sxm:2x2", 16, BETWEEN_OWN),
     ("h100-sxm:2x2", 16, ALONE),
     ("a100-pcie-80gb:4x2", 16, ALONE_FIXED),
 ]
@@ -72,7 +76,9 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         layers=4, hidden=64 * scale, heads=4, seq=32 * scale, vocab=512 * scale, tied=scale == 8,
         ffns=(128 * scale, 512 * scale) if scale == 1 else (),
     )  # fmt: skip
-    own, param = kernels in (OWN, SLOW_OWN), "fp32" if scale == 8 else "bf16"
+    if kernels in (BETWEEN, BETWEEN_OWN):
+        graph = toy_encoder_decoder(hidden=64 * scale, seq=32 * scale, vocab=4096 * scale)
+    own, param = kernels in (OWN, SLOW_OWN, BETWEEN_OWN), "fp32" if scale == 8 else "bf16"
     execution = Execution(
         kernels="eager" if kernels != "fused" else kernels,
         dtype="fp32" if cluster.startswith("cpu") else "bf16",
@@ -84,7 +90,7 @@ def outer_for(cluster: str, scale: int, kernels: str) -> Outer:
         joined_pieces=kernels in (ALONE, SLOW_ALONE),
     )
     devices = load_cluster(cluster)
-    if kernels in (SLOW, SLOW_OWN, SLOW_ALONE):
+    if kernels in (SLOW, SLOW_OWN, SLOW_ALONE, BETWEEN, BETWEEN_OWN):
         inner, outermost = devices.levels
         far = replace(outermost, bytes_per_s=outermost.bytes_per_s / 100)
         devices = replace(devices, levels=(inner, far))
@@ -308,6 +314,23 @@ def test_a_path_through_tied_gradients_and_reductions_in_turn_says_nearly_all_of
     assert Q.END in {Q(quantity) for quantity, _, _ in path.terms}, path
 
 
+def test_a_tied_tensor_between_the_ends_and_unlike_messages_are_nearly_all_of_the_step() -> None:
+    outer = outer_for("h100-sxm:2x2", 8, BETWEEN)
+    for schedule, blocks in product(("gpipe", "zb1p"), ((2, 2), (1, 3), (3, 1))):
+        chosen = Candidate(
+            mesh=Mesh(pp=2, dp_replicate=2, order=("dp_replicate", "pp", "dp_shard", "cp", "tp")), micro=1, micro_batches=4,
+            zero=0, sequence_parallel=False, schedule=schedule, virtual_stages=1, mode="none", offload=Offload(),
+            compression=(),
+        )  # fmt: skip
+        sims = Simulations(outer=outer)
+        problem, partition = sims.problem(chosen), Partition(blocks=blocks, recomputed=(0, 0))
+        assert problem is not None
+        found = sims.simulate(chosen, problem, partition)
+        assert not sims.broken
+        least_s = partition_value(sims.with_paths(chosen, problem), partition) / 1e12
+        assert 0.98 * found.step_time_s < least_s <= found.step_time_s * (1 + 1e-9), (schedule, blocks)
+
+
 def test_bounds_know_of_parameters_that_are_gathered_one_by_one() -> None:
     outer = outer_for("h100-sxm:4x2", 16, SLOW_ALONE)
     every, bounds = expand_shapes(outer, np.arange(len(outer.space.shapes)), FOREVER)
@@ -326,7 +349,7 @@ def _row_says_nearly_all(outer: Outer, chosen: Candidate) -> Row:
     partition = Partition(blocks=(1, 1, 1, 1), recomputed=(0, 0, 0, 0))
     priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
     prepared = outer.book.expander.prepared(priced.strategy)
-    paths = SchedulePaths(prepared.timetable)
+    paths = SchedulePaths(prepared.timetable, outer.chain.ties)
     found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, partition), paths)
     problem = stage_problem(outer.problem, outer.chain, outer.book, priced, prepared.states, 1e18)
     assert found.path is not None
@@ -341,7 +364,7 @@ def _stage_problem_is_below(
     """No row of a partition's stage problem is above its simulation, its own path and that of another partition among them."""
     priced = price_candidate(outer.problem, outer.chain, outer.book, chosen)
     prepared = outer.book.expander.prepared(priced.strategy)
-    paths = SchedulePaths(prepared.timetable)
+    paths = SchedulePaths(prepared.timetable, outer.chain.ties)
     found = evaluate(outer.book.expander, strategy_of(outer.problem, chosen, partition), paths)
     if other is not None:
         evaluate(outer.book.expander, strategy_of(outer.problem, chosen, other), paths)
