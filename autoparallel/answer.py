@@ -14,6 +14,7 @@ from autoparallel.costmodel.price import price_program
 from autoparallel.costmodel.timeline import Cut, timeline
 from autoparallel.costmodel.timetable import pipeline_times
 from autoparallel.labels import sample_word, strategy_label
+from autoparallel.phases_table import phases_table
 from autoparallel.planner.default_batch import BetterBatch
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.money import cost_of
@@ -217,7 +218,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     strategy saves laying it out again."""
     graph, cluster = expander.graph, expander.cluster
     table = prediction_table(graph, prediction) | cost_table(cluster, strategy.mesh, prediction)
-    recovery = recovery_table(expander, strategy, prediction)
+    recovery, phases = recovery_table(expander, strategy, prediction), phases_table(expander, strategy)
     expander, strategy = at_home(expander, strategy)
     table["confidence"] = confidence_table(expander, strategy, prediction)
     if why := refuser(graph, cluster)(strategy):
@@ -225,7 +226,7 @@ def predicted_table(expander: Expander, strategy: Strategy, prediction: Predicti
     if graph.warnings:
         table["warnings"] = list(graph.warnings)
     table["timeline"] = program_timeline(expander, strategy)
-    return table | recovery
+    return table | recovery | phases
 
 
 def program_timeline(expander: Expander, strategy: Strategy) -> dict[str, Any]:

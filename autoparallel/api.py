@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as call_once
 from pathlib import Path
@@ -23,6 +23,7 @@ from autoparallel.planner.capture.dropout import largest_dropout
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.lengths import graph_at, phase_lengths, phases_of, with_length
 from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Execution, Strategy
 from autoparallel.profiles import Cluster, load_cluster
@@ -53,6 +54,7 @@ class _Inputs:
     """The arguments of `auto_parallelize` that decide on a strategy."""
 
     strategy: Strategy | StrategySource | str | os.PathLike[str] | None
+    phase_inputs: Mapping[int, Any]
     cluster: Cluster | str | None
     cache: Path | None
     graph: Path | None
@@ -67,6 +69,7 @@ def auto_parallelize(
     example_inputs: Any,
     *,
     strategy: Strategy | StrategySource | str | os.PathLike[str] | None = None,
+    phase_inputs: Mapping[int, Any] | None = None,
     cluster: Cluster | str | None = None,
     cache: str | os.PathLike[str] | None = ".autoparallel",
     graph: str | os.PathLike[str] | None = None,
@@ -83,6 +86,7 @@ def auto_parallelize(
     """Run `module` by a strategy on the processes of this run (torchrun's, or this one alone).
 
     `example_inputs` — a tensor, a tuple, or a dict of keyword arguments — has this rank's share of the batch.
+    `phase_inputs` has inputs of each other length that phases of the strategy have (`batch.seq_len`), by tokens per sequence.
     `strategy` is a `Strategy` or the path of a strategy file; without one, and for keys that a file leaves
     out, rank 0 plans for `cluster` (a `Cluster`, a cluster file, a shipped cluster's name, or
     DEVICE:NODESxPER_NODE; by default this run's processes on `cpu-gloo`, or on the shipped device that the
@@ -105,13 +109,13 @@ def auto_parallelize(
     rank, device = start_ranks()
     dtypes = module_dtypes(module, dtype, param_dtype, grad_dtype)
     plan = _Inputs(
-        strategy=strategy, cluster=cluster, cache=Path(cache) if cache is not None else None, time_limit_s=time_limit_s,
+        strategy=strategy, phase_inputs=phase_inputs or {}, cluster=cluster, cache=Path(cache) if cache is not None else None, time_limit_s=time_limit_s,
         graph=Path(graph) if graph is not None else None, global_batch=global_batch, allow_lossy=allow_lossy,
         steps=steps,
     )  # fmt: skip
     decision = _on_first_rank(lambda: _decide(module, example_inputs, dtypes, plan, device), rank)
     execution = _with_dtypes(decision.strategy.execution, dtypes)
-    found, known = decision.graph, decision.cluster
+    found, known = graph_at(decision.graph, decision.strategy.batch.seq_len), decision.cluster
     return parallelize(
         module, example_inputs, replace(decision.strategy, execution=execution), dtypes=dtypes,
         blocks=[link.path for link in found.chain if link.repeated], program=_program(decision, execution),
@@ -126,6 +130,7 @@ def _decide(
     """Capture the module; take the strategy as given, as kept, or plan it."""
     source, computed = read_source(given.strategy), dtype_name(dtypes.compute)
     graph = _captured(module, example_inputs, given.graph, computed)
+    graph = _with_other_lengths(graph, module, source, given, computed)
     _check_graph(source, graph, module, example_inputs, computed)
     cluster = _cluster(given.cluster, source, device)
     shared = {} if can_share(module, expert_modules(graph), device) else {"mesh.ep": 1, "mesh.cp": 1}
@@ -159,6 +164,8 @@ def _decide(
             **shared,
         },
     )
+    if phase_lengths(strategy.phases) and not strategy.batch.seq_len:  # which later phases may go back to
+        strategy = with_length(strategy, graph.tokens_per_sample)
     if strategy.phases and cluster is not None and (wrong := strategy_problems(graph, cluster, strategy)):
         raise UserError("\n".join(f"[[phase]] {problem}" for problem in wrong))
     return _Decision(graph=graph, strategy=strategy, cluster=cluster)
@@ -183,10 +190,42 @@ def _captured(module: nn.Module, example_inputs: Any, kept: Path | None, compute
     inputs, name = keyword_inputs(module, example_inputs), type(module).__name__
     graph = capture(module, inputs, name=name, dtype=TENSOR_DTYPE[computed])
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        aside = kept.with_name(f".{kept.name}.{os.getpid()}")
-        aside.write_text(graph_to_json(graph), encoding="utf-8")
-        aside.replace(kept)
+        _keep(graph, kept)
+    return graph
+
+
+def _keep(graph: ModelGraph, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(graph_to_json(graph), encoding="utf-8")
+    aside.replace(path)
+
+
+def _with_other_lengths(
+    graph: ModelGraph, module: nn.Module, source: StrategySource, given: _Inputs, computed: str
+) -> ModelGraph:
+    """The graph with one for each length that phases change to, captured of `phase_inputs` where it was not kept."""
+    others = list(graph.other_lengths)
+    for tokens, where in phase_lengths(phases_of(source.said)).items():
+        if graph.of_length(tokens) is not None or any(one.tokens_per_sample == tokens for one in others):
+            continue
+        if tokens not in given.phase_inputs:
+            raise UserError(
+                f"{where}: the example inputs have sequences of {graph.tokens_per_sample}: give inputs of that length, too, as "
+                f"phase_inputs={{{tokens}: …}}"
+            )
+        try:
+            own = _captured(module, given.phase_inputs[tokens], None, computed)
+        except UserError as error:
+            raise UserError(f"{where}: the model does not take such sequences: {error}") from error
+        if own.tokens_per_sample != tokens:
+            raise UserError(f"{where}: phase_inputs[{tokens}] has sequences of {own.tokens_per_sample}")
+        others.append(own)
+    if len(others) == len(graph.other_lengths):
+        return graph
+    graph = replace(graph, other_lengths=tuple(others))
+    if given.graph is not None:
+        _keep(graph, given.graph)
     return graph
 
 

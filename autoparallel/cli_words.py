@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from autoparallel.labels import counted, strategy_label
+from autoparallel.phases_table import phase_lines
 from autoparallel.planner.strategy.machines import idle_words
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
@@ -106,6 +107,7 @@ def _print_numbers(
         ("time goes to", ", ".join(parts)),
         ("how sure", sureness(predicted["confidence"])),
         *([("price", price_words(predicted["cost"], counted(sample)))] if "cost" in predicted else []),
+        *[("phase", line) for line in phase_lines(predicted)],
         *([("failures", recovery_words(predicted["recovery"]))] if "recovery" in predicted else []),
         *([("placement", placed)] if (placed := placement_words(strategy, cluster)) else []),
         *([("idle", idle)] if (idle := idle_words(cluster, strategy)) else []),

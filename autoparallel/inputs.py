@@ -29,6 +29,7 @@ from autoparallel.planner.strategy.file import (
     read_strategy_file,
 )
 from autoparallel.planner.strategy.legal import constraint_problems
+from autoparallel.planner.strategy.lengths import SEQ_LEN, phase_lengths, phases_of
 from autoparallel.planner.strategy.stacks import OWN_STACK, STACK, told, with_stack
 from autoparallel.planner.strategy.types import Execution
 from autoparallel.profiles import Cluster, load_cluster
@@ -99,9 +100,7 @@ def check_request(request: Request) -> Checked:
     record = file.problem if file else None
     if file and record:
         _check_record(file, record, request, cluster)
-    seq_len = request.seq_len
-    if seq_len is None and record and record.seq_len != 1:  # 1: its samples are no sequences
-        seq_len = record.seq_len
+    seq_len = _seq_len(request, constraints, record)
     objective = _objective(request.objective or (record.objective if record else None) or Objective.TIME)
     if objective is Objective.COST:
         _check_prices(request.cluster, cluster)
@@ -114,6 +113,17 @@ def check_request(request: Request) -> Checked:
         model_args=parse_model_args(request.model_args, record),
         objective=objective,
     )
+
+
+def _seq_len(request: Request, constraints: Mapping[str, object], record: ProblemRecord | None) -> int | None:
+    """Tokens per sequence of the first step; None where nobody says."""
+    planned = record.seq_len if record and record.seq_len != 1 else None  # 1: its samples are no sequences
+    stated = constraints.get(SEQ_LEN)
+    assert isinstance(stated, int | None)
+    for other, where in ((request.seq_len, "--seq-len"), (planned, "[problem] seq_len =")):
+        if stated is not None and other not in (None, stated):
+            raise UserError(f"{SEQ_LEN} = {stated} contradicts {where} {other}; change one of them")
+    return request.seq_len or stated or planned
 
 
 def _objective(word: str) -> Objective:
@@ -182,6 +192,7 @@ def load_graph(checked: Checked, say: Callable[[str], None] = lambda _: None) ->
     what a capture does."""
     spec = checked.request.model
     graph = _read_graph(spec, checked) if checked.is_saved_graph else _capture(spec, checked, say)
+    graph = _with_other_lengths(graph, checked, say)
     record = checked.record
     if record and record.graph_hash is not None and record.graph_hash != graph_hash(graph):
         raise UserError(
@@ -190,6 +201,27 @@ def load_graph(checked: Checked, say: Callable[[str], None] = lambda _: None) ->
             "remove [problem] from the file to use its other keys as constraints"
         )
     return graph
+
+
+def _with_other_lengths(graph: ModelGraph, checked: Checked, say: Callable[[str], None]) -> ModelGraph:
+    """The graph with one for each length that phases change to, captured as well unless it was saved with them."""
+    found = []
+    for tokens, where in phase_lengths(phases_of(checked.constraints)).items():
+        own = graph.of_length(tokens)
+        if own is None and checked.is_saved_graph:
+            raise UserError(
+                f"{where}: {checked.request.model} was saved without it; save it again from the model with this strategy file: "
+                "--strategy FILE --save-graph keeps a graph of every length"
+            )
+        if own is None:
+            longer = replace(checked, seq_len=tokens, request=replace(checked.request, seq_len=tokens))
+            try:
+                own = _capture(checked.request.model, longer, say)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from error
+        if own is not graph:
+            found.append(own)
+    return replace(graph, other_lengths=tuple(found))
 
 
 def read_saved_graph(spec: str) -> ModelGraph:

@@ -132,7 +132,7 @@ class ReplicaTrainer(Trainer):
         """What another replica's rank of this number needs to go on."""
         tensors, values = leaves_of(states_of(self._state()))
         shares = {name: local(tensor.detach()).cpu().clone() for name, tensor in tensors.items()}
-        return {"tensors": shares, "values": values, "step": self.step, "ledger": self.ledger.state()}
+        return {"tensors": shares, "values": values, "step": self.step, "ledger": self._samples.state()}
 
     @torch.no_grad()
     def _taken_over(self, found: dict[str, Any]) -> None:

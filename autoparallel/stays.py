@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoparallel.planner.strategy.lengths import phases_of
+from autoparallel.planner.strategy.types import Phase
 from autoparallel.profiles import Cluster
 
 # Keys, and tables of keys, that hold on any number of devices.
-_ALWAYS = ("batch.global", "grad_sync.weights", "recovery.checkpoint_every_s", "recovery.timeout_s")
+_OF_BATCHES = ("batch.global", "batch.seq_len")
+_ALWAYS = (*_OF_BATCHES, "grad_sync.weights", "recovery.checkpoint_every_s", "recovery.timeout_s")
 _ALWAYS_TABLES = ("execution", "embedding", "servers")
 
 
@@ -24,19 +27,22 @@ class Stays:
 def stays_of(constraints: Mapping[str, object], cluster: Cluster | None, devices: int) -> Stays:
     """What a strategy says for any number of processes, as far as it fits on so many devices, of `cluster` (None: not known): the global batch,
     `execution`, what gradients and parameters travel as, replicas that train by themselves, where rows of tables are, how the run
-    recovers, and phases of `[grad_sync]`. The mesh, and what follows from it, is planned anew."""
+    recovers, and what phases say of `[grad_sync]`, the global batch and the length of sequences. The mesh, and what follows from it, is
+    planned anew."""
     kept = {k: v for k, v in constraints.items() if k in _ALWAYS or k.split(".")[0] in _ALWAYS_TABLES}
     left_out = []
     for found in (
         _compression(constraints, cluster),
         _outer(constraints, devices),
         _recovery(constraints, cluster),
-        _phases(constraints, cluster),
     ):
         if isinstance(found, str):
             left_out.append(found)
         else:
             kept |= found
+    phases, words = _phases(constraints, cluster)
+    kept |= {"phase": phases} if phases else {}
+    left_out += [words] if words else []
     return Stays(constraints=kept, left_out=tuple(left_out))
 
 
@@ -73,12 +79,21 @@ def _recovery(constraints: Mapping[str, object], cluster: Cluster | None) -> dic
     return {k: v for k, v in constraints.items() if k.startswith("recovery.")}
 
 
-def _phases(constraints: Mapping[str, object], cluster: Cluster | None) -> dict[str, object] | str:
-    phases: Any = constraints.get("phase", ())
-    said = [pair for phase in phases for pair in phase.keys]
-    fit = all(
-        key.startswith("grad_sync.")
-        and (key != "grad_sync.compression" or _methods(value, cluster) == tuple(value))
-        for key, value in said
-    )
-    return ({"phase": phases} if phases else {}) if fit else "[[phase]] (made for the other mesh)"
+def _phases(constraints: Mapping[str, object], cluster: Cluster | None) -> tuple[tuple[Phase, ...], str]:
+    """The phases with the keys that stay, and what does not in words. Batches that change are cut into single sequences, which fit any
+    mesh."""
+    kept, left_out = [], False
+    for phase in phases_of(constraints):
+        keys = tuple(pair for pair in phase.keys if _stays_in_phase(*pair, cluster))
+        left_out |= keys != phase.keys
+        if any(key in _OF_BATCHES for key, _ in keys):
+            keys += (("batch.micro", 1),)
+        if keys:
+            kept.append(Phase(from_step=phase.from_step, keys=keys))
+    return tuple(kept), "[[phase]] (made for the other mesh)" if left_out else ""
+
+
+def _stays_in_phase(key: str, value: object, cluster: Cluster | None) -> bool:
+    if key == "grad_sync.compression":
+        return _methods(value, cluster) == value
+    return key in _OF_BATCHES or key.startswith("grad_sync.")

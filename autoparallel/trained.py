@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoparallel.api import auto_parallelize
 from autoparallel.errors import UserError
 from autoparallel.phases import enter_phase
 from autoparallel.plan_cache import StrategySource
@@ -66,6 +67,25 @@ class Trained:
         kind, options = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
         made: Optimizer = model.optimizer(kind, **options)
         return made
+
+
+def lowered(
+    example: Callable[[int], Any], lengths: Sequence[int], given: Any, size: int, module: nn.Module,
+    strategy: StrategySource | Strategy, **options: Any,
+) -> Any:  # fmt: skip
+    """`auto_parallelize`, whose members no type names. A source is of a run whose global batch is `size`, and a whole strategy that of
+    a phase. `example(tokens)` has inputs with sequences of so many tokens (0: the first ones, for which others may be `given`);
+    `lengths` are those of later phases."""
+    first = isinstance(strategy, StrategySource) or strategy.batch.seq_len not in lengths
+    inputs = given if first and given is not None else None
+    if isinstance(strategy, Strategy):
+        inputs = example(strategy.batch.seq_len) if inputs is None else inputs
+        return auto_parallelize(module, inputs, strategy=strategy, **options)
+    others = {tokens: example(tokens) for tokens in lengths}
+    inputs = example(0) if inputs is None else inputs
+    return auto_parallelize(
+        module, inputs, strategy=strategy, phase_inputs=others, global_batch=size, **options
+    )
 
 
 def _remakes(source: StrategySource) -> bool:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from autoparallel.answer import program_timeline
-from autoparallel.api import auto_parallelize
 from autoparallel.costmodel.graph_json import graph_from_json
 from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
@@ -33,7 +32,7 @@ from autoparallel.profiles import Cluster
 from autoparallel.ran_on import said_of
 from autoparallel.replan import NextStrategy, for_those_here, kept_beside
 from autoparallel.report.picture import draw_step
-from autoparallel.runtime.checkpoints.identity import dataset_identity, launch_key, model_identity
+from autoparallel.runtime.checkpoints.identity import launch_key, model_identity
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.ledger import Ledger
 from autoparallel.runtime.checkpoints.signals import Signals, Wish
@@ -46,7 +45,7 @@ from autoparallel.runtime.monitor.monitor import Monitor, MonitorOptions
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size
 from autoparallel.samples import Samples
-from autoparallel.trained import Trained
+from autoparallel.trained import Trained, lowered
 
 # How long ranks wait for each other's small messages at the end of a step, seconds. Kind: torch's default for Gloo.
 TIMEOUT_S = 1800.0
@@ -70,7 +69,8 @@ class Step:
 class Trainer:
     """Trains `model` on `data` by a strategy, keeps checkpoints in `folder`, and goes on from the last one.
 
-    `data` is a map-style dataset of (input, target) pairs with `loss_fn`, else of what the model is called with.
+    `data` is a map-style dataset of (input, target) pairs with `loss_fn`, else of what the model is called with; where phases change
+    the length of sequences a mapping of datasets by that, each with a ledger of its own.
     `optimizer` is a class of torch's, or a `functools.partial` of one with its options; `scheduler` makes a schedule of
     the learning rate of it, stepped once a step. `strategy` and `cluster` are as for `auto_parallelize`; where the
     processes are not those that a strategy was made for, one is planned for those that are here (`pinned`: refused
@@ -93,7 +93,7 @@ class Trainer:
         model: nn.Module,
         *,
         optimizer: Callable[..., Optimizer],
-        data: Dataset[Any],
+        data: Dataset[Any] | Mapping[int, Dataset[Any]],
         global_batch: int | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         example_inputs: Any = None,
@@ -126,9 +126,9 @@ class Trainer:
         if size is None:
             raise UserError("Trainer needs global_batch=, or batch.global in the strategy file")
         self._loss_fn, self._clip_norm, self._seed, self._on_step = loss_fn, clip_norm, seed, on_step
-        ledger = Ledger(samples=len(data), seed=seed, shuffle=shuffle, tail=tail)  # type: ignore[arg-type]
-        self._samples = Samples(data, ledger, size, collate=collate, loader=loader or {})
-        identity = {"model": model_identity(model), "dataset": dataset_identity(data)}
+        order = partial(Ledger, seed=seed, shuffle=shuffle, tail=tail)
+        self._samples = Samples(data, order, size, source.said, collate=collate, loader=loader or {})
+        identity = {"model": model_identity(model), **self._samples.identity()}
         self._check_alike(identity, size)
         self.checkpoints = Checkpoints(
             folder, every=every, every_s=every_s, keep=keep, say=self._say,
@@ -138,11 +138,11 @@ class Trainer:
         self._next = NextStrategy(Path(folder), self._all)
         source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
         lower = partial(
-            _lower, self._example() if example_inputs is None else example_inputs, own_size, cluster=here,
+            lowered, self._example, self._samples.others, example_inputs, own_size, cluster=here,
             cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{launch_key(identity['model'])}.json"),
             allow_lossy=allow_lossy, weights=weights, progress=self._at,
         )  # fmt: skip
-        source = self._next.in_place_of(source, self._say)
+        self._samples.check((source := self._next.in_place_of(source, self._say)).said)
         self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
         self._guards = self._guarded(guards or GuardOptions())
         self._peers_every = copies_every(peers, self.checkpoints, self.model, here, self._say)
@@ -281,6 +281,7 @@ class Trainer:
             return False
         strategy = self.model.strategy
         self._samples.size = strategy.batch.global_
+        self._samples.enter(strategy.batch.seq_len)
         self._stage = stage_of(self.rank, strategy)
         self._guards.follow(self.model)
         self._monitor = self._watched()
@@ -354,9 +355,9 @@ class Trainer:
             return False
         if saves:
             self._status.at("SAVE", self._stage)
-            self.checkpoints.save(self.step, self._state(), extra={"ledger": self.ledger.state()})
+            self.checkpoints.save(self.step, self._state(), extra={"ledger": self._samples.state()})
         if self._peers_every and self.step % self._peers_every == 0:
-            self.checkpoints.copy(self.step, self._state(), extra={"ledger": self.ledger.state()})
+            self.checkpoints.copy(self.step, self._state(), extra={"ledger": self._samples.state()})
         self.checkpoints.poll()
         if wish in (Wish.STOP, Wish.SWITCH):
             self.checkpoints.close()
@@ -381,20 +382,11 @@ class Trainer:
         state = {"model": self.model, "optimizer": self.optimizer}
         return {**state, "scheduler": self.scheduler} if self.scheduler is not None else state
 
-    def _example(self) -> Any:
-        """Inputs of as many samples as a process has, as `auto_parallelize` takes them."""
-        items = self._samples.example(max(self._samples.size // world_size(), 1))
+    def _example(self, tokens: int = 0) -> Any:
+        """Inputs of as many samples as a process has, as `auto_parallelize` takes them, of the length that is asked for."""
+        items = self._samples.example(max(self._samples.size // world_size(), 1), tokens)
         return items if self._loss_fn is None else items[0]
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
             print(f"autoparallel: {text}", file=sys.stderr, flush=True)
-
-
-def _lower(
-    inputs: Any, size: int, module: nn.Module, strategy: StrategySource | Strategy, **options: Any
-) -> Any:
-    """`auto_parallelize`, whose members no type names; a whole strategy has its own global batch."""
-    if isinstance(strategy, StrategySource):
-        options["global_batch"] = size
-    return auto_parallelize(module, inputs, strategy=strategy, **options)

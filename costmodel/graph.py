@@ -244,7 +244,14 @@ class ModelGraph:
     pipeline_cuts: bool  # the chain may be cut into pipeline stages between repeated instances
     warnings: tuple[str, ...] = ()
     dropout: float = 0.0  # the largest share that its modules drop in training
+    other_lengths: tuple[ModelGraph, ...] = ()  # of the same model, for phases with other sequences
     schema: int = SCHEMA
+
+    def of_length(self, tokens: int) -> ModelGraph | None:
+        """The graph of the model with sequences of so many tokens, itself for 0; None where it was not captured with such."""
+        if tokens in (0, self.tokens_per_sample):
+            return self
+        return next((graph for graph in self.other_lengths if graph.tokens_per_sample == tokens), None)
 
     @cached_property
     def repeated_positions(self) -> tuple[int, ...]:

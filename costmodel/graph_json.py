@@ -73,7 +73,7 @@ def graph_hash(graph: ModelGraph) -> str:
     Covers: the chain (module paths, what is repeated); each block's parameters (name, shape, trainable, tied);
     and, in order, its matrix products, convolutions, attentions, embeddings and leaves (module, kind, size
     letters with their sizes, causal or not). With them the sequence length. Does not cover: the model's name,
-    dtypes, devices, the micro-batch, the loss, costs, saved bytes and legal shardings. So an architecture
+    dtypes, devices, the micro-batch, the loss, costs, saved bytes, legal shardings and graphs of other lengths. So an architecture
     captured from float32 weights in a process and from a bfloat16 configuration hash equal.
     """
     blocks = [
@@ -156,6 +156,9 @@ def _graph(graph: ModelGraph) -> dict[str, Any]:
             for block in graph.blocks
         ],
         "chain": [[i.block, i.path, i.repeated, [_spec(s) for s in i.sends]] for i in graph.chain],
+        **(
+            {"other_lengths": [_graph(other) for other in graph.other_lengths]} if graph.other_lengths else {}
+        ),
     }
 
 
@@ -287,4 +290,5 @@ def _read_graph(raw: Mapping[str, Any]) -> ModelGraph:
         pipeline_cuts=bool(raw["pipeline_cuts"]),
         warnings=_words(raw["warnings"]),
         dropout=float(raw.get("dropout", 0.0)),
+        other_lengths=tuple(map(_read_graph, raw.get("other_lengths", ()))),
     )

@@ -20,18 +20,45 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autoparallel.costmodel.compression import parse_method
+from autoparallel.costmodel.prediction import Prediction
 from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.state import dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import completed, score
-from autoparallel.planner.strategy.phases import differences, only_synchronisation, strategy_at
+from autoparallel.planner.strategy.lengths import SEQ_LEN, graph_at
+from autoparallel.planner.strategy.phases import differences, only_synchronisation, starts, strategy_at
 from autoparallel.planner.strategy.types import AXES, Phase, Strategy
 
 # Seconds to make one process group on every rank. Kind: estimate; torch.distributed.new_group is a rendezvous by a store.
 GROUP_S = 0.05
 Search = Callable[[Problem], PlanResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePrice:
+    """What the steps of one phase cost by a strategy that says what each has."""
+
+    from_step: int
+    seq_len: int
+    prediction: Prediction
+
+
+def phase_prices(expander: Expander, strategy: Strategy) -> tuple[PhasePrice, ...]:
+    """Every phase of a strategy, with the sequences that it has; () where there are none. Raises UserError where one cannot run."""
+    found = []
+    for step in starts(strategy) if strategy.phases else ():
+        own = strategy_at(strategy, step)
+        try:
+            prediction = score(expander.graph, expander.cluster, own)
+        except UserError as error:
+            raise UserError(
+                f"from step {step}: {error}; or have all phases planned together: --phases --steps N"
+            ) from error
+        tokens = graph_at(expander.graph, own.batch.seq_len).tokens_per_sample
+        found.append(PhasePrice(from_step=step, seq_len=tokens, prediction=prediction))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +122,11 @@ def _problems(problem: Problem, given: Sequence[Phase]) -> list[Problem]:
     found = [replace(problem, constraints=constraints)]
     for phase in given:
         constraints = {**constraints, **dict(phase.keys)}
-        batch = constraints.get("batch.global", problem.global_batch)
+        batch, tokens = constraints.get("batch.global", problem.global_batch), constraints.get(SEQ_LEN, 0)
         assert isinstance(batch, int)
-        found.append(replace(problem, constraints=constraints, global_batch=batch))
+        assert isinstance(tokens, int)
+        graph = graph_at(problem.graph, tokens)
+        found.append(replace(problem, constraints=constraints, global_batch=batch, graph=graph))
     return found
 
 
@@ -110,7 +139,7 @@ def _row(problem: Problem, best: Sequence[Strategy], begun: Sequence[Phase]) -> 
     expander = Expander(graph=problem.graph, cluster=problem.cluster)
     for strategy in best:
         keys = {k: v for phase in begun for k, v in phase.keys}
-        keys["batch.global"] = problem.global_batch
+        keys |= {"batch.global": problem.global_batch, SEQ_LEN: problem.constraints.get(SEQ_LEN, 0)}
         try:
             own = strategy_at(replace(strategy, phases=(Phase(from_step=2, keys=tuple(keys.items())),)), 2)
             own = completed(expander, own)

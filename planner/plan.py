@@ -44,6 +44,7 @@ from autoparallel.planner.search.driver import Search, Stopped, WorkDone
 from autoparallel.planner.search.headway import Watched
 from autoparallel.planner.search.space.certificate import space_of
 from autoparallel.planner.search.tensor_plans import search_tensor_plans
+from autoparallel.planner.strategy.lengths import SEQ_LEN, graph_at, with_length
 
 __all__ = [
     "Alternative",
@@ -137,12 +138,18 @@ def plan(
 
 
 def _wider(problem: Problem, search: Callable[[Problem], PlanResult]) -> PlanResult | None:
-    """The plan of a problem that is made of others: phases, of which the first is planned, kinds of kernels, and local updates."""
+    """The plan of a problem that is made of others: phases, of which the first is planned, sequences whose length is stated, kinds of
+    kernels, and local updates."""
     if phases := problem.constraints.get("phase"):
         assert isinstance(phases, tuple)
         kept = {k: v for k, v in problem.constraints.items() if k != "phase"}
         found = search(replace(problem, constraints=kept))
         return replace(found, strategy=replace(found.strategy, phases=phases))
+    if tokens := problem.constraints.get(SEQ_LEN):
+        assert isinstance(tokens, int)
+        kept = {k: v for k, v in problem.constraints.items() if k != SEQ_LEN}
+        found = search(replace(problem, constraints=kept, graph=graph_at(problem.graph, tokens)))
+        return replace(found, strategy=with_length(found.strategy, tokens), space=space_of(problem))
     if problem.kernels:
         return plan_kernels(problem, search)
     if asks_outer(problem):

@@ -14,6 +14,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.local_updates import exchange, with_exchange
 from autoparallel.planner.strategy.islands import is_local, island
 from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.lengths import graph_at
 from autoparallel.planner.strategy.machines import machines
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -34,7 +35,9 @@ def score(
     if problems:
         raise UserError("\n".join(problems))
     whole = strategy
-    expander, strategy = at_home(expander or Expander(graph=graph, cluster=cluster), strategy)
+    expander, strategy = at_home(
+        expander or Expander(graph_at(graph, strategy.batch.seq_len), cluster), strategy
+    )
     program = expander.program(strategy)
     found = simulate(
         program,
@@ -67,11 +70,12 @@ def program_of(expander: Expander, strategy: Strategy) -> Program:
 
 
 def at_home(expander: Expander, strategy: Strategy) -> tuple[Expander, Strategy]:
-    """Where a strategy is priced: the devices that it uses are a cluster of their own; of replicas that train by themselves,
-    those of one."""
+    """Where a strategy is priced: with sequences of its length; the devices that it uses are a cluster of their own; of replicas
+    that train by themselves, those of one. Raises UserError for a length that the model was not captured with."""
+    graph = graph_at(expander.graph, strategy.batch.seq_len)
     cluster, alone = machines(expander.cluster, strategy)
     if is_local(strategy):
         cluster, alone = island(cluster, alone)
-    if cluster is expander.cluster:
+    if cluster is expander.cluster and graph is expander.graph:
         return expander, alone
-    return Expander(graph=expander.graph, cluster=cluster), alone
+    return Expander(graph=graph, cluster=cluster), alone

@@ -29,7 +29,7 @@ from autoparallel.runtime.lowering.lower import (
     lower_module,
     module_dtypes,
 )
-from autoparallel.runtime.lowering.micro_batches import shared_by_samples
+from autoparallel.runtime.lowering.micro_batches import sequences_of, shared_by_samples
 from autoparallel.runtime.lowering.parallel_module import Run, check_members, make_parallel
 from autoparallel.runtime.memory.offload import check_offload
 from autoparallel.runtime.memory.optimizer import Optimizers
@@ -91,14 +91,14 @@ def parallelize(
         module, blocks, strategy, mesh, dtypes, recomputed_in_full=full, seed=seed, weights=found,
         experts=sharings, entered=entered, alone=alone,
     )  # fmt: skip
-    named = partial(module.named_parameters, remove_duplicate=False)
     optimizers = Optimizers(
-        strategy=strategy, device=mesh.device, named=named, owed=(lowered.sync.owed,), tables=tables,
-        local=local_updates(strategy, mesh, module.parameters()),
+        strategy=strategy, device=mesh.device, named=partial(module.named_parameters, remove_duplicate=False),
+        owed=(lowered.sync.owed,), tables=tables, local=local_updates(strategy, mesh, module.parameters()),
     )  # fmt: skip
     run = Run(
         strategy=strategy, mesh=mesh, dtypes=dtypes, lowered=lowered, program=program, optimizers=optimizers,
         shared=shared_by_samples(example_inputs), progress=progress, tables=tables,
+        sequences=sequences_of(example_inputs, strategy.batch.seq_len),
     )  # fmt: skip
     return make_parallel(module, run)
 

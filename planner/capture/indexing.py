@@ -43,6 +43,17 @@ def check_mask(mask: torch.Tensor, picked_from: torch.Tensor, dim: int) -> None:
         )
 
 
+def check_rows(table: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """Refuse, as torch does, to look up rows (None: nobody knows which) that a table does not have."""
+    if rows is None or not rows.numel():
+        return
+    least, most = (int(one) for one in torch.aminmax(rows))
+    if least < 0 or most >= table.shape[0]:
+        raise IndexError(
+            f"index out of range: row {least if least < 0 else most} of a table of {table.shape[0]} rows is looked up"
+        )
+
+
 def check_put(into: torch.Tensor, places: list[Any], values: torch.Tensor) -> None:
     """Refuse, as torch does, to put values in more or fewer places than they are."""
     if any(index is not None and index.dtype is torch.bool for index in places):

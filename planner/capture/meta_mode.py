@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
-from autoparallel.planner.capture.indexing import check_mask, check_put
+from autoparallel.planner.capture.indexing import check_mask, check_put, check_rows
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
 from autoparallel.planner.capture.uniform import OF_ALL, compacted, distinct
 from autoparallel.planner.capture.values import Values, storage_key
@@ -146,6 +146,8 @@ class MetaMode(TorchDispatchMode):
         if real is None:
             func, args = self._as_indexing(func, args)
             args = self._where_known(func, args)
+            if func is torch.ops.aten.embedding.default:
+                check_rows(args[0], self.known(args[1]))
             self._forget_mutated(func, args)
             out = self._run(func, args, kwargs)
             self._share_out(func, args, kwargs, out)

@@ -78,7 +78,7 @@ IN_PHASES = ("batch", "mesh", "shard", "pipeline", "recompute", "offload", "grad
 # batch.global are inputs with defaults, these are marked optional in the file format.
 # (nor does a complete file say how to recover where nothing is known of failures)
 _DEFAULTED = (
-    "mesh.groups", "mesh.placement", "mesh.per_node", "shard.secondary", "recompute.per_stage", "grad_sync.weights",
+    "batch.seq_len", "mesh.groups", "mesh.placement", "mesh.per_node", "shard.secondary", "recompute.per_stage", "grad_sync.weights",
 )  # fmt: skip
 
 
@@ -348,6 +348,8 @@ def strategy_to_constraints(strategy: Strategy) -> Constraints:
         if part in SAYS_NOTHING:
             continue
         result.update({f"{section}.{f.name.rstrip('_')}": getattr(part, f.name) for f in fields(kind)})
+    if not strategy.batch.seq_len:  # which is no length
+        del result["batch.seq_len"]
     result["tensor"] = strategy.tensor
     if strategy.embedding:
         result["embedding"] = strategy.embedding

@@ -13,6 +13,7 @@ from autoparallel.planner.strategy.embedding import embedding_problems
 from autoparallel.planner.strategy.file import strategy_to_constraints
 from autoparallel.planner.strategy.groups import group_problems
 from autoparallel.planner.strategy.islands import outer_problems
+from autoparallel.planner.strategy.lengths import SEQ_LEN, length_problem
 from autoparallel.planner.strategy.machines import placement_problems, unknown_nodes
 from autoparallel.planner.strategy.phases import starts, strategy_at
 from autoparallel.planner.strategy.recovery import recovery_problems
@@ -39,6 +40,10 @@ def strategy_problems(graph: ModelGraph, cluster: Cluster, strategy: Strategy) -
         return [
             f"from step {step}: {one}" if step > 1 else one for step, found in every.items() for one in found
         ]
+    tokens = strategy.batch.seq_len
+    if unknown := length_problem(graph, tokens):
+        return [unknown]
+    graph = graph.of_length(tokens) or graph
     found = [*_mesh(cluster, strategy), *_batch(strategy)]
     if not found:  # what follows divides by these
         found = [
@@ -59,6 +64,9 @@ def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mappin
     """Why no strategy of the model can meet the constraints, where a glance says so and no search could find out."""
     found = [*_recompute_constraints(graph, constraints), *_compression(cluster, constraints)]
     found += _secondary(constraints)
+    tokens = constraints.get(SEQ_LEN)
+    if isinstance(tokens, int) and (unknown := length_problem(graph, tokens)):
+        found.append(unknown)
     if constraints.get("pipeline.stage_blocks") == () and graph.repeated_positions:
         repeated = len(graph.repeated_positions)
         found.append(f"pipeline.stage_blocks = []: {graph.name} has {repeated} repeated blocks; leave it out, or name how many "
@@ -67,10 +75,10 @@ def constraint_problems(graph: ModelGraph, cluster: Cluster, constraints: Mappin
     found += _tensor_degree(graph, tp) if isinstance(tp, int) and tp > 1 else ()
     found += _uncuttable(graph, pp) if isinstance(pp, int) else ()
     nodes, per_node = constraints.get("mesh.placement"), constraints.get("mesh.per_node")
-    if unknown := unknown_nodes(
+    if strange := unknown_nodes(
         cluster, nodes if isinstance(nodes, tuple) else (), per_node if isinstance(per_node, int) else 0
     ):
-        found.append(unknown)
+        found.append(strange)
     return found
 
 

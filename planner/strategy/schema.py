@@ -44,6 +44,7 @@ class BatchSection(Section):
 
     global_: Degree | None = Field(None, alias="global", description="sequences per optimizer step")
     micro: Degree | None = Field(None, description="sequences per micro-batch and data-parallel rank")
+    seq_len: Degree | None = Field(None, description="tokens per sequence; a phase may have longer ones")
 
 
 class MeshSection(Section):

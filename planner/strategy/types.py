@@ -11,10 +11,12 @@ SCHEDULES = ("none", "gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv", "dualpi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Sequences per optimizer step, and per micro-batch and data-parallel rank."""
+    """Sequences per optimizer step, and per micro-batch and data-parallel rank; tokens per sequence, 0 where the model's inputs
+    say how many."""
 
     global_: int  # the file's key is `global`
     micro: int
+    seq_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,11 @@ from autoparallel.planner.strategy.types import (
     TensorRule,
 )
 
-UNSAID = ("placement", "per_node")  # keys left out where they say nothing: on regular clusters
+UNSAID = (
+    "seq_len",
+    "placement",
+    "per_node",
+)  # keys left out where they say nothing: of one length, on regular clusters
 _COMMENT_COLUMN = 34
 _LINE_WIDTH = 100  # longer lists are broken, one item a line
 

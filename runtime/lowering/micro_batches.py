@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,36 @@ def shared_by_samples(example_inputs: Any) -> Shared:
         if isinstance(leaf, Tensor) and leaf.dim()
     ]
     return frozenset((place, size) for place, size in leaves if size != leaves[0][1])
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Where inputs have sequences of `tokens` tokens: places, and dims there; nowhere where their length is not fixed."""
+
+    tokens: int = 0
+    dims: frozenset[tuple[str, int]] = frozenset()
+
+    def check(self, inputs: Any) -> None:
+        """Raises UserError for sequences of another length."""
+        for path, leaf in tree_flatten_with_path(inputs)[0] if self.dims else ():
+            for dim in range(1, leaf.dim() if isinstance(leaf, Tensor) else 0):
+                if (keystr(path), dim) in self.dims and leaf.shape[dim] != self.tokens:
+                    raise UserError(
+                        f"inputs{keystr(path)} has sequences of {leaf.shape[dim]} tokens (shape {tuple(leaf.shape)}), but this phase "
+                        f"of the strategy has batch.seq_len = {self.tokens}: give data of that length, or change the strategy"
+                    )
+
+
+def sequences_of(example_inputs: Any, tokens: int) -> Sequences:
+    """Where example inputs have sequences of so many tokens (0: of any length)."""
+    found = {
+        (keystr(path), dim)
+        for path, leaf in tree_flatten_with_path(example_inputs)[0]
+        if tokens and isinstance(leaf, Tensor)
+        for dim in range(1, leaf.dim())
+        if leaf.shape[dim] == tokens
+    }
+    return Sequences(tokens, frozenset(found))
 
 
 def split(batch: Any, *, micro: int, count: int, what: str, shared: Shared = frozenset()) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -25,7 +25,15 @@ from autoparallel.runtime.gradients.synchronisation import with_sync
 from autoparallel.runtime.loading.checkpoint_chunks import with_chunks
 from autoparallel.runtime.loading.materialise import share_of
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered
-from autoparallel.runtime.lowering.micro_batches import Shared, as_call, loss_of, scalar, split, to_device
+from autoparallel.runtime.lowering.micro_batches import (
+    Sequences,
+    Shared,
+    as_call,
+    loss_of,
+    scalar,
+    split,
+    to_device,
+)
 from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.memory.recompute import attention_kernel
 from autoparallel.runtime.ranks.mesh import RankMesh
@@ -52,6 +60,7 @@ class Run:
     program: Callable[[], Program]
     optimizers: Optimizers
     shared: Shared = frozenset()  # inputs that are not samples
+    sequences: Sequences = field(default_factory=Sequences)
     progress: Progress = silent
     tables: WholeTables | None = None  # embedding tables of which some rows are elsewhere
 
@@ -76,10 +85,12 @@ class ParallelModule(nn.Module):
         `inputs` (a tensor, a tuple, or a dict of keyword arguments) and `targets` are this data-parallel
         rank's share of the global batch. `loss_fn(output, target)` gets the module's output; without it the
         output is the loss or has `.loss`. Adds to `.grad` the gradient of the mean loss over the global
-        batch, and returns that mean on every rank. Raises UserError for a share of another size.
+        batch, and returns that mean on every rank. Raises UserError for a share of another size, and for sequences of another
+        length than the strategy's, if it has one.
         """
         run, count = self._run, self._run.strategy.micro_batches
         run.optimizers.check()
+        run.sequences.check(inputs)
         micro = run.strategy.batch.micro
         batches = split(inputs, micro=micro, count=count, what="inputs", shared=run.shared)
         wanted = split(targets, micro=micro, count=count, what="targets")

@@ -28,9 +28,11 @@ from autoparallel.runtime.loading.materialise import common_seed, on_meta
 from autoparallel.runtime.loading.weights import Weights
 from autoparallel.runtime.lowering.lower import Dtypes, Lowered, broadcast_state, lower_module
 from autoparallel.runtime.lowering.micro_batches import (
+    Sequences,
     Shared,
     loss_of,
     scalar,
+    sequences_of,
     shared_by_samples,
     split,
     to_device,
@@ -105,6 +107,7 @@ def pipeline_module(
     return PipelineModule(
         stages, lowered, rows, strategy=strategy, mesh=mesh, dtypes=dtypes, program=program, aliases=aliases,
         shared=shared_by_samples(example_inputs), progress=progress,
+        sequences=sequences_of(example_inputs, strategy.batch.seq_len),
     )  # fmt: skip
 
 
@@ -173,6 +176,7 @@ class PipelineModule(nn.Module):
         program: Callable[[], Program],
         aliases: Mapping[str, str],
         shared: Shared,
+        sequences: Sequences,
         progress: Progress,
     ) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ class PipelineModule(nn.Module):
         self._by_index = {stage.stage_cut.index: stage for stage in stages}
         self._lowered = {s.stage_cut.index: low for s, low in zip(stages, lowered, strict=True)}
         self._strategy, self._mesh, self._dtypes, self._program = strategy, mesh, dtypes, program
-        self._names, self._shared, self._progress = aliases, shared, progress
+        self._names, self._shared, self._progress, self._sequences = aliases, shared, progress, sequences
         self._optimizers = Optimizers(
             strategy=strategy,
             device=mesh.device,
@@ -224,6 +228,7 @@ class PipelineModule(nn.Module):
         `inputs` and `targets` are the same on every rank of the pipeline.
         """
         self._optimizers.check()
+        self._sequences.check(inputs)
         count, micro = self._strategy.micro_batches, self._strategy.batch.micro
         batches = split(inputs, micro=micro, count=count, what="inputs", shared=self._shared)
         wanted = split(targets, micro=micro, count=count, what="targets")

@@ -57,3 +57,7 @@ def test_phases_of_meshes_are_left_out() -> None:
         PLANNED, phases=(Phase(from_step=9, keys=(("mesh.dp_shard", 8), ("mesh.dp_replicate", 1))),)
     )
     assert _kept(meshes, "a100-sxm-80gb:2x2")[1] == ("[[phase]] (made for the other mesh)",)
+    longer = Phase(from_step=9, keys=(("mesh.dp_shard", 8), ("batch.global", 4), ("batch.seq_len", 4096)))
+    kept, left_out = _kept(replace(PLANNED, phases=(longer,)), "a100-sxm-80gb:2x2")
+    assert dict(kept.phases[0].keys) == {"batch.global": 4, "batch.seq_len": 4096, "batch.micro": 1}
+    assert left_out == ("[[phase]] (made for the other mesh)",), "what is trained on stays"

@@ -24,6 +24,7 @@ from autoparallel.costmodel.graph import (
     TensorSpec,
 )
 from autoparallel.costmodel.graph_json import GraphFileError, graph_from_json, graph_hash, graph_to_json
+from tests.toy_graphs import toy_transformer
 
 NAMES = st.text("abc.:_0", min_size=1, max_size=6)
 VALUES = NAMES.map("param:{}".format)  # others have to be made by an operator
@@ -122,6 +123,16 @@ def test_the_hash_does_not_see_names_dtypes_costs_and_shardings(graph: ModelGrap
     )
     other = replace(graph, name="other", dtype="bfloat16", blocks=blocks, has_loss=not graph.has_loss)
     assert graph_hash(other) == graph_hash(graph)
+
+
+def test_graphs_of_other_lengths_go_along_and_leave_the_hash_as_it_is() -> None:
+    short = toy_transformer()
+    several = replace(short, other_lengths=(longer := toy_transformer(seq=64),))
+    assert graph_from_json(graph_to_json(several)) == several
+    assert several.of_length(64) == longer
+    assert several.of_length(0) is several
+    assert several.of_length(16) is None
+    assert graph_hash(several) == graph_hash(short)
 
 
 @given(GRAPHS)

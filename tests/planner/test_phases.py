@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 from autoparallel.errors import UserError
-from autoparallel.planner.phases import plan_phases
+from autoparallel.planner.expand.expander import Expander
+from autoparallel.planner.phases import phase_prices, plan_phases
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import parse_strategy, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.phases import strategy_at
-from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Phase, Strategy
+from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Phase, Shard, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import load_cluster
 from tests.toy_graphs import toy_transformer
 
 GRAPH, CLUSTER = toy_transformer(), load_cluster("a100-sxm-80gb:2x2")
+LONGER = toy_transformer(seq=1024)
+LENGTHS = replace(GRAPH, other_lengths=(LONGER,))
+LONG = Phase(from_step=11, keys=(("batch.seq_len", 1024), ("batch.global", 16)))
 LATER = Phase(from_step=11, keys=(("grad_sync.compression", ("none", "int8")),))
 LAST = Phase(
     from_step=21,
@@ -87,3 +91,43 @@ def test_a_change_is_made_where_it_gains_more_than_it_costs(steps: int) -> None:
     assert strategy_at(found.first.strategy, 11).mesh == second.strategy.mesh
     if steps == 12:
         assert second.strategy.mesh == first.strategy.mesh, "two steps pay for no change"
+
+
+def test_a_phase_is_priced_with_the_graph_of_its_own_length() -> None:
+    base = replace(BASE, shard=Shard(zero=1))
+    whole = replace(base, phases=(LONG, Phase(from_step=21, keys=(("batch.seq_len", 32),))))
+    prices = phase_prices(Expander(graph=LENGTHS, cluster=CLUSTER), whole)
+    assert [(price.from_step, price.seq_len) for price in prices] == [(1, 32), (11, 1024), (21, 32)]
+    for price, graph, batch in zip(prices, (GRAPH, LONGER, GRAPH), (32, 16, 16), strict=True):
+        alone = score(graph, CLUSTER, replace(base, batch=Batch(global_=batch, micro=2)))
+        assert price.prediction == alone
+
+
+def test_phases_of_longer_sequences_are_planned_each_with_its_own_graph() -> None:
+    fixed: dict[str, object] = {"mesh.pp": 1, "mesh.cp": 1, "mesh.tp": 1, "recompute.mode": "none"}
+    short = Problem(graph=LENGTHS, cluster=CLUSTER, global_batch=32, constraints=fixed, all_devices=True)
+    found = plan_phases(replace(short, constraints={**fixed, "phase": (LONG,)}), 100_000, plan)
+    alone = [plan(one) for one in (short, replace(short, graph=LONGER, global_batch=16))]
+    assert [phase.step_time_s for phase in found.phases] == [one.prediction.step_time_s for one in alone]
+    later = strategy_at(found.first.strategy, 11)
+    assert later.batch.seq_len == 1024
+    assert score(LENGTHS, CLUSTER, later).step_time_s == found.phases[1].step_time_s
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "words"),
+    [
+        (64, {}, "from step 11: batch.seq_len = 64: .* captured with sequences of 32 and 1024"),
+        (
+            1024,
+            {"mesh.cp": 3, "mesh.dp_shard": 1, "shard.zero": 0},
+            "from step 11: mesh.cp = 3 does not divide .* 1024",
+        ),
+    ],
+)
+def test_what_a_length_makes_illegal_is_said_with_its_step(
+    tokens: int, keys: dict[str, int], words: str
+) -> None:
+    wrong = Phase(from_step=11, keys=(("batch.seq_len", tokens), *keys.items()))
+    with pytest.raises(UserError, match=words):
+        score(LENGTHS, CLUSTER, replace(BASE, phases=(wrong,)))

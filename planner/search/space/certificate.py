@@ -16,6 +16,7 @@ from autoparallel.planner.search.space.syncs import METHODS, open_weights
 from autoparallel.planner.strategy.schema import SECTIONS, keys_of
 
 _RECOVERY = tuple(f"recovery.{key}" for key in keys_of(SECTIONS["recovery"]))
+_STATED = ("batch.global", "batch.seq_len", "phase")
 ENTRIES = ("tensor", "embedding", "phase")  # lists of tables in the file, a key each here
 
 
@@ -34,7 +35,7 @@ def space_of(problem: Problem, *, tables: bool = False) -> tuple[SpaceKey, ...]:
     besides = _besides(problem)
     found = []
     for key in every_key():
-        if key in problem.constraints and key != "batch.global" and not key.startswith("execution."):
+        if key in problem.constraints and key not in _STATED and not key.startswith("execution."):
             found.append(SpaceKey(key=key, how="fixed"))
         elif key == "outer.algorithm" and any(k.startswith("outer.") for k in problem.constraints):
             found.append(
@@ -42,9 +43,7 @@ def space_of(problem: Problem, *, tables: bool = False) -> tuple[SpaceKey, ...]:
                     key=key, how="searched", besides="inner plans but the fastest of each number of islands"
                 )
             )
-        elif key in ("batch.global", "phase") or key.startswith(
-            ("execution.", "embedding_access.", "servers.", "outer.")
-        ):
+        elif key in _STATED or key.startswith(("execution.", "embedding_access.", "servers.", "outer.")):
             found.append(SpaceKey(key=key, how="stated"))
         elif key in left_out:
             found.append(SpaceKey(key=key, how=f"left-out: {left_out[key]}"))
