@@ -8,8 +8,9 @@ switch, behind one link of that rate; --rates may differ from node to node. On e
 - runs the plans and their rivals (plain data parallelism, FSDP2, a flat ring, hierarchical, every method of compression) on
   Gloo, one process of one thread per rank, and prints seconds per step, predicted and measured, the rank correlation, and how far
   the plan is behind the best measured;
-- counts the bytes that leave the first node's interface in a step, beside those that are priced;
-- with --break-even METHOD runs the steps with and without it at rates on either side of the one at which it should stop to pay.
+- counts the bytes that leave the first node's interface in a step, beside those that are priced.
+
+`python -m benchmarks.break_even` asks on such links at which rate each method stops to pay.
 
 Namespaces and processes go with the benchmark, also when it is killed: a shell waits for its end, and then removes them. What an
 interface counts includes the headers of TCP and IP.
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -423,45 +424,6 @@ def _lossy(strategy: Strategy) -> list[str]:
     return [method for method in strategy.grad_sync.compression if method != "none"]
 
 
-def break_even(links: Links, name: str, cluster: Cluster, method: str) -> dict[str, Any]:
-    """The rate at which a method over replicas should stop to pay, and what is measured at a third and at three times it."""
-    samples = MODELS[name][1] * links.shape.ranks
-    model, inputs = make(name, 2)
-    graph = capture(model, inputs, name=name)
-    both = rivals(links.shape, samples)
-    pair = (both["plain DDP"], both[method])
-    rate = links.shape.rates[0]
-
-    def gain(factor: float) -> float:
-        levels = (
-            *cluster.levels[:-1],
-            replace(cluster.levels[-1], bytes_per_s=cluster.levels[-1].bytes_per_s * factor),
-        )
-        other = replace(cluster, levels=levels)
-        plain, coded = (score(graph, other, strategy).step_time_s for strategy in pair)
-        return plain / coded - 1
-
-    low, high = 1e-3, 1e3
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
-    predicted = rate * low
-    found = {"model": name, "method": method, "break_even_mbit": predicted, "measured": []}
-    for factor in (1 / 3, 3.0):
-        links.reshape(min(predicted * factor, 40_000))
-        (plain, *_), (coded, *_) = measured(links, name, pair, cluster)
-        found["measured"].append(
-            {"rate_mbit": predicted * factor, "gain": plain / coded - 1, "predicted": gain(low * factor)}
-        )
-    links.reshape(rate)
-    said = "; ".join(
-        f"{m['gain']:+.0%} at {m['rate_mbit']:.0f} (predicted {m['predicted']:+.0%})"
-        for m in found["measured"]
-    )
-    print(f"  {name}, {method}: pays below {predicted:.0f} Mbit/s; measured {said}", flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -478,7 +440,6 @@ def main() -> None:
     )
     parser.add_argument("--spine", type=float, default=0.0, metavar="MBIT")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--break-even", nargs="+", default=[], metavar="METHOD", choices=METHODS)
     parser.add_argument("--json", type=Path, help="write all that was found here")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -500,11 +461,8 @@ def main() -> None:
             flush=True,
         )
         found = [compare(links, name, cluster) for name in options.models]
-        crossed = [
-            break_even(links, name, cluster, m) for name in options.models[:1] for m in options.break_even
-        ]
     if options.json:
-        options.json.write_text(json.dumps({"tables": found, "break_even": crossed}, indent=1))
+        options.json.write_text(json.dumps({"tables": found}, indent=1))
 
 
 if __name__ == "__main__":
