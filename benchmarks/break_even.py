@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -94,13 +94,13 @@ def trained(name: str, strategy: Strategy, cluster: Cluster) -> Callable[[], flo
 def gains(
     links: Links, name: str, strategies: Sequence[Strategy], cluster: Cluster, rounds: int
 ) -> list[list[float]]:
-    """By method, the gain over the first strategy in each round."""
+    """Seconds of each strategy's quickest step, by round."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "job.pickle").write_bytes(pickle.dumps((name, list(strategies), cluster, rounds)))
         links.launch("-m", "benchmarks.break_even", "--serve", str(folder))
         found = json.loads((folder / "found.json").read_text())
-    return [[row[0] / row[number] - 1 for row in found] for number in range(1, len(strategies))]
+    return [list(row) for row in found]
 
 
 def compare(
@@ -121,13 +121,17 @@ def compare(
         links.reshape(rate)
         measured = gains(links, name, [both[one] for one in (PLAIN, *methods)], cluster, rounds)
         plain_s = seconds_at(problem, both[PLAIN], level, rate / now)
-        for method, row in zip(methods, measured, strict=True):
+        print(
+            f"  {name} at {rate:g} Mbit/s: plain {plain_s:.3g} s predicted, {median(row[0] for row in measured):.3g} s measured",
+            flush=True,
+        )
+        for number, method in enumerate(methods, 1):
+            row = [round_[0] / round_[number] - 1 for round_ in measured]
             coded_s = seconds_at(problem, both[method], level, rate / now)
             low, middle, high = quantiles(row, n=4)
             table[method].append(
                 Gain(rate=rate, predicted=plain_s / coded_s - 1, quartiles=(low, middle, high))
             )
-        print(f"  {name} at {rate:g} Mbit/s measured", flush=True)
     print(
         f"\n{name} on {links.shape.label.split(',')[0]}, rates in Mbit/s: gain predicted / measured (quartiles)"
     )

@@ -2,8 +2,8 @@
 
 In the cost model the gradients of a link of the chain become ready evenly over its backward, whose seconds are priced operator by
 operator (`costmodel/buckets.py`). Here hooks note when each parameter's gradient has arrived in real backward passes of one process; a
-bucket of whole tensors, the last parameters first as the runtime fills them, can start when its last one is there and those before it have
-started. Compared is the start of each bucket with the priced time at which as many bytes are ready, as shares of the backward
+bucket of whole tensors can start when its last one is there and those before it have started. Compared, for buckets that are filled with the
+last parameters first, as in the runtime's first step, and in the order in which gradients come, as in all others, is the start of each bucket with the priced time at which as many bytes are ready, as shares of the backward
 pass, each of its own: how far the two curves lie apart.
 
 Three profiles are held against it: the one that is given; one whose parts are wrong (matrix products 0.6 times and memory-bound kernels 1.6 times
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from autoparallel.planner.score import score
 from autoparallel.planner.strategy.types import Batch, Execution, Pipeline, Strategy
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.hardware import Device
+from autoparallel.runtime.gradients.buckets import filled
 from benchmarks.small_models import MODELS, make
 
 EXECUTION = Execution(
@@ -45,28 +46,25 @@ TEACHERS = ("Llama", "GPT-2", "MLP")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A model, and the quickest of its measured steps: seconds of the step and of its backward, and from the beginning of that until
-    each bucket could start; `bytes` that are ready by then."""
+    each bucket could start, with the bytes that are ready by then (`curve`)."""
 
     name: str
     graph: ModelGraph
     strategy: Strategy
     step_s: float
     backward_s: float
-    bytes: tuple[float, ...]
-    starts_s: tuple[float, ...]
+    registered: tuple[tuple[float, ...], tuple[float, ...]]
+    in_order: tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def bucket_ends(parameters: Sequence[nn.Parameter], size_bytes: float) -> list[list[nn.Parameter]]:
-    """Whole tensors together, the last first, as `runtime/gradients/replicated.py` fills its buckets."""
-    buckets: list[list[nn.Parameter]] = []
-    filled = float("inf")
-    for parameter in reversed(parameters):
-        if filled + parameter.numel() * FP32 > size_bytes:
-            buckets.append([])
-            filled = 0.0
-        buckets[-1].append(parameter)
-        filled += parameter.numel() * FP32
-    return buckets
+def curve(
+    order: Sequence[nn.Parameter], arrived_s: Mapping[nn.Parameter, float], size_bytes: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of buckets that are filled in an order: bytes of all up to each, and when it could start."""
+    buckets = filled(order, torch.float32, size_bytes)
+    sizes = np.cumsum([sum(p.numel() for p in bucket.parameters) * FP32 for bucket in buckets])
+    ready = [max(arrived_s[p] for p in bucket.parameters) for bucket in buckets]
+    return tuple(sizes.tolist()), tuple(np.maximum.accumulate(ready).tolist())
 
 
 def measure(name: str, steps: int, bucket_mib: float) -> Case:
@@ -86,8 +84,7 @@ def measure(name: str, steps: int, bucket_mib: float) -> Case:
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(note)
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-    buckets = bucket_ends(parameters, bucket_mib * MIB)
-    found: list[tuple[float, float, list[float]]] = []
+    found: list[tuple[float, float, int, dict[nn.Parameter, float]]] = []
     for _ in range(WARM_UP + steps):
         begin = time.process_time()
         optimizer.zero_grad()
@@ -97,27 +94,34 @@ def measure(name: str, steps: int, bucket_mib: float) -> Case:
         loss.backward()
         backward = time.process_time()
         optimizer.step()
-        ready = [max(arrived[p] for p in bucket) - forward for bucket in buckets]
-        found.append((time.process_time() - begin, backward - forward, list(np.maximum.accumulate(ready))))
-    step_s, backward_s, starts = min(found[WARM_UP:])
-    sizes = np.cumsum([sum(p.numel() for p in bucket) * FP32 for bucket in buckets])
+        since = {parameter: at - forward for parameter, at in arrived.items()}
+        found.append((time.process_time() - begin, backward - forward, len(found), since))
+    step_s, backward_s, _, ready = min(found[WARM_UP:])
+    trained = [parameter for parameter in parameters if parameter in ready]
     return Case(
-        name=name, graph=graph, strategy=strategy, step_s=step_s, backward_s=backward_s, bytes=tuple(sizes.tolist()), starts_s=tuple(starts),
+        name=name, graph=graph, strategy=strategy, step_s=step_s, backward_s=backward_s,
+        registered=curve(trained[::-1], ready, bucket_mib * MIB),
+        in_order=curve(sorted(trained, key=ready.__getitem__), ready, bucket_mib * MIB),
     )  # fmt: skip
 
 
-def priced(case: Case, cluster: Cluster) -> tuple[float, list[float]]:
-    """Priced seconds of the backward, and from its beginning until so many bytes of gradients are ready."""
+def priced(case: Case, cluster: Cluster) -> tuple[list[float], list[float]]:
+    """Bytes of gradients that are ready at the end of each link's backward, and its priced seconds. Tied ones are when the first module
+    that has them is done."""
     program = Expander(graph=case.graph, cluster=cluster).program(case.strategy)
     pricer, (stage,) = Pricer(cluster), program.stages
+    tied: set[str] = set()
+    sizes = []
+    for link in case.graph.chain:
+        own = [p for p in case.graph.blocks[link.block].parameters if p.trainable and p.tied not in tied]
+        tied |= {p.tied for p in own if p.tied}
+        sizes.append(FP32 * sum(p.numel for p in own))
     seconds, ready = [0.0], [0.0]
-    for link, block in zip(reversed(case.graph.chain), reversed(stage.links), strict=True):
+    for size, block in zip(reversed(sizes), reversed(stage.links), strict=True):
         cost = price_block(block, program, cluster.groups[0].device, pricer)
         seconds.append(seconds[-1] + sum(cost.backward_input.values()) + sum(cost.backward_weight.values()))
-        ready.append(
-            ready[-1] + FP32 * sum(p.numel for p in case.graph.blocks[link.block].parameters if p.trainable)
-        )
-    return seconds[-1], list(np.interp(case.bytes, ready, seconds))
+        ready.append(ready[-1] + size)
+    return ready, seconds
 
 
 def with_device(cluster: Cluster, device: Device) -> Cluster:
@@ -126,15 +130,18 @@ def with_device(cluster: Cluster, device: Device) -> Cluster:
 
 
 def show(title: str, cases: Sequence[Case], cluster: Cluster) -> None:
-    print(f"\n{title}\n  {'':8}{'buckets':>8}{'step':>9}{'backward':>10}{'apart: mean':>13}{'most':>7}")
+    head = f"{'':8}{'step':>8}{'backward':>10}{'first step: buckets':>21}{'apart':>7}{'most':>6}{'others: buckets':>17}{'apart':>7}{'most':>6}"
+    print(f"\n{title}\n  {head}")
     for case in cases:
         step_s = score(case.graph, cluster, case.strategy).step_time_s
-        backward_s, starts = priced(case, cluster)
-        apart = np.abs(np.array(starts) / backward_s - np.array(case.starts_s) / case.backward_s)
-        print(
-            f"  {case.name:8}{len(starts):8}{step_s / case.step_s - 1:+9.1%}{backward_s / case.backward_s - 1:+10.1%}{apart.mean():13.1%}"
-            f"{apart.max():7.1%}"
-        )
+        ready, seconds = priced(case, cluster)
+        row = f"{case.name:8}{step_s / case.step_s - 1:+8.0%}{seconds[-1] / case.backward_s - 1:+10.0%}"
+        for wide, (sizes, starts_s) in ((21, case.registered), (17, case.in_order)):
+            apart = np.abs(
+                np.interp(sizes, ready, seconds) / seconds[-1] - np.array(starts_s) / case.backward_s
+            )
+            row += f"{len(sizes):{wide}}{apart.mean():7.1%}{apart.max():6.0%}"
+        print(f"  {row}", flush=True)
 
 
 def main() -> None:

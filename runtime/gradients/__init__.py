@@ -3,7 +3,7 @@
 - `synchronisation.py`: all of it for one module, made from a strategy, and made anew when that changes.
 - `fsdp.py`: ZeRO levels as FSDP2; `copies.py`: parameters that it leaves alone, in the dtype that is computed in.
   `own_outputs.py`: what its units return, that it may be changed in place.
-- `replicated.py`: what FSDP2 does not do: buckets over replicas, sums over tp, norms and clipping.
+- `replicated.py`: what FSDP2 does not do: buckets (`buckets.py`) over replicas, sums over tp, norms and clipping.
 - `replicas.py`: what reduces over which ranks, from the strategy. `reductions.py`: all-reduces of buffers, at once or level
   by level; `sharded.py`: what FSDP2's units do instead of the backend's reduce-scatter, `gathered.py`: of its all-gather;
   `exchanges.py`: what both are made of; `point_to_point.py`: rings and trees.

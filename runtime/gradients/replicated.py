@@ -9,7 +9,7 @@ parameters (norms under sequence parallelism).
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autoparallel.planner.expand.under_way import MOST_UNDER_WAY
+from autoparallel.runtime.gradients.buckets import Bucket, agreed_order, filled
 from autoparallel.runtime.gradients.feedback import Memory
-from autoparallel.runtime.gradients.reductions import Reducer, Reduction
+from autoparallel.runtime.gradients.reductions import Reducer
 from autoparallel.runtime.tensor.questions import local
 from autoparallel.runtime.torch_private import (
     after_backward,
@@ -34,39 +35,12 @@ from autoparallel.runtime.torch_private import (
 )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Bucket:
-    """Parameters whose gradients travel together, in one flat buffer of `dtype`."""
-
-    parameters: list[nn.Parameter]
-    dtype: torch.dtype
-    arrived: dict[nn.Parameter, int] = field(default_factory=dict)
-    buffer: Tensor | None = None
-    reduction: Reduction | None = None
-    memory: Memory = field(default_factory=Memory)
-    # Parameters of which the buffer has nothing from before the step; of these, the layout in which tp has parts of a sum.
-    fresh: set[nn.Parameter] = field(default_factory=set)
-    parts: dict[nn.Parameter, Any] = field(default_factory=dict)
-
-    def view(self, parameter: nn.Parameter) -> Tensor:
-        """The part of the buffer that is this parameter's."""
-        return self.views()[next(i for i, p in enumerate(self.parameters) if p is parameter)]
-
-    def views(self) -> list[Tensor]:
-        """The buffer cut into one tensor per parameter, allocated zero if it is not there."""
-        numels = [local(p).numel() for p in self.parameters]
-        if self.buffer is None:
-            device = local(self.parameters[0]).device
-            self.buffer = torch.zeros(sum(numels), dtype=self.dtype, device=device)
-        parts = self.buffer.split(numels)
-        return [part.view(local(p).shape) for part, p in zip(parts, self.parameters, strict=True)]
-
-
 class GradientSync:
     """Brings `.grad` of a module's parameters to the mean over the replicas.
 
     Between `begin` and `finish` each gradient is expected `arrivals` times and its bucket starts when the
-    last has come; `finish` waits for all. A backward pass outside of the two is followed by the same, at once
+    last has come; `finish` waits for all. The first step fills buckets with the last parameters first, all others
+    in the order in which its gradients came. A backward pass outside of the two is followed by the same, at once
     (the mean of what is already averaged is itself, so that accumulating this way stays right).
 
     Memory: one buffer of `grad_dtype` for all gradients, which `.grad` are views of where the dtypes agree;
@@ -95,8 +69,12 @@ class GradientSync:
         self._next = 0  # buckets start in order, the same on every rank
         self._known_flags: tuple[tuple[int, ...], Tensor] | None = None  # of the last step, and on the device
         accumulate = reducer is not None or any(p.dtype != grad_dtype for p in self._parameters)
-        self._buckets = _buckets(self._parameters, grad_dtype, bucket_bytes) if accumulate else []
+        self._fill_with = partial(filled, dtype=grad_dtype, size_bytes=bucket_bytes)
+        # The last parameters first, until a step has shown in which order gradients come.
+        self._buckets = self._fill_with(self._parameters[::-1]) if accumulate else []
         self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._came: list[nn.Parameter] = []  # whose gradients were complete, in the order of a step
+        self._steps = 0
         self._given: dict[nn.Parameter, Tensor] = {}  # see `give`
         self._hooks: list[RemovableHandle] = []
         if accumulate or self._copied or any(isinstance(p, DTensor) for p in self._parameters):
@@ -145,9 +123,24 @@ class GradientSync:
             bucket.memory = Memory()
         self._given = {p: owed[p] for p in self._parameters if p in owed}
 
+    def _arrange(self) -> None:
+        """Fill buckets in the order in which gradients came in the last step, so that none waits for a later one's. Collective."""
+        now = [p for bucket in self._buckets for p in bucket.parameters]
+        order = agreed_order(now, self._came, self._group)
+        if all(one is other for one, other in zip(now, order, strict=True)):
+            return
+        owed = self.owed()
+        self._buckets, self._known_flags = self._fill_with(order), None
+        self._home = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        if owed:
+            self.give(owed)
+
     def begin(self, arrivals: int) -> None:
-        """Start a step in which each gradient arrives `arrivals` times."""
-        self._arrivals = arrivals
+        """Start a step in which each gradient arrives `arrivals` times. Collective."""
+        self._arrivals, self._steps = arrivals, self._steps + 1
+        if self._steps == 2 and self._overlap and self._reducer is not None:
+            self._arrange()
+        self._came.clear()
         for bucket in self._buckets:
             self._fill(bucket)
 
@@ -181,7 +174,7 @@ class GradientSync:
             dist.all_reduce(local(parameter.grad), group=self._copied_group)
             local(parameter.grad).div_(dist.get_world_size(self._copied_group))
 
-    def _fill(self, bucket: _Bucket) -> None:
+    def _fill(self, bucket: Bucket) -> None:
         """Put what `.grad` holds into the buffer and, where dtypes agree, `.grad` onto the buffer."""
         bucket.arrived.clear()
         bucket.fresh.clear()
@@ -211,10 +204,12 @@ class GradientSync:
         if parameter.grad is not None and (parameter.dtype != bucket.dtype or parameter in bucket.fresh):
             self._take(parameter, bucket)
         bucket.arrived[parameter] = bucket.arrived.get(parameter, 0) + 1
+        if bucket.arrived[parameter] == self._arrivals:
+            self._came.append(parameter)
         while self._overlap and self._next < len(self._buckets) and self._complete(self._buckets[self._next]):
             self._start(self._buckets[self._next])
 
-    def _take(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+    def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Add `.grad` to the buffer; parts of a sum over tp are summed once a step, when the bucket starts."""
         gradient, view = parameter.grad, bucket.view(parameter)
         assert gradient is not None
@@ -234,17 +229,17 @@ class GradientSync:
             parameter.grad = _like(parameter, view) if own is None else laid_out(view, own)
             bucket.fresh.discard(parameter)
 
-    def _sum_parts(self, parameter: nn.Parameter, bucket: _Bucket) -> None:
+    def _sum_parts(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         layout, view = bucket.parts.pop(parameter), bucket.view(parameter)
         whole = laid_out(view, layout).redistribute(placements=_placements(parameter))
         view.copy_(local(whole))
         if parameter.dtype == bucket.dtype:
             parameter.grad = _like(parameter, view)
 
-    def _complete(self, bucket: _Bucket) -> bool:
+    def _complete(self, bucket: Bucket) -> bool:
         return all(bucket.arrived.get(p, 0) >= self._arrivals for p in bucket.parameters)
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         self._next += 1
         for parameter in list(bucket.parts):
             self._sum_parts(parameter, bucket)
@@ -285,7 +280,7 @@ class GradientSync:
             return flags, None
         return flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def _hand_over(self, bucket: _Bucket, used: Tensor) -> None:
+    def _hand_over(self, bucket: Bucket, used: Tensor) -> None:
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views(), strict=True)):
             # Without any gradient, here or on a replica or from before, `.grad` stays None; ranks of a dry run are alike.
             here = bucket.arrived.get(parameter)
@@ -296,21 +291,6 @@ class GradientSync:
             elif parameter.grad is None:
                 parameter.grad = _like(parameter, view)
         bucket.buffer = bucket.buffer if bucket.dtype == bucket.parameters[0].dtype else None
-
-
-def _buckets(parameters: Sequence[nn.Parameter], dtype: torch.dtype, size_bytes: float) -> list[_Bucket]:
-    """Buckets of about `size_bytes` in the order in which gradients arrive: the last parameters first."""
-    buckets: list[_Bucket] = []
-    filled = float("inf")
-    for parameter in reversed(parameters):
-        numel = local(parameter).numel()
-        # Parameters of several dtypes need one bucket each: `.grad` has its parameter's dtype.
-        if filled + numel * dtype.itemsize > size_bytes or buckets[-1].parameters[0].dtype != parameter.dtype:
-            buckets.append(_Bucket(parameters=[], dtype=parameter.dtype if parameter.is_complex() else dtype))
-            filled = 0.0
-        buckets[-1].parameters.append(parameter)
-        filled += numel * dtype.itemsize
-    return buckets
 
 
 def _as_real(tensor: Tensor) -> Tensor:
