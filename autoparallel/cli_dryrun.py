@@ -24,6 +24,12 @@ def dryrun(
         str | None,
         typer.Option("--model", metavar="MODEL", help="The model, where the file names a saved graph."),
     ] = None,
+    step: Annotated[
+        int,
+        typer.Option(
+            "--step", min=1, metavar="N", help="The step whose phase is lowered (default: the first)."
+        ),
+    ] = 1,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the answer as one JSON object on standard output.")
     ] = False,
@@ -36,7 +42,7 @@ def dryrun(
 
     console = stderr_console()
     with working(console, f"lowering {strategy}"):
-        found = dry_run_file(strategy, model)
+        found = dry_run_file(strategy, model, step)
     _print(console, found)
     if json_:
         print_json(dry_run_answer(found))

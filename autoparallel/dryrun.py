@@ -23,6 +23,7 @@ from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.score import completed, program_of, score
 from autoparallel.planner.strategy.file import ProblemRecord, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.legal import strategy_problems
+from autoparallel.planner.strategy.phases import strategy_at
 from autoparallel.planner.strategy.types import AXES, Strategy
 from autoparallel.profiles.record import recorded_cluster
 from autoparallel.runtime.check.messages import Message, program_messages, sent_bytes
@@ -75,11 +76,11 @@ class DryRun:
     findings: tuple[Finding, ...] = ()  # where the two differ by more than they may
 
 
-def dry_run_file(path: Path, model: str | None = None) -> DryRun:
-    """Capture the model that `path` was planned for (or `model`), lower it by the strategy, compare."""
+def dry_run_file(path: Path, model: str | None = None, step: int = 1) -> DryRun:
+    """Capture the model that `path` was planned for (or `model`), lower it by the strategy of a step's phase, compare."""
     file = read_strategy_file(path)
     record = file.problem or ProblemRecord()
-    strategy = strategy_from_constraints(file.constraints, name=file.path)
+    strategy = strategy_at(strategy_from_constraints(file.constraints, name=file.path), step)
     spec = _model(file.path, record, model)
     if record.cluster is None:
         raise UserError(
@@ -90,12 +91,13 @@ def dry_run_file(path: Path, model: str | None = None) -> DryRun:
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import load_model
 
-    seq_len = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
+    planned = record.seq_len if record.seq_len != 1 else None  # 1: its samples are no sequences
+    seq_len = strategy.batch.seq_len or planned
     with in_the_models_words(spec):
         loaded = load_model(spec, model_args=record.model_args, seq_len=seq_len)
         dtype = TENSOR_DTYPE[strategy.execution.dtype]
         graph = capture(loaded.module, loaded.example_inputs, name=loaded.name, dtype=dtype)
-    if record.graph_hash is not None and record.graph_hash != graph_hash(graph):
+    if seq_len == planned and record.graph_hash not in (None, graph_hash(graph)):
         raise UserError(
             f"{path}: [problem] graph_hash does not match {spec}: the file was planned for another model, sequence "
             "length or version of it; plan again"

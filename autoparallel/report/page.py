@@ -201,8 +201,13 @@ def _settings(strategy: Strategy) -> list[tuple[str, str]]:
 
     keys = strategy_to_constraints(strategy)
     rules = [(f"embedding {rule.module}", rule_words(rule)) for rule in strategy.embedding]
-    told = [(key, short(value)) for key, value in keys.items() if key not in ("tensor", "embedding")]
-    return [*told, *rules]
+    told = [(key, short(value)) for key, value in keys.items() if key not in ("tensor", "embedding", "phase")]
+    later = [
+        (f"from step {phase.from_step}: {key}", short(value))
+        for phase in strategy.phases
+        for key, value in phase.keys
+    ]
+    return [*told, *rules, *later]
 
 
 def warnings(

@@ -58,6 +58,9 @@ def test_each_phase_is_priced_by_its_own_graph_which_is_saved_with_the_first(
     assert later[0]["step_time_s"] == planned.json["step_time_s"]
     again = run("score", graph, "--cluster", CLUSTER, "--strategy", whole, "--json")
     assert again.json["phases"] == later
+    page = tmp_path / "page.html"
+    assert run("report", whole, "-o", page).status == 0
+    assert "from step 9: batch.seq_len" in page.read_text()
     longer = read_saved_graph(str(save_longer(spec, tmp_path / "longer.json")))
     strategy = strategy_from_constraints(read_strategy_file(whole).constraints)
     alone = score(longer, load_cluster(CLUSTER), replace(strategy, phases=()))
