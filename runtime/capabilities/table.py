@@ -60,12 +60,8 @@ TABLE: tuple[Row, ...] = (
         why=_WHOLE_SEQUENCE, found=_unsharable("cp", _WHOLE_SEQUENCE), said=True,
     ),
     only_with(
-        "pipeline.schedule", tuple(sorted(SPLIT_BACKWARD)), ({"mesh.cp": (1,)},), holds="`mesh.cp = 1`",
-        why="the runtime does not split the backward of sharded sequences", instead="use 1f1b, or dp_replicate",
-    ),
-    only_with(
-        "pipeline.schedule", tuple(sorted(SPLIT_BACKWARD)), ({"shard.zero": (1, 2, 0)}, {"mesh.dp_shard": (1,)}),
-        holds="`shard.zero` is 2 at most, or `mesh.dp_shard = 1`",
+        "pipeline.schedule", tuple(sorted(SPLIT_BACKWARD)), ({"shard.zero": (1, 2, 0)}, {"mesh.dp_shard": (1,), "mesh.cp": (1,)}),
+        holds="`shard.zero` is 2 at most, or `mesh.dp_shard = 1` and `mesh.cp = 1`",
         why="the second half of a split backward pass would have to gather parameters that the first has freed",
         instead="set shard.zero to 1 or 2, or use 1f1b",
     ),

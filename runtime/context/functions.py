@@ -28,6 +28,7 @@ from autoparallel.runtime.context.attention import attention, in_shares
 from autoparallel.runtime.context.loss import cross_entropy
 from autoparallel.runtime.context.products import product
 from autoparallel.runtime.context.random_numbers import drawn_apart
+from autoparallel.runtime.context.rows import tokens_of_shares
 from autoparallel.runtime.context.values import (
     cut,
     of_parts,
@@ -64,6 +65,8 @@ class ContextParallel(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, mesh = kwargs or {}, self._mesh
+        if func is tokens_of_shares:
+            return self._with_cut_tokens(*args)[0][0]
         if func is F.embedding:
             args, kwargs = self._with_cut_tokens(*args, **kwargs)
             if (rows := self._looked_up(*args, **kwargs)) is not None:

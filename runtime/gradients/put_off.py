@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from autoparallel.planner.expand.local_memory import MOST_PUT_OFF
+from autoparallel.runtime.context.rows import row_by_row, tokens_of_shares
 from autoparallel.runtime.gradients.split_backward import made_for
 
 
@@ -50,62 +51,89 @@ def _for_itself(result: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear`, [..., in] x [out, in] -> [..., out]; `turned`: of a weight [in, out]."""
+    """`F.linear`, [..., in] x [out, in] -> [..., out]; `turned`: of a weight [in, out]. `ranks`: what the gradients of weight and bias
+    are multiplied by (`runtime/context/rows.py`)."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, ranks: int
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.turned = turned
+        ctx.turned, ctx.ranks = turned, ranks
         return _for_itself(F.linear(input, weight.t() if turned else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (input, weight), turned = gradients, ctx.saved_tensors, ctx.turned
-        wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        (gradient,), (input, weight), turned, ranks = gradients, ctx.saved_tensors, ctx.turned, ctx.ranks
+        wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         rows, columns = gradient.detach(), input.detach()
 
         def of_weight() -> Tensor:
             left, right = (columns, rows) if turned else (rows, columns)
-            return left.flatten(0, -2).t() @ right.flatten(0, -2)
+            return _product(left.flatten(0, -2).t(), right.flatten(0, -2), ranks)
 
         return (
             gradient @ (weight.t() if turned else weight) if wants_input else None,
             _now_or_later(weight, of_weight) if wants_weight else None,
-            gradient.flatten(0, -2).sum(0) if wants_bias else None,
+            gradient.flatten(0, -2).sum(0) * ranks if wants_bias else None,
+            None,
             None,
         )
 
 
+def _product(left: Tensor, right: Tensor, times: int) -> Tensor:
+    """`times` the product of two matrices, in the kernel that makes it."""
+    if times == 1:
+        return left @ right
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=times)
+
+
 class _Embedding(torch.autograd.Function):
-    """`F.embedding` of a dense table [rows, width]; `padding`: the row that gets no gradient, -1 for none."""
+    """`F.embedding` of a dense table [rows, width]; `padding`: the row that gets no gradient, -1 for none; `ranks`: as of `_Linear`."""
 
     @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int, ranks: int) -> Tensor:
         ctx.save_for_backward(indices, weight)
-        ctx.padding = padding
-        return _for_itself(F.embedding(indices, weight, padding if padding >= 0 else None))
+        ctx.padding, ctx.ranks = padding, ranks
+        return _for_itself(torch.ops.aten.embedding.default(weight, indices, padding))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (indices, weight), padding = gradients, ctx.saved_tensors, ctx.padding
+        (gradient,), (indices, weight), padding, ranks = gradients, ctx.saved_tensors, ctx.padding, ctx.ranks
         arrived, rows = gradient.detach(), weight.shape[0]
 
         def of_weight() -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(arrived, indices, rows, padding, False)  # type: ignore[no-any-return]
+            made = torch.ops.aten.embedding_dense_backward(arrived, indices, rows, padding, False)
+            return made if ranks == 1 else made.mul_(ranks)  # type: ignore[no-any-return]
 
-        return None, _now_or_later(weight, of_weight) if ctx.needs_input_grad[1] else None, None
+        return None, _now_or_later(weight, of_weight) if ctx.needs_input_grad[1] else None, None, None
 
 
 def _forward(layer: nn.Module, input: Tensor) -> Tensor:
-    weight, bias = layer.weight, getattr(layer, "bias", None)
+    result = _putting_off(layer, input)
+    return type(layer).forward(layer, input) if result is None else result
+
+
+def _putting_off(layer: nn.Module, input: Tensor) -> Tensor | None:
+    """What the layer returns, with a backward that can put its weight's gradient off; None where it cannot."""
+    weight, bias = cast("Tensor", layer.weight), getattr(layer, "bias", None)
     if isinstance(weight, DTensor) or not torch.is_grad_enabled():
-        return type(layer).forward(layer, input)  # type: ignore[no-any-return]
+        return None
     if isinstance(layer, nn.Embedding):
         padding = -1 if layer.padding_idx is None else layer.padding_idx
-        return _Embedding.apply(input, weight, padding)  # type: ignore[no-any-return]
+        return row_by_row(
+            tokens_of_shares(input, weight),
+            lambda indices, ranks: _Embedding.apply(indices, weight, padding, ranks),
+            columns=0,
+        )
     if input.dim() == 1 or torch.is_autocast_enabled(input.device.type):  # whose casts are autograd's
-        return type(layer).forward(layer, input)  # type: ignore[no-any-return]
-    return _Linear.apply(input, weight, bias, _is_turned(layer))  # type: ignore[no-any-return]
+        return None
+    turned = _is_turned(layer)
+    return row_by_row(
+        input,
+        lambda rows, ranks: _Linear.apply(rows, weight, bias, turned, ranks),
+        columns=1,
+    )
 
 
 def _is_turned(layer: nn.Module) -> bool:

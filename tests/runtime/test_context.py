@@ -17,6 +17,7 @@ from autoparallel.runtime.start import parallelize
 from tests.runtime.compare import TOLERANCE, Difference, compare
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES, LENGTH, VOCABULARY
+from tests.runtime.pipelines import Found, run_pipeline
 from tests.runtime.sequences import SEQUENCES, WIDTH
 from tests.runtime.shared import no_program
 
@@ -43,6 +44,19 @@ ON_FOUR: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("gpt2", "float64", {"cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "recompute": "operators"}),
 ]  # fmt: skip
+# Backward passes in two halves: causal attention and not, weights that are put off and (of convolutions) that are not.
+IN_TWO, IN_A_V = {"stage_blocks": (2, 2)}, {"virtual_stages": 2, "stage_blocks": (1, 1, 1, 1)}
+IN_HALVES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("gpt2", "float64", {"schedule": "zbv", **IN_A_V}, {"micro_batches": 3}),
+    ("llama_with_labels", "float32", {"schedule": "zb1p", **IN_TWO}, {"zero": 2, "recompute": "full", "micro_batches": 2}),
+    ("bert_with_labels", "float64", {"schedule": "dualpipev", **IN_A_V}, {"zero": 1, "micro_batches": 4}),
+    ("odd", "float64", {"schedule": "zb1p", **IN_TWO}, {"micro_batches": 2}),
+]  # fmt: skip
+
+
+def _piped(rank: int, world_size: int, **case: Any) -> Found | None:
+    """As `_compared`, of `run_pipeline`."""
+    return run_pipeline(rank, world_size, **case)
 
 
 def _compared(rank: int, world_size: int, **case: Any) -> Difference | None:
@@ -69,6 +83,16 @@ def test_shares_beside_other_axes_give_the_gradients_of_one_process(
     gloo: Processes, name: str, dtype: str, options: dict[str, Any]
 ) -> None:
     _check(gloo, 4, name, dtype, options)
+
+
+@pytest.mark.parametrize(("name", "dtype", "pipeline", "options"), IN_HALVES)
+def test_split_backwards_of_shares_give_the_gradients_of_one_process(
+    gloo: Processes, name: str, dtype: str, pipeline: dict[str, Any], options: dict[str, Any]
+) -> None:
+    options = {"pp": 2, "cp": 2, **options}
+    found = gloo.run(4, _piped, name=name, pipeline=pipeline, options=options, dtype=dtype)[0]
+    assert max(found.loss, found.gradient, found.norm, found.state) <= TOLERANCE[getattr(torch, dtype)], found
+    assert not found.missing, found
 
 
 class _Dropped(nn.Module):

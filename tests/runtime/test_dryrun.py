@@ -79,6 +79,10 @@ STRATEGIES = {
         batch=Batch(global_=SAMPLES, micro=1), mesh=Mesh(dp_replicate=4), pipeline=Pipeline(stage_blocks=(2,)),
         execution=replace(FP32, dtype="bf16"),
     ),
+    "shares of a sequence, in halves of backwards": Strategy(
+        batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, cp=2), shard=Shard(zero=2),
+        pipeline=Pipeline(schedule="zb1p", stage_blocks=(1, 1)), execution=FP32,
+    ),
     "a pipeline, tensor parallel": Strategy(
         batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, tp=2),
         pipeline=Pipeline(schedule="1f1b", stage_blocks=(1, 1)), execution=FP32,

@@ -145,6 +145,7 @@ HALVES_OF_BACKWARDS = {
     "units that are cast, some backwards whole": ("llama-3.1-8b", _split(Mesh(pp=2), 0, "dualpipev", CAST, (0, 1, 1, 1))),
     "tensors in shares, nothing freed before the second half": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2))),
     "attention that runs again, of whose weights nothing is": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2), recompute=Recompute(mode="selective"))),
+    "rows of a sequence, keys gone after first halves": ("llama-3.1-8b", _split(Mesh(pp=2, cp=2), 1, "zb1p", CAST, (1, 2))),
     "experts": ("mixtral-8x7b", _split(Mesh(pp=2), 0, "zbv", BF16, (0, 1, 1, 1))),
     "whole gradients, reduced when the step ends": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2), 1, "zb1p", SUMMED, (1, 2), recompute=Recompute(mode="full"))),
     "whole gradients, whose shares replicas sum up": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2, dp_replicate=2), 1, "zb1p", CAST, (1, 2), recompute=Recompute(mode="full"))),

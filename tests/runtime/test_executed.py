@@ -25,7 +25,8 @@ pytestmark = pytest.mark.distributed
 MODEL = "llama_with_labels"
 LARGE = 64  # bytes: losses and norms are not the program's
 ORDERED = (
-    ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B,
+    ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.SEND_F, ActionKind.RECV_F,
+    ActionKind.SEND_B, ActionKind.RECV_B,
 )  # fmt: skip
 OPS = {
     "all_reduce": CollectiveOp.ALL_REDUCE, "all_gather": CollectiveOp.ALL_GATHER,
