@@ -45,6 +45,7 @@ class BlockCost:
     weight_again: Parts
     gather_s: float
     regather_s: float
+    weight_gather_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def price_stage(stage: StageWork, program: Program, device: Device, pricer: Pric
         (forward_s, backward_s), inputs = shared[key], _sum(cost.recompute, cost.backward_input)
         forward_of[key] = Pass(cost.forward, cost.gather_s, forward_s)
         input_of[key] = Pass(inputs, cost.regather_s, backward_s)
-        weight_of[key] = Pass(_sum(cost.weight_again, cost.backward_weight))
+        weight_of[key] = Pass(_sum(cost.weight_again, cost.backward_weight), cost.weight_gather_s)
         both_of[key] = Pass(_sum(inputs, cost.backward_weight), cost.regather_s, backward_s)
     forward = [(forward_of[id(block)], count) for block, count in stage.blocks]
     input_passes, weights, both = (
@@ -258,6 +259,7 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
             total[key] = total.get(key, 0.0) + waiting_s
         return total
 
+    regather_s = sum(pricer.collective_s(gather, program.axes) for gather in block.regathers)
     return BlockCost(
         forward=parts(block.forward, "forward"),
         recompute=parts(block.recompute, "recompute"),
@@ -265,7 +267,8 @@ def price_block(block: BlockWork, program: Program, device: Device, pricer: Pric
         backward_weight=parts(block.backward_weight, "backward"),
         weight_again=parts(block.weight_again, "backward"),
         gather_s=sum(pricer.collective_s(gather, program.axes) for gather in block.gathers),
-        regather_s=sum(pricer.collective_s(gather, program.axes) for gather in block.regathers),
+        regather_s=regather_s,
+        weight_gather_s=regather_s if block.weight_gathers else 0.0,
     )
 
 

@@ -131,6 +131,7 @@ class BlockWork:
     live while that backward runs. Where whole gradients stand until the backward is over, to be reduced (ZeRO-2, 3),
     its peak is `standing_temp_bytes`, and `left_bytes` stand when it is over, also above `saved_bytes`.
     In the first half of a split backward (I) its peak is `half_temp_bytes`. Where W is a backward pass of its own it runs `weight_again`, too.
+    `weight_gathers`: what is gathered before a backward is gathered before W once more, for autograd's kernels.
     `undivided`: those bytes where the weights of its stage are not put off.
     In the second half of a split backward (W) `weight_temp_bytes` are gradients of weights while they are made, above what is kept for
     that; `weight_reduced_bytes` they and what is reduced, when that has gone.
@@ -169,6 +170,7 @@ class BlockWork:
         None  # of `saved_bytes`, what a split backward keeps from I to W; None: all
     )
     weight_again: tuple[Step, ...] = ()
+    weight_gathers: bool = False
     weight_temp_bytes: int = 0
     undivided: Undivided | None = None
     weight_reduced_bytes: int = 0

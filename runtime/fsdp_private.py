@@ -77,14 +77,25 @@ def whole_weights(module: nn.Module) -> dict[FSDPModule, set[Tensor]]:
     }
 
 
-def reduce_unit(unit: FSDPModule) -> None:
-    """Let one unit of FSDP2 reduce and scatter the gradients that its parameters have, and stay gathered."""
+def computed_with(module: nn.Module) -> list[Tensor]:
+    """The parameters of a module, in their order, as passes compute with them: of those that units of FSDP2 hold in shares the whole
+    ones, whose numbers may have been freed."""
+    groups = [u._get_fsdp_state()._fsdp_param_group for u in module.modules() if isinstance(u, FSDPModule)]
+    whole = {p.sharded_param: p for group in groups if group for p in group.fsdp_params}
+    return [getattr(whole.get(p), "_unsharded_param", p) for p in module.parameters()]
+
+
+def reduce_unit(unit: FSDPModule, *, frees: bool) -> None:
+    """Let one unit of FSDP2 reduce and scatter the gradients that its parameters have; it stays gathered, unless it `frees` its
+    parameters before."""
     group = unit._get_fsdp_state()._fsdp_param_group
     assert group is not None
     before = group._training_state
     unit.set_requires_gradient_sync(True, recurse=False)
+    unit.set_reshard_after_backward(frees, recurse=False)
     group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
+    unit.set_reshard_after_backward(False, recurse=False)
     group._training_state = before  # what it does at the end of a step is still to come
 
 

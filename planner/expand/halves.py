@@ -17,6 +17,8 @@ from autoparallel.planner.expand.glue import GlueUnit
 from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.strategy.types import Strategy
 
+ZERO_3 = 3  # the level at which parameters are freed when a pass is over
+
 
 def is_split(strategy: Strategy) -> bool:
     """Whether backward passes are two, of FSDP2's modules."""
@@ -58,11 +60,30 @@ def with_whole_second_halves(
     a gradient, has no first half: all that was kept stays."""
     if not all(work.undivided is None or work.undivided.puts_off for work in works):
         works = [_undivided(work, strategy, recomputed, first=not stage) for work in works]
+        if state.zero_level(strategy) == ZERO_3:
+            works = _gathered_again(works, first=not stage)
     again = recomputed or strategy.recompute.mode in ("full", "operators")
     shared = strategy.mesh.tp > 1 or any(w.recompute and w.weight_saved_bytes is None for w in works)
     if not (is_split(strategy) and again and shared and stage):
         return list(works)
     return [replace(work, weight_again=(*work.recompute, *work.backward_input)) for work in works]
+
+
+def _gathered_again(works: Sequence[BlockWork], *, first: bool) -> list[BlockWork]:
+    """Blocks whose parameters are gathered for second halves too, the next one's beside each; in a first stage, whose first halves do
+    nothing, instead of for these."""
+    sizes = [sum(gather.size_bytes for gather in work.regathers) - work.rooted_bytes for work in works]
+    made, found = dict[tuple[int, int], BlockWork](), list[BlockWork]()
+    for work, own, following in zip(works, sizes, [0, *sizes[:-1]], strict=True):
+        key = (id(work), following)
+        if key not in made:
+            reduced = work.weight_reduced_bytes and work.weight_reduced_bytes + following
+            temp = work.weight_temp_bytes + own + following
+            made[key] = replace(
+                work, weight_gathers=not first, weight_temp_bytes=temp, weight_reduced_bytes=reduced
+            )
+        found.append(made[key])
+    return found
 
 
 def _undivided(work: BlockWork, strategy: Strategy, recomputed: int, *, first: bool) -> BlockWork:

@@ -60,12 +60,6 @@ TABLE: tuple[Row, ...] = (
         why=_WHOLE_SEQUENCE, found=_unsharable("cp", _WHOLE_SEQUENCE), said=True,
     ),
     only_with(
-        "pipeline.schedule", tuple(sorted(SPLIT_BACKWARD)), ({"shard.zero": (1, 2, 0)}, {"mesh.dp_shard": (1,), "mesh.cp": (1,)}),
-        holds="`shard.zero` is 2 at most, or `mesh.dp_shard = 1` and `mesh.cp = 1`",
-        why="the second half of a split backward pass would have to gather parameters that the first has freed",
-        instead="set shard.zero to 1 or 2, or use 1f1b",
-    ),
-    only_with(
         "pipeline.schedule", tuple(sorted(SPLIT_BACKWARD)), ({"execution.kernels": ("eager", "fused")},),
         holds='`execution.kernels = "eager"`',
         why="a compiled block computes all gradients at once: its backward would run twice",

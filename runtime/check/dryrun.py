@@ -312,8 +312,7 @@ class _Step:
             with self._counting(index, "B", often):
                 backward_under_modes(outputs, gradients)
             return [gradient_part(t.grad, t) for t in wanted]
-        weights = [p for p in self._stages[index].parameters() if p.requires_grad]
-        again = index in self._recomputed
+        weights, again = lowered.weights(), index in self._recomputed
         with self._counting(index, "B", often, half="I"):
             found, half = first_half(
                 outputs, gradients, wanted, weights, puts_off=lowered.puts_off, recomputed=again

@@ -115,6 +115,8 @@ def _stage_messages(stage: StageWork, program: Program, halves: int) -> Counter[
                 found[_message(step)] += count * micro_batches
         for gather in (*work.gathers, *work.regathers):
             found[_message(gather)] += count * micro_batches
+        for gather in work.regathers if work.weight_gathers else ():
+            found[_message(gather)] += count * halves
         for reduction in work.reduce:
             found[_message(reduction)] += count * (micro_batches if program.reduce_every_micro else 1)
     for collective in (*stage.after_step, *stage.tied_reduce):

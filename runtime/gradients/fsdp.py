@@ -13,7 +13,7 @@ unit, which stays gathered for a whole pass. `parameters()` hands out the shards
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -261,8 +261,8 @@ def gather_ahead(module: nn.Module) -> None:
             unit.unshard(async_op=True)
 
 
-def announce_micro_batch(module: nn.Module, *, zero: int, last: bool) -> None:
-    """Tell FSDP2 which micro-batch of the step comes: when to reduce gradients and to free parameters.
+def announce_micro_batch(module: nn.Module, *, reduces: bool, frees: bool) -> None:
+    """Tell FSDP2 what the next backward pass does beside: whether it reduces gradients, and frees parameters.
 
     Every backward ends as a step's last one does: its last reduction is over, as is priced (`costmodel/price.py`), and does not
     wait in memory for the next micro-batch.
@@ -270,17 +270,29 @@ def announce_micro_batch(module: nn.Module, *, zero: int, last: bool) -> None:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_is_last_backward(True)
-            unit.set_requires_gradient_sync(last or zero >= 2, recurse=False)
-            unit.set_reshard_after_backward(last or zero == 3, recurse=False)
+            unit.set_requires_gradient_sync(reduces, recurse=False)
+            unit.set_reshard_after_backward(frees, recurse=False)
 
 
-def run_weights(module: nn.Module, half: WeightHalf | PutOff) -> None:
-    """The second half of a split backward pass at zero 2: each unit reduces its gradients as soon as it has them all."""
-    waiting = whole_weights(module)
-    own_pass = isinstance(half, WeightHalf) and not half.junctions
-    for unit in waiting if own_pass else ():  # in which FSDP2 sees to that
-        unit.set_requires_gradient_sync(True, recurse=False)
+def run_weights(module: nn.Module, half: WeightHalf | PutOff, *, zero: int) -> None:
+    """The second half of a split backward pass at zero 2 and 3: each unit reduces its gradients as soon as it has them all.
+
+    At zero 3 the first half has freed the parameters. Gradients that were put off are products of activations and their gradients,
+    which need none; kernels of autograd's graph are handed them, whether they read them or not, so that units are gathered again,
+    the next one beside each.
+    """
+    waiting, frees = whole_weights(module), zero == 3
     home = {weight: unit for unit, weights in waiting.items() for weight in weights}
+    if isinstance(half, PutOff):
+        run = half.run
+    elif not half.junctions:  # a pass of its own, in which FSDP2 sees to all of that
+        for unit in waiting:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        run = half.run
+    else:
+        for unit in waiting:  # whose hooks run where it returned what one of these kernels made
+            unit.set_reshard_after_backward(False, recurse=False)
+        run = partial(half.run, begin=_gathering_again(module, home) if frees else None)
 
     def complete(weight: Tensor) -> None:
         unit = home.get(weight)
@@ -288,13 +300,33 @@ def run_weights(module: nn.Module, half: WeightHalf | PutOff) -> None:
             waiting[unit].discard(weight)
             if not waiting[unit]:
                 waiting.pop(unit)
-                reduce_unit(unit)
+                reduce_unit(unit, frees=frees)
 
     with gradients_as_summed(module):
-        half.run(complete)
+        run(complete)
     for unit in waiting:
-        reduce_unit(unit)
+        reduce_unit(unit, frees=frees)
     end_reductions(module)
+
+
+def _gathering_again(
+    module: nn.Module, home: Mapping[Tensor, FSDPModule]
+) -> Callable[[Sequence[Tensor]], None]:
+    """What gathers the units of weights, and begins with the one before them, which comes next on the way back."""
+    read = set(home.values())
+    units: list[FSDPModule] = [unit for unit in whole_weights(module) if unit in read]
+    before: dict[FSDPModule, FSDPModule] = dict(zip(units[1:], units, strict=False))
+    met: set[FSDPModule] = set()
+
+    def begin(weights: Sequence[Tensor]) -> None:
+        for unit in dict.fromkeys(home[w] for w in weights if w in home):
+            if unit not in met:
+                met.add(unit)
+                unit.unshard()
+                if (following := before.get(unit)) is not None and following not in met:
+                    following.unshard(async_op=True)
+
+    return begin
 
 
 def reductions_per_step(zero: int, micro_batches: int, *, sharded: bool) -> int:

@@ -90,9 +90,13 @@ class WeightHalf:
     weights: Sequence[Tensor] | None = None  # the only ones wanted, where roots lead elsewhere too
     accumulate: Callable[..., None] = torch.autograd.backward  # or a stand-in
 
-    def run(self, complete: Callable[[Tensor], None] | None = None) -> None:
+    def run(
+        self,
+        complete: Callable[[Tensor], None] | None = None,
+        begin: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
         """Gradients of the weights, once: one after the other from the outputs back, or, of a pass of its own, all in it.
-        `complete` is told of each weight that has all of its gradient."""
+        `complete` is told of each weight that has all of its gradient, `begin` of those that the next kernels read."""
         gradients: dict[GradientEdge, Tensor | None] = dict(self.roots)
         edges = [*gradients, *(edge for junction in self.junctions for edge in junction.places())]
         families = _families(edges) if self.weights is None else [edges]
@@ -101,6 +105,8 @@ class WeightHalf:
 
         def deliver(number: int) -> None:
             own = {edge: gradients.pop(edge) for edge in families[number] if edge in gradients}
+            if own and begin is not None:
+                begin(_leaves(families[number]))
             if len(own) == 1 and self.weights is None:
                 add_to_gradient(*own.popitem())
             elif own:
@@ -114,6 +120,8 @@ class WeightHalf:
                 deliver(number)
         while self.junctions:
             junction = self.junctions.pop()
+            if begin is not None:
+                begin(_leaves(junction.places()))
             for edge, g in junction.gradients().items():
                 # A weight that is used twice: autograd takes each place to start from once.
                 before = gradients.get(edge)

@@ -17,7 +17,7 @@ from autoparallel.planner.strategy.types import Strategy, TensorRule
 from autoparallel.runtime.context.functions import run_in_shares
 from autoparallel.runtime.experts.on_shares import run_on_shares
 from autoparallel.runtime.experts.parallel import Sharing, share_experts
-from autoparallel.runtime.fsdp_private import adding_up, reduce_accumulated
+from autoparallel.runtime.fsdp_private import adding_up, computed_with, reduce_accumulated
 from autoparallel.runtime.gradients.fsdp import (
     announce_micro_batch,
     gather_ahead,
@@ -117,14 +117,19 @@ class Lowered:
         """Say that the next micro-batch comes, whether it is the step's last, and whether its backward is a whole one where the
         schedule splits others."""
         if self._deferred:
-            announce_micro_batch(self.module, zero=self._zero if whole else 1, last=False)
+            announce_micro_batch(self.module, reduces=whole and self._zero >= 2, frees=self._zero == 3)
         elif self._sharded:
-            announce_micro_batch(self.module, zero=self._zero, last=last)
+            announce_micro_batch(self.module, reduces=last or self._zero >= 2, frees=last or self._zero == 3)
+
+    def weights(self) -> list[Tensor]:
+        """The parameters with gradients as passes compute with them, whole, from the first forward pass on."""
+        found = computed_with(self.module) if self._sharded else self.module.parameters()
+        return [p for p in found if p.requires_grad]
 
     def run_weights(self, half: WeightHalf | PutOff) -> None:
         """The second half of a split backward pass."""
-        if self._sharded and self._zero == 2:
-            run_weights(self.module, half)
+        if self._sharded and self._zero >= 2:
+            run_weights(self.module, half, zero=self._zero)
         else:
             half.run(self._add_up if self._sharded else None)
 

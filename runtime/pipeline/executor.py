@@ -50,6 +50,9 @@ class Hooks:
     before_backward: Callable[[int, bool, bool], None] = lambda stage, last, whole: None  # noqa: ARG005
     run_weights: Callable[[int, WeightHalf | PutOff], None] = lambda stage, half: half.run()  # noqa: ARG005
     reduce_gradients: Callable[[int], None] = lambda stage: None  # noqa: ARG005
+    weights: Callable[[int], Sequence[Tensor]] | None = (
+        None  # that passes compute with; None: the stage's own
+    )
     before_action: Callable[[Action], None] = lambda action: None  # noqa: ARG005
 
 
@@ -205,7 +208,9 @@ class PipelineRunner:
             action, flight.received, [next(found) if t.requires_grad else None for t in flight.received]
         )
 
-    def _weights(self, stage: int) -> list[Tensor]:
+    def _weights(self, stage: int) -> Sequence[Tensor]:
+        if self._hooks.weights is not None:
+            return self._hooks.weights(stage)
         return [p for p in self.stages[stage].parameters() if p.requires_grad]
 
     def _backward_weight(self, action: Action) -> None:

@@ -207,6 +207,7 @@ class PipelineModule(nn.Module):
                 before_backward=lambda stage, last, whole: self._lowered[stage].announce(
                     last=last, whole=whole
                 ),
+                weights=lambda stage: self._lowered[stage].weights(),
                 run_weights=lambda stage, half: self._lowered[stage].run_weights(half),
                 before_action=lambda action: progress(
                     f"{action.kind}{'' if action.micro is None else action.micro}", action.stage

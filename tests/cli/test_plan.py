@@ -236,9 +236,7 @@ def test_a_plan_that_is_to_run_here_keeps_to_what_runs(graph: Path) -> None:
     common = ("plan", graph, "--cluster", CLUSTER, "--global-batch", "16", "--runnable")
     answer = run(*common, "--set", "pipeline.schedule=zb1p", "--set", "mesh.pp=2", "--json")
     assert answer.status == 0, answer
-    mesh = answer.json["strategy"]["mesh"]
-    assert mesh["ep"] == 1
-    assert answer.json["strategy"]["shard"]["zero"] < 3 or mesh["dp_shard"] * mesh["cp"] == 1
+    assert answer.json["strategy"]["mesh"]["ep"] == 1
     asked = ("--set", "pipeline.schedule=zb1p", "--set", "execution.kernels=compiled")
     refused(
         *common, *asked, words=['pipeline.schedule = "zb1p" with execution.kernels = "compiled"', "use 1f1b"]

@@ -18,6 +18,7 @@ from autoparallel.errors import UserError
 from autoparallel.inputs import Request, check_request, make_problem
 from autoparallel.planner.capture import capture
 from autoparallel.planner.capture.load import keyword_inputs
+from autoparallel.planner.expand.schedules import SPLIT_BACKWARD
 from autoparallel.planner.outcome import InfeasiblePlan
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
@@ -182,7 +183,7 @@ def test_split_backwards_are_planned_over_replicas_alone_too(tmp_path: Path) -> 
 def test_constraints_that_no_plan_can_meet_are_refused_in_the_words_of_the_table() -> None:
     for asked in (
         {"execution.dtype": "fp8"},
-        {"pipeline.schedule": "zb1p", "shard.zero": 3, "mesh.cp": 2},
+        {"execution.kernels": "compiled", "mesh.cp": 2},
         {"grad_sync.algorithm": "parameter-server", "shard.zero": 3, "mesh.dp_shard": 2},
     ):
         with pytest.raises(UserError) as refusal:
@@ -204,9 +205,7 @@ def test_the_page_has_the_table() -> None:
     [
         ({}, {}),
         ({"pipeline.schedule": "1f1b"}, {}),
-        ({"pipeline.schedule": "zb1p"}, EAGER),  # ZeRO 1, 2 or no sharding: the search's choice
-        ({"pipeline.schedule": "zb1p", "mesh.cp": 2}, EAGER),
-        ({"pipeline.schedule": "dualpipev", "shard.zero": 3}, {**EAGER, "mesh.dp_shard": 1, "mesh.cp": 1}),
+        ({"pipeline.schedule": "zb1p", "shard.zero": 3, "mesh.cp": 2}, EAGER),
         ({"execution.kernels": "compiled"}, {"mesh.tp": 1, "mesh.cp": 1}),
         ({"grad_sync.algorithm": "parameter-server"}, {}),
         ({"grad_sync.algorithm": "tree", "shard.zero": 2}, {"mesh.dp_shard": 1, "mesh.cp": 1}),
@@ -294,10 +293,10 @@ def test_what_leaves_the_space_is_refused_one_by_one(kernels: str) -> None:
     judge = refuser(free.graph, cluster, said=True)
     every, kept = (_plain_strategies(one) for one in (free, replace(free, refuses=judge)))
     gone = every - kept
-    assert kept < every
+    assert kept <= every
     assert all(judge(strategy) is not None for strategy in gone)
-    assert {one.pipeline.schedule for one in gone} >= {"zb1p", "zbv", "dualpipev"}
-    assert ("zb1p" in {one.pipeline.schedule for one in kept}) == (kernels == "eager")
+    assert ({one.pipeline.schedule for one in gone} >= SPLIT_BACKWARD) == (kernels == "compiled")
+    assert ({one.pipeline.schedule for one in kept} >= SPLIT_BACKWARD) == (kernels == "eager")
 
 
 def _plain_strategies(problem: Problem) -> set[Strategy]:

@@ -50,7 +50,7 @@ IN_HALVES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("gpt2", "float64", {"schedule": "zbv", **IN_A_V}, {"micro_batches": 3}),
     ("llama_with_labels", "float32", {"schedule": "zb1p", **IN_TWO}, {"zero": 2, "recompute": "full", "micro_batches": 2}),
     ("bert_with_labels", "float64", {"schedule": "dualpipev", **IN_A_V}, {"zero": 1, "micro_batches": 4}),
-    ("odd", "float64", {"schedule": "zb1p", **IN_TWO}, {"micro_batches": 2}),
+    ("odd", "float64", {"schedule": "zb1p", **IN_TWO}, {"zero": 3, "micro_batches": 2}),
 ]  # fmt: skip
 
 

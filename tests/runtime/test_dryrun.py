@@ -80,7 +80,7 @@ STRATEGIES = {
         execution=replace(FP32, dtype="bf16"),
     ),
     "shares of a sequence, in halves of backwards": Strategy(
-        batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, cp=2), shard=Shard(zero=2),
+        batch=Batch(global_=SAMPLES, micro=2), mesh=Mesh(pp=2, cp=2), shard=Shard(zero=3),
         pipeline=Pipeline(schedule="zb1p", stage_blocks=(1, 1)), execution=FP32,
     ),
     "a pipeline, tensor parallel": Strategy(

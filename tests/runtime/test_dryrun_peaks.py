@@ -147,6 +147,7 @@ HALVES_OF_BACKWARDS = {
     "attention that runs again, of whose weights nothing is": ("llama-3.1-8b", _split(Mesh(pp=2, tp=2), 0, "zb1p", BF16, (1, 2), recompute=Recompute(mode="selective"))),
     "rows of a sequence, keys gone after first halves": ("llama-3.1-8b", _split(Mesh(pp=2, cp=2), 1, "zb1p", CAST, (1, 2))),
     "experts": ("mixtral-8x7b", _split(Mesh(pp=2), 0, "zbv", BF16, (0, 1, 1, 1))),
+    "units that are gathered again for second halves": ("mixtral-8x7b", _split(Mesh(pp=2, dp_shard=2), 3, "zbv", BF16, (0, 1, 1, 1))),
     "whole gradients, reduced when the step ends": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2), 1, "zb1p", SUMMED, (1, 2), recompute=Recompute(mode="full"))),
     "whole gradients, whose shares replicas sum up": ("llama-3.1-8b", _split(Mesh(pp=2, dp_shard=2, dp_replicate=2), 1, "zb1p", CAST, (1, 2), recompute=Recompute(mode="full"))),
 }  # fmt: skip
@@ -157,6 +158,12 @@ def test_backwards_in_two_halves_hold_and_send_what_is_predicted(name: str, stra
     sizes = MIXTRAL if name == "mixtral-8x7b" else {**LLAMA, "vocab_size": 8192}
     found = dry_run(name, {**sizes, "num_hidden_layers": 3}, strategy)
     assert_as_predicted(found, rel=0.03)
+
+
+def test_units_that_second_halves_need_nothing_of_are_not_gathered_for_them() -> None:
+    strategy = _split(Mesh(pp=2, dp_shard=4), 3, "zbv", BF16, (1, 1, 1, 1))
+    sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 256}
+    assert_as_predicted(dry_run("gpt2", sizes, strategy, seq_len=128), rel=0.03)
 
 
 class _Encoder(nn.Module):
