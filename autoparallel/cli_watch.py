@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,12 +50,24 @@ def watch(
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
     """The run in numbers: what `--json` prints."""
+    from autoparallel.runtime.monitor.bandwidths import ADVICE, bandwidths
     from autoparallel.runtime.monitor.differences import gaps, step_time_s
     from autoparallel.runtime.monitor.record import skipped_steps
     from autoparallel.runtime.monitor.stragglers import stragglers
 
     record = records[-1]
     history, slow = links_of(record)
+    collectives = bandwidths(record)
+    below = [
+        {
+            "kind": one.name,
+            "predicted_s": one.priced_s,
+            "measured_s": one.seconds,
+            "words": f"{one}: {ADVICE}",
+        }
+        for one in collectives
+        if one.far_below
+    ]
     measured, predicted = step_time_s(record), (record.start.get("predicted") or {}).get("step_time_s")
     return {
         "starts": len(records),
@@ -67,7 +80,9 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "differences": [
             {"kind": g.kind, "predicted_s": g.predicted_s, "measured_s": g.measured_s, "words": str(g)}
             for g in gaps(record)
-        ],
+        ]
+        + below,
+        "collectives": [asdict(one) for one in collectives],
         "stragglers": [
             {"rank": s.rank, "share": s.share, "costs_s": s.costs_s, "words": str(s)}
             for s in stragglers([step["computing_s"] for step in record.steps], record.start["stages"])
@@ -127,6 +142,7 @@ def _shown(records: Sequence[Record]) -> Group:
         spent = [f"{last[key][rank]:.4g} s" for key in ("computing_s", "communicating_s", "waiting_s")]
         table.add_row(str(rank), *spent, f"{last['memory_bytes'][rank] / 2**30:.2f} GiB")
     lines = [
+        *(_collective(one) for one in found["collectives"]),
         *left_out,
         *(one["words"] for one in (*found["stragglers"], *found["links"]["slow"], *found["differences"])),
     ]
@@ -134,3 +150,23 @@ def _shown(records: Sequence[Record]) -> Group:
         passed = ", ".join(f"{rate_text(rate)} {kind}" for kind, rate in rates.items())
         lines.append(f"a message passes at {passed}, each way")
     return Group(Text(head), table, *(Text(line) for line in (*lines, *found["said"])))
+
+
+def _collective(one: Mapping[str, Any]) -> str:
+    """`all_reduce over infiniband: 12 a step, 0.25 GB in 0.021 s, 12 GB/s; 14 GB/s priced`."""
+    from autoparallel.report.numbers import gigabytes, seconds
+    from autoparallel.runtime.monitor.slow_links import rate_text
+
+    parts = []
+    if one["count"] is None:
+        parts.append("none yet")
+    else:
+        took = (
+            ""
+            if one["seconds"] is None
+            else f" in {seconds(one['seconds'])}, {rate_text(one['bytes_per_s'])}"
+        )
+        parts.append(f"{one['count']} a step, {gigabytes(one['sent_bytes'])}{took}")
+    if one["priced_bytes_per_s"]:
+        parts.append(f"{rate_text(one['priced_bytes_per_s'])} priced")
+    return f"{one['op']} over {one['level']}: {'; '.join(parts)}"

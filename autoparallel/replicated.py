@@ -77,7 +77,7 @@ class ReplicaTrainer(Trainer):
         while self.step < steps:
             begun = time.perf_counter()
             self._status.begin(self.step + 1)
-            self._clock.begin()
+            self._monitor.begin(self.step + 1)
             self._at("REPLICAS", self._stage)
             now = self._replicas.begin()
             if now.healed or stood is None or (now.place, now.number) != (stood.place, stood.number):

@@ -18,20 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
-from autoparallel.answer import program_timeline
-from autoparallel.costmodel.graph_json import graph_from_json
-from autoparallel.costmodel.simulate import simulate
 from autoparallel.errors import UserError
 from autoparallel.intervals import default_interval_s
 from autoparallel.peers import PeerOptions, copies_every
 from autoparallel.plan_cache import StrategySource, read_source
-from autoparallel.planner.expand.expander import Expander
-from autoparallel.planner.score import at_home
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
-from autoparallel.ran_on import said_of
-from autoparallel.replan import NextStrategy, for_those_here, kept_beside
-from autoparallel.report.picture import draw_step
+from autoparallel.replan import NextStrategy, for_those_here
 from autoparallel.runtime.checkpoints.identity import launch_key, model_identity
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.ledger import Ledger
@@ -41,11 +34,12 @@ from autoparallel.runtime.guards.deadline import check_alike
 from autoparallel.runtime.guards.guards import GuardOptions, Guards, Verdict
 from autoparallel.runtime.guards.status import StatusFile
 from autoparallel.runtime.monitor.clock import StepClock
-from autoparallel.runtime.monitor.monitor import Monitor, MonitorOptions
+from autoparallel.runtime.monitor.monitor import MonitorOptions
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.mesh import start_ranks, world_size
 from autoparallel.samples import Samples
 from autoparallel.trained import Trained, lowered
+from autoparallel.watched import Watched
 
 # How long ranks wait for each other's small messages at the end of a step, seconds. Kind: torch's default for Gloo.
 TIMEOUT_S = 1800.0
@@ -146,7 +140,7 @@ class Trainer:
         self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
         self._guards = self._guarded(guards or GuardOptions())
         self._peers_every = copies_every(peers, self.checkpoints, self.model, here, self._say)
-        self._watched = partial(self._watch, graph, here, monitor or MonitorOptions())
+        self._watched = self._watching(graph, here, monitor or MonitorOptions())
         self._begin()
 
     def _for_those_here(
@@ -161,6 +155,12 @@ class Trainer:
             self.model.strategy.recovery.timeout_s,
         )  # fmt: skip
 
+    def _watching(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> Watched:
+        return Watched(
+            self.checkpoints.folder.path, self._all, self._clock, graph=graph, cluster=cluster, options=options,
+            say=self._say,
+        )  # fmt: skip
+
     def _begin(self) -> None:
         if self.checkpoints.every is None and self.checkpoints.every_s is None:
             self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
@@ -171,7 +171,7 @@ class Trainer:
         except UserError:  # whoever tries again in this process finds the folder free
             self.close()
             raise
-        self._monitor = self._watched()
+        self._monitor = self._watched.monitor(self.model, self._stage, self.step)
 
     def _check_alike(self, identity: Mapping[str, str], size: int) -> None:
         hint = "start all ranks with the same script, data and installation"
@@ -191,24 +191,6 @@ class Trainer:
         """An action begins."""
         self._status.at(action, stage)
         self._clock.at(action, stage)
-
-    def _watch(self, graph: Path, cluster: Cluster | None, options: MonitorOptions) -> Monitor:
-        """What measures the steps; the strategy that runs is written beside the record."""
-        folder, world = self.checkpoints.folder.path, world_size()
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-        predicted, timeline, file = None, None, folder
-        if self.rank == 0:
-            file = kept_beside(folder, self.model.strategy, world)
-            if cluster is not None:
-                predicted = simulate(self.model.program, cluster)
-                known = Expander(graph_from_json(graph.read_text(encoding="utf-8")), cluster)
-                timeline = program_timeline(*at_home(known, self.model.strategy))
-        shape = f"{max(world // per_node, 1)}x{per_node}"
-        about = {"strategy": file.name, "graph": graph.name, "shape": shape, **said_of(cluster)}
-        return Monitor(
-            folder, self._all, self._clock, self._stage, about=about, predicted=predicted, step=self.step, options=options,
-            say=self._say, timeline=timeline, per_node=per_node, draw=draw_step,
-        )  # fmt: skip
 
     def _resume(self, *, from_memory: bool = True) -> bool:
         """Go on from the last whole checkpoint, if there is one: whether there is."""
@@ -248,7 +230,7 @@ class Trainer:
 
     def fit(self, steps: int) -> None:
         """Train until `steps` steps are done since the beginning of the run, those before an interruption counted."""
-        with self._signals, self._guards.around():
+        with self._signals, self._guards.around(), self._watched.meter.around():
             while self.step < steps:
                 self._until_rolled_back(steps)
             self.checkpoints.finish()
@@ -260,7 +242,7 @@ class Trainer:
         while self.step < steps:
             begun = time.perf_counter()
             self._status.begin(self.step + 1)
-            self._clock.begin()
+            self._monitor.begin(self.step + 1)
             self._at("DATA", self._stage)
             if self._enter_phase():  # whose shares of the samples are others
                 return
@@ -284,7 +266,7 @@ class Trainer:
         self._samples.enter(strategy.batch.seq_len)
         self._stage = stage_of(self.rank, strategy)
         self._guards.follow(self.model)
-        self._monitor = self._watched()
+        self._monitor = self._watched.monitor(self.model, self._stage, self.step)
         self._say(f"step {self.step + 1}: another phase begins, for which the model was made anew")
         return True
 

@@ -7,6 +7,7 @@
   the seconds that a collective takes; `compression.py` and `access.py` what compressed gradients and rows of tables do.
 - `price.py`: the seconds of every action of a stage (`stage_cost.py`), gradients in buckets (`buckets.py`) beside the
   computation (`streams.py`, `contention.py`).
+- `step_collectives.py`: the collectives of a step, and what they cost by kind and network level.
 - `timetable.py`, `timeline.py`: when each action runs, and the same as a picture.
 - `memory.py`, `host_memory.py`, `held.py`: live bytes on devices, on hosts, and both against what there is.
 - `simulate.py` makes a `prediction.py` of all this; `confidence.py` says how far to trust it, of which `parts.py`.

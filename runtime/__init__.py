@@ -23,5 +23,5 @@ One way through the rooms, each of which imports only from those named before it
 - `elastic/`: processes that come and go, around torch's agent.
 - `profiling/`: measures a machine; needs `ranks/`, `tensor/` and `gradients/` alone.
 - `torch_private.py`: the file that touches torch's private names; `fsdp_private.py` has those of FSDP2, `dtensor_private.py`
-  those of how DTensor finds what an operator does.
+  those of how DTensor finds what an operator does, `collectives_private.py` those by which torch sends.
 """

@@ -39,6 +39,14 @@ def gib(value: float) -> str:
     return f"{significant(value)} GiB"
 
 
+def gigabytes(value: float) -> str:
+    """`1.2 GB`, `34.5 MB`: bytes that are sent, which go by SI rates."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if value >= size:
+            return f"{significant(value / size)} {unit}"
+    return f"{significant(value / 1e3)} kB"
+
+
 def percent(share: float) -> str:
     """`4.2 %`; `<0.1 %` for what is there but small."""
     if 0 < share < 0.001:

@@ -7,12 +7,14 @@ from typing import Any
 
 from autoparallel.costmodel.prediction import Span
 from autoparallel.report.charts import Chart, line, split_action
-from autoparallel.report.numbers import percent, seconds, times
+from autoparallel.report.numbers import gigabytes, percent, seconds, times
 from autoparallel.report.page import environment, resource
 from autoparallel.report.timelines import KINDS, spans_of, timelines
+from autoparallel.runtime.monitor.bandwidths import ADVICE, bandwidths
 from autoparallel.runtime.monitor.clock import kind_of
 from autoparallel.runtime.monitor.differences import Action, action_gaps, gaps, step_time_s
 from autoparallel.runtime.monitor.record import Record, skipped_words
+from autoparallel.runtime.monitor.slow_links import rate_text
 from autoparallel.runtime.monitor.stragglers import stragglers
 
 SHOWN = 5  # differences
@@ -54,6 +56,9 @@ def render_run(folder: str, records: Sequence[Record]) -> str:
         "kinds": KINDS,
         "cut_s": both.cut_s,
         "differences": differences(record, both.predicted, both.measured, whole=both.cut_s is None),
+        "collectives": bandwidths(record),
+        "gigabytes": gigabytes,
+        "rate": rate_text,
         "stragglers": stragglers([s["computing_s"] for s in record.steps], record.start["stages"]),
         "losses": _curve(records, "loss"),
         "times": _curve(records, "seconds"),
@@ -68,14 +73,20 @@ def differences(
     record: Record, predicted: Sequence[Span], measured: Sequence[Span], *, whole: bool
 ) -> list[tuple[str, str]]:
     """The five largest, in words, each with what to do about it: by pipeline rank and kind of action, where a step was
-    recorded action by action and its prediction is `whole`; else by kind."""
+    recorded action by action and its prediction is `whole`; else by kind; and collectives far below their priced bandwidth."""
+    below = [(one.costs_s, str(one), ADVICE) for one in bandwidths(record) if one.far_below]
     if predicted and measured and whole:
         total_s = predicted_timeline(record)["total_us"] / 1e6
         ended_s = max(span.end_s for span in measured)
         found = action_gaps(_actions(predicted), _actions(measured), (total_s, ended_s))
-        return [(str(gap), gap.advice) for gap in found[:SHOWN]]
-    words = [str(gap).rpartition("): ") for gap in gaps(record)[:SHOWN]]
-    return [(f"{first})" if first else last, last if first else "") for first, _, last in words]
+        others = [(abs(gap.costs_s), str(gap), gap.advice) for gap in found]
+    else:
+        words = [(abs(gap.costs_s), *str(gap).rpartition("): ")) for gap in gaps(record)]
+        others = [(cost, f"{a})" if a else b, b if a else "") for cost, a, _, b in words]
+    for one in below:  # a cause, beside what it may have others wait for: where that would stand, or before
+        place = next((n for n, other in enumerate(others) if other[0] <= one[0]), len(others))
+        others.insert(place, one)
+    return [(text, advice) for _, text, advice in others[:SHOWN]]
 
 
 def _actions(spans: Sequence[Span]) -> list[Action]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.costmodel.prediction import Prediction
+from autoparallel.costmodel.step_collectives import CollectiveCost
 from autoparallel.runtime.monitor.alerts import Alert, Alerts, check_local, sender
 from autoparallel.runtime.monitor.clock import COMPUTED, SENT, StepClock
+from autoparallel.runtime.monitor.collectives import CollectiveTable, Levels, Meter, host_levels
 from autoparallel.runtime.monitor.differences import WARM_UP
 from autoparallel.runtime.monitor.links import LinkProbe
 from autoparallel.runtime.monitor.outputs import Draw, TensorBoard, write_prometheus
@@ -34,7 +36,7 @@ _LINKS_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorOptions:
-    """Every `every` steps are recorded; `tensorboard` writes these into the folder's `tensorboard/`, too. The fifth step
+    """Every `every` steps are recorded (`collectives`: with what these took); `tensorboard` writes these into the folder's `tensorboard/`, too. The fifth step
     of a start, and then one in `timeline_every` (0: none), is recorded action by action (and is a picture there); after one in `links_every` recorded
     steps (0: none) ranks send their neighbours a message, for what the links pass. `alerts` (thresholds), stragglers and slow
     links are told to `alert_command` (JSON on its standard input) and to `alert_webhook` (JSON by POST, a local address)."""
@@ -43,6 +45,7 @@ class MonitorOptions:
     tensorboard: bool = False
     timeline_every: int = 100
     links_every: int = 10
+    collectives: bool = True
     alerts: tuple[Alert, ...] = ()
     alert_command: tuple[str, ...] = ()
     alert_webhook: str = ""
@@ -68,15 +71,18 @@ class MonitorOptions:
 class Monitor:
     """Around the steps of a run in `folder`; rank 0 records. `stage` is this rank's, `predicted` of the plan, if known,
     `about` what else the record's start says; `per_node`: ranks of a node, numbered node by node. `timeline`: the predicted one,
-    as `answer.timeline_table`; `draw` makes the picture of it and of a recorded one.
+    as `answer.timeline_table`; `draw` makes the picture of it and of a recorded one. `meter` hears of collectives, whose `levels` are
+    those of the cluster and whose prices are `priced`.
 
-    At each recorded step all ranks tell each other what they measured, in one message of eight numbers a rank.
+    At each recorded step all ranks tell each other what they measured, in one message: eight numbers a rank, and three for each
+    kind of collective and group.
     """
 
     def __init__(
         self, folder: Path, everyone: Agreement, clock: StepClock, stage: int, *, about: Mapping[str, Any],
         predicted: Prediction | None, step: int, options: MonitorOptions, say: Callable[[str], None],
-        per_node: int, timeline: Mapping[str, Any] | None = None, draw: Draw | None = None,
+        per_node: int, timeline: Mapping[str, Any] | None = None, draw: Draw | None = None, meter: Meter | None = None,
+        levels: Levels = (), priced: Sequence[CollectiveCost] = (),
     ) -> None:  # fmt: skip
         self._folder, self._all, self._clock, self._say, self._every = (
             folder,
@@ -86,6 +92,9 @@ class Monitor:
             options.every,
         )
         self._options, self._first = options, step
+        self._meter, self._counted, self._recorded = meter if options.collectives else None, False, 0
+        self._table = CollectiveTable(everyone, levels or host_levels(everyone.ranks, per_node))
+        self._priced = {(one.op, one.level): one for one in priced}
         self._predicted, self._timeline = predicted, dict(timeline or {})
         self._stages = everyone.gathered(stage)
         first = everyone.rank == 0
@@ -104,6 +113,7 @@ class Monitor:
                 "step_time_s": predicted.step_time_s,
                 "breakdown_s": dict(predicted.breakdown_s),
                 "timeline": self._timeline,
+                "collectives": [collective_entry(one) for one in priced],
             }
             self._recorder.add(
                 "start",
@@ -115,20 +125,39 @@ class Monitor:
                 time=time.time(),
             )
 
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._clock.begin()
+        self._counted = (
+            self._meter is not None and step % self._every == 0 and self._table.counts(self._recorded)
+        )
+        if self._counted and self._meter is not None:
+            self._meter.begin()
+
     def end(self, step: int, loss: float, seconds: float) -> None:
         """A step ends; collective where it is recorded."""
         parts = self._clock.end()
+        heard = self._meter.end() if self._meter is not None else {}
         self._skips.append(False)
         if step % self._every:
             return
-        rows = self._rows([*(parts.get(kind, 0.0) for kind in _KINDS), _memory()])
+        self._recorded += 1
+        own = [*(parts.get(kind, 0.0) for kind in _KINDS), _memory()]
+        every = self._rows([*own, *self._table.numbers(heard)])
+        rows = [row[: len(own)] for row in every]
+        slowest_s = max(sum(row[:-1]) for row in rows)
+        costs = self._table.costs([row[len(own) :] for row in every], slowest_s, counted=self._counted)
         if self._options.traces(step, self._first):
             self._trace(step, rows)
         if self._options.sends(step, self._first):
-            self._send(step, max(sum(row[:-1]) for row in rows))
+            self._send(step, slowest_s)
         if self._recorder is None:
             return
         entry = self._entry(step, loss, seconds, rows)
+        if costs:
+            entry["collectives"] = [
+                collective_entry(one, self._priced.get((one.op, one.level))) for one in costs
+            ]
         self._recorder.add("step", **entry)
         self._computing.append(entry["computing_s"])
         self._communicating.append(communicating_s(entry))
@@ -251,6 +280,18 @@ class Monitor:
                 self.said(step, str(one))
                 self._alerts.tell(step, str(one), rank=one.ranks[0])
         self._slow_links = frozenset(one.where for one in found)
+
+
+def collective_entry(cost: CollectiveCost, priced: CollectiveCost | None = None) -> dict[str, Any]:
+    """As the record has it: seconds and bandwidth are None where they are not known."""
+    seconds = cost.seconds if cost.seconds > 0 else None  # NaN is not
+    entry = {
+        "op": cost.op, "level": cost.level, "count": cost.count, "bytes": round(cost.sent_bytes), "seconds": seconds,
+        "bytes_per_s": cost.sent_bytes / seconds if seconds else None,
+    }  # fmt: skip
+    if priced is not None and priced.seconds > 0:
+        entry["priced_bytes_per_s"] = priced.sent_bytes / priced.seconds
+    return entry
 
 
 def _memory() -> float:

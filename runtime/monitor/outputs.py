@@ -26,6 +26,13 @@ _METRICS = (
     ("memory_bytes", "gauge", "Largest memory of a rank so far", "memory_bytes"),
     ("skipped_ratio", "gauge", "Share of the last 50 steps whose batch was left out", "skipped_share"),
 )  # fmt: skip
+# Likewise of each entry of a step's "collectives"; one value a kind and level.
+_COLLECTIVES = (
+    ("collective_bytes", "gauge", "Bytes that a rank sent in the last step, by kind of collective and level of the network", "bytes"),
+    ("collective_seconds", "gauge", "Seconds that these collectives were under way in the last step", "seconds"),
+    ("collective_bytes_per_second", "gauge", "Bandwidth that these collectives reached", "bytes_per_s"),
+    ("collective_priced_bytes_per_second", "gauge", "Bandwidth that these collectives were priced at", "priced_bytes_per_s"),
+)  # fmt: skip
 
 
 def prometheus_text(step: Mapping[str, Any]) -> str:
@@ -41,12 +48,26 @@ def prometheus_text(step: Mapping[str, Any]) -> str:
             lines += [f'{full}{{rank="{rank}"}} {_number(one)}' for rank, one in enumerate(value)]
         else:
             lines.append(f"{full} {_number(value)}")
+    for name, kind, said, key in _COLLECTIVES:
+        full = f"autoparallel_{name}"
+        values = [
+            f'{full}{{op="{one["op"]}",level="{_label(one["level"])}"}} {_number(one[key])}'
+            for one in step.get("collectives", ())
+            if one.get(key) is not None
+        ]
+        if values:
+            lines += [f"# HELP {full} {said}", f"# TYPE {full} {kind}", *values]
     return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:
     text = repr(float(value))
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
+
+
+def _label(text: str) -> str:
+    """A label's value, escaped as the format wants it."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def write_prometheus(path: Path, step: Mapping[str, Any]) -> None:
@@ -78,6 +99,10 @@ class TensorBoard:
                 self._writer.add_scalars(name, {f"rank {r}": v for r, v in enumerate(value)}, number)
             elif value is not None:
                 self._writer.add_scalar(name, value, number)
+        for one in step.get("collectives", ()):
+            for name, _, _, key in _COLLECTIVES:
+                if one.get(key) is not None:
+                    self._writer.add_scalar(f"{name}/{one['op']} {one['level']}", one[key], number)
         self._writer.flush()
 
     def add_timeline(self, step: int, predicted: Mapping[str, Any], measured: Sequence[Any]) -> None:

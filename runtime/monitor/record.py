@@ -2,9 +2,11 @@
 
 {"event": "start", "step", "world", "strategy", "graph" (files), "shape" (NODESxPER_NODE),
  "cluster" (as `profiles/record.py` has it), "devices" (their names), both where a cluster is known,
- "predicted": {"step_time_s", "breakdown_s", "timeline"}, "stages": [stage by rank], "time"}
+ "predicted": {"step_time_s", "breakdown_s", "timeline", "collectives": as of a step}, "stages": [stage by rank], "time"}
 {"event": "step", "step", "time" (s, of its end), "loss", "seconds", "breakdown_s": {kind: of the slowest}, "computing_s": [by rank],
- "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency", "skipped_share"}
+ "communicating_s": [by rank], "waiting_s": [by rank], "memory_bytes": [by rank], "efficiency", "skipped_share",
+ "collectives": [{"op", "level" (outermost that they cross), "count", "bytes" (sent by a rank), "seconds", "bytes_per_s" (None where nobody
+ knows), "priced_bytes_per_s"} …], of the rank that spends longest on them; left out where they were not counted}
 {"event": "skipped", "step", "time"}, a step whose batch was left out: nothing was learnt of it, and it has no times
 {"event": "timeline", "step", "ranks": [[[action, stage, begin, end] …] by pipeline rank: of its slowest rank]}, seconds
 {"event": "links", "step", "passed": [[rank, rank, bytes, seconds] …]}, messages that neighbours sent each other

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from autoparallel.errors import UserError
 
 T = TypeVar("T")
+AGREEMENT = "agreement"  # what torch is told of these groups: they carry nothing of the model's
 
 
 class Agreement:
@@ -24,7 +25,8 @@ class Agreement:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         limit = timedelta(seconds=timeout_s)
-        self.group = dist.new_group(backend="gloo", timeout=limit) if self.ranks > 1 else None
+        alone = self.ranks == 1
+        self.group = None if alone else dist.new_group(backend="gloo", timeout=limit, group_desc=AGREEMENT)
 
     def gathered(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""

@@ -122,6 +122,7 @@ ROOMS = (
     "fsdp_private",
     "torch_private",
     "dtensor_private",
+    "collectives_private",
     "ranks",
     "capabilities",
     "tensor",

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from autoparallel.cli_watch import summary
 from autoparallel.errors import UserError
 from autoparallel.report.picture import draw_step
+from autoparallel.report.run import render_run
 from autoparallel.runtime.monitor.clock import StepClock
 from autoparallel.runtime.monitor.monitor import Monitor, MonitorOptions
 from autoparallel.runtime.monitor.outputs import TensorBoard, prometheus_text, write_prometheus
@@ -51,6 +53,15 @@ def test_stages_are_not_compared_with_each_other_and_few_steps_say_nothing() -> 
     slightly = [[1.0, 1.07]] * FEWEST
     assert stragglers(slightly, [0, 0]) == []
     assert [s.rank for s in stragglers(slightly, [0, 0], frozenset({1}))] == [1], "until it is clearly back"
+
+
+def _collectives(bytes_per_s: float) -> list[dict[str, Any]]:
+    """Of a step: all-reduces over a level, and messages whose end nobody knows; both are priced."""
+    return [
+        {"op": "all_reduce", "level": 'spine "2"', "count": 3, "bytes": 8_000_000, "seconds": 8e6 / bytes_per_s,
+         "bytes_per_s": bytes_per_s, "priced_bytes_per_s": 2e9},
+        {"op": "send", "level": "nvlink", "count": 4, "bytes": 4096, "seconds": None, "bytes_per_s": None},
+    ]  # fmt: skip
 
 
 def _step(number: int, **changed: Any) -> dict[str, Any]:
@@ -95,12 +106,50 @@ def test_a_record_says_where_a_run_differs_from_its_plan(tmp_path: Path) -> None
         read_record(tmp_path / "other")
 
 
+@pytest.mark.parametrize(("bytes_per_s", "told"), [(5e8, True), (1.9e9, False)])
+def test_a_collective_far_below_its_priced_bandwidth_is_told_with_its_level(
+    tmp_path: Path, bytes_per_s: float, told: bool
+) -> None:
+    recorder = Recorder(tmp_path)
+    priced = {
+        "op": "all_reduce",
+        "level": 'spine "2"',
+        "count": 2,
+        "bytes": 8_000_000,
+        "seconds": 0.004,
+        "bytes_per_s": 2e9,
+    }
+    predicted = {"step_time_s": 0.2, "breakdown_s": {"forward": 0.1}, "collectives": [priced]}
+    recorder.add("start", step=0, world=2, predicted=predicted, stages=[0, 0])
+    for number in range(1, 9):  # the first steps are slow in everything
+        recorder.add("step", **_step(number, collectives=_collectives(1e6 if number < 3 else bytes_per_s)))
+    records = read_record(tmp_path)
+    found, page = summary(records), render_run("run", records)
+    (reduces, sends) = found["collectives"]
+    assert (reduces["bytes_per_s"], reduces["priced_bytes_per_s"], reduces["priced_s"]) == (
+        bytes_per_s,
+        2e9,
+        0.004,
+    )
+    assert (sends["sent_bytes"], sends["seconds"], sends["priced_s"]) == (4096, None, None)
+    words = 'all_reduce over spine "2": 500 MB/s where 2 GB/s were priced (0.012 s longer a step'
+    assert any(d["words"].startswith(words) for d in found["differences"]) is told
+    assert (words in unescape(page)) is told
+    assert "<td>nvlink</td>" in page
+
+
 def test_metrics_are_prometheus_text(tmp_path: Path) -> None:
     write_prometheus(tmp_path / "metrics.prom", _step(7, loss=math.nan))
     text = (tmp_path / "metrics.prom").read_text()
     assert text == prometheus_text(_step(7, loss=math.nan))
     assert 'autoparallel_waiting_seconds{rank="0"} 0.1\n' in text
     assert "autoparallel_loss NaN\n" in text
+    text += prometheus_text({"collectives": _collectives(5e8)})
+    assert (
+        'autoparallel_collective_bytes_per_second{op="all_reduce",level="spine \\"2\\""} 500000000.0\n'
+        in text
+    )
+    assert 'autoparallel_collective_bytes{op="send",level="nvlink"} 4096.0\n' in text
     parser = pytest.importorskip("prometheus_client.parser")
     families = {f.name: f for f in parser.text_string_to_metric_families(text)}
     assert families["autoparallel_computing_seconds"].samples[1].labels == {"rank": "1"}
@@ -110,9 +159,11 @@ def test_scalars_are_what_tensorboard_reads(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    TensorBoard(tmp_path).add(_step(7))
+    TensorBoard(tmp_path).add(_step(7, collectives=_collectives(5e8)))
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(7, 2.5)]
+    reached = events.Scalars('collective_bytes_per_second/all_reduce spine "2"')
+    assert [(e.step, e.value) for e in reached] == [(7, 5e8)]
 
 
 def test_the_timelines_of_a_traced_step_are_a_picture_that_tensorboard_reads(tmp_path: Path) -> None:
