@@ -36,8 +36,7 @@ from autoparallel.profiles import Cluster
 from autoparallel.profiles.record import cluster_record
 from autoparallel.recovery_answer import recovery_table
 from autoparallel.runtime.limits import refuser
-from autoparallel.stamp import KEY as STAMP
-from autoparallel.stamp import stamp
+from autoparallel.stamp import KEY, NUMBERS_KEY, numbers_stamp, stamp
 
 if TYPE_CHECKING:
     from autoparallel.whatif import Outcome
@@ -204,13 +203,15 @@ def problem_table(
     return table | {"cluster": cluster_record(problem.cluster, embed=embed_cluster)}
 
 
-def stamped(predicted: Mapping[str, Any], strategy: Strategy, problem: Mapping[str, Any]) -> dict[str, Any]:
-    """`[predicted]` with the stamp of what stands above it in the file."""
+def stamped(
+    predicted: Mapping[str, Any], strategy: Strategy, problem: Mapping[str, Any], search: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`[predicted]` with the stamps of what stands above it in the file, and of its own numbers and those of `[search]`."""
     made = stamp(
         strategy, graph_hash=problem["graph_hash"], seq_len=problem["seq_len"],
         cluster_hash=problem["cluster"]["hash"],
     )  # fmt: skip
-    return {STAMP: made, **predicted}
+    return {KEY: made, NUMBERS_KEY: numbers_stamp(predicted, search), **predicted}
 
 
 def predicted_table(expander: Expander, strategy: Strategy, prediction: Prediction) -> dict[str, Any]:

@@ -49,9 +49,10 @@ def calibrate(
     check_writable(output, read=[measured])
     console = stderr_console()
     device = load_device(profile)
-    runs = read_measured(measured, device)
+    runs = read_measured(measured, device, lambda text: console.print(text, markup=False))
     if len(runs) < FEWEST_ROWS:
-        raise UserError(f"{measured}: {len(runs)} rows; at least {FEWEST_ROWS} is needed")
+        what = "starts with enough steps (four at least)" if measured.is_dir() else "rows"
+        raise UserError(f"{measured}: {len(runs)} {what}; at least {FEWEST_ROWS} is needed")
     with working(console, f"fitting {len(runs)} measured steps"):
         result = fit(
             device, predictions(runs), [r.step_time_s for r in runs], source=f"calibrated on {measured.name}"

@@ -331,13 +331,13 @@ def run_plan(
     given = "batch.global" in stated.constraints or time_limit_s is not None
     found = search_table(result, stated, None if given else better_batch(stated, result))
     if output:
-        write_strategy(output, result.strategy, problem, stamped(predicted, result.strategy, problem), found)
+        told = stamped(predicted, result.strategy, problem, found)
+        write_strategy(output, result.strategy, problem, told, found)
     print_plan(console, checked.cluster, result.strategy, predicted, found)
     if explain:
         print_explanation(console, checked.cluster, result.strategy, predicted, found)
-    console.print(
-        f"strategy written to {output}" if output else "(give -o FILE to keep the strategy)", markup=False
-    )
+    kept = f"strategy written to {output}" if output else "(give -o FILE to keep the strategy)"
+    console.print(kept, markup=False)
     if json_:
         total_s = time.monotonic() - started
         seconds = {"capture": capture_s, "search": result.seconds, "total": total_s}

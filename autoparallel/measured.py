@@ -25,7 +25,7 @@ from autoparallel.profiles.csv_rows import read_csv_rows
 from autoparallel.profiles.hardware import Device
 from autoparallel.profiles.record import recorded_cluster
 from autoparallel.runtime.monitor.differences import step_time_s
-from autoparallel.runtime.monitor.record import read_record
+from autoparallel.runtime.monitor.record import NAME, read_record
 
 MOST_NEAR = 12  # runs that are looked at for the next measurement
 COLUMNS = ("strategy", "step_time_s", "model", "cluster", "seq_len")
@@ -47,14 +47,18 @@ class Measured:
         return score(self.graph, self.cluster(device), self.strategy).step_time_s
 
 
-def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
+def read_measured(
+    path: Path, device: Device, say: Callable[[str], None] = lambda _: None
+) -> tuple[Measured, ...]:
     """The rows of a CSV with the columns `strategy` (a complete strategy file, relative to the CSV) and
     `step_time_s`; `model`, `cluster` (NODESxPER_NODE) and `seq_len` where the file's [problem] does not say or
-    they were different; or the starts that the folder of a run records. Raises UserError, naming row and column."""
+    they were different; or the starts on this device that the folder of a run records; `say` is told of others. Raises UserError,
+    naming row and column, and for a run on other devices."""
     graphs: dict[tuple[str, int | None], ModelGraph] = {}
     if path.is_dir():
         return tuple(
-            _run(row, f"{path}: {row['strategy']}", path, device, graphs) for row in recorded_rows(path)
+            _run(row, f"{path}: {row['strategy']}", path, device, graphs)
+            for row in recorded_rows(path, device.name, say)
         )
     says = (
         "a header with `strategy` (a strategy file) and `step_time_s` (seconds), and optionally "
@@ -64,19 +68,36 @@ def read_measured(path: Path, device: Device) -> tuple[Measured, ...]:
     return tuple(_run(row, where, path.parent, device, graphs) for where, row in rows)
 
 
-def recorded_rows(folder: Path) -> list[dict[str, str]]:
-    """What a run's record says of each of its starts, as rows; starts of too few steps are left out."""
+def recorded_rows(folder: Path, device: str, say: Callable[[str], None]) -> list[dict[str, str]]:
+    """What a run's record says of each of its starts, as rows; starts of too few steps are left out, as are those on other devices
+    than the named one, which is told. Raises UserError where none is left for that."""
+    records = read_record(folder)
+    # Records of earlier versions, and of runs that knew no cluster, do not say.
+    own = [record for record in records if record.start.get("devices", [device]) == [device]]
+    if not own:
+        devices = sorted({name for record in records for name in record.start["devices"]})
+        one = len(devices) == 1
+        raise UserError(
+            f"{folder / NAME}: the run was on {' and '.join(devices)}, and its steps say nothing of {device}: calibrate "
+            + (
+                f"the profile of {devices[0]} (a profile's device is its `name`)"
+                if one
+                else "from runs on one kind of device"
+            )
+        )
+    if left_out := len(records) - len(own):
+        say(
+            f"warning: {left_out} of {len(records)} starts of the run in {folder} were on other devices than {device}, and are left out"
+        )
     rows = []
-    for record in read_record(folder):
-        seconds = step_time_s(record)
+    for record in own:
+        seconds, start = step_time_s(record), record.start
         if seconds is not None:
-            start = record.start
-            model = str(folder / start["graph"])
             rows.append(
                 {
                     "strategy": start["strategy"],
                     "step_time_s": repr(seconds),
-                    "model": model,
+                    "model": str(folder / start["graph"]),
                     "cluster": start["shape"],
                 }
             )

@@ -206,6 +206,8 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
             hash_=graph_hash(problem.graph),
         )
         predicted = predicted_table(expander, result.strategy, result.prediction)
-        predicted = stamped(predicted, result.strategy, table)
-        write_strategy(path, result.strategy, table, predicted, search_table(result, problem))
+        search = search_table(result, problem)
+        write_strategy(
+            path, result.strategy, table, stamped(predicted, result.strategy, table, search), search
+        )
     return result.strategy

@@ -1,17 +1,20 @@
-"""The stamp of a prediction: what of a strategy file it was made for, so that an edited file is told from its numbers."""
+"""The stamps of a prediction: what of a strategy file it was made for, so that an edited file is told from its numbers, and what
+the numbers were, so that edited numbers are told, too."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 from autoparallel.errors import UserError
 from autoparallel.planner.strategy.file import StrategyFile
 from autoparallel.planner.strategy.types import RecoveryRule, Strategy
 from autoparallel.profiles.record import is_whole
 
-KEY = "strategy_hash"  # of [predicted]
+KEY, NUMBERS_KEY = "strategy_hash", "numbers_hash"  # of [predicted]
 
 
 def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cluster_hash: str) -> str:
@@ -29,6 +32,23 @@ def stamp(strategy: Strategy, *, graph_hash: str | None, seq_len: int | None, cl
         "strategy": decided, "graph": graph_hash, "seq_len": seq_len, "cluster": cluster_hash,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def numbers_stamp(predicted: Mapping[str, Any], search: Mapping[str, Any]) -> str:
+    """Sixteen hex digits of [predicted], its stamps aside, and [search]; the same of both as they are written and as they are read."""
+    numbers = {key: value for key, value in predicted.items() if key not in (KEY, NUMBERS_KEY)}
+    text = json.dumps([_as_read(numbers), _as_read(search)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _as_read(value: Any) -> Any:
+    """As TOML gives it back: what is None is not written; empty tables, which may not be either, count as nothing."""
+    if isinstance(value, Mapping):
+        inner = {str(key): _as_read(one) for key, one in value.items()}
+        return {key: one for key, one in inner.items() if one is not None and one != {}}
+    if isinstance(value, list | tuple):
+        return [_as_read(one) for one in value]
+    return str(value) if isinstance(value, str) else value
 
 
 def _plain(strategy: Strategy) -> Strategy:
@@ -50,19 +70,27 @@ def _plain(strategy: Strategy) -> Strategy:
 
 
 def check_stamp(file: StrategyFile, strategy: Strategy, cluster_hash: str) -> None:
-    """Raise UserError where [predicted] of a file is not of the strategy, model and machines that stand in it.
+    """Raise UserError where [predicted] of a file is not of the strategy, model and machines that stand in it, or is not what was
+    predicted.
 
     Files without a stamp, as earlier versions wrote them, are taken at their word.
     """
     said, problem = file.predicted.get(KEY), file.problem
     assert problem is not None
     made = stamp(strategy, graph_hash=problem.graph_hash, seq_len=problem.seq_len, cluster_hash=cluster_hash)
-    if said in (None, made):
+    was = file.predicted.get(NUMBERS_KEY)
+    numbers = was in (None, numbers_stamp(file.predicted, file.search))
+    if said in (None, made) and numbers:
         return
     assert problem.cluster is not None
     cluster = "CLUSTER" if is_whole(problem.cluster) else problem.cluster["name"]
     command = f"{problem.model or 'MODEL'} --cluster {cluster} --strategy {file.path}"
+    what = (
+        "so [predicted] and [search] are of another strategy"
+        if numbers
+        else "[predicted] or [search] among it"
+    )
     raise UserError(
-        f"{file.path}: was edited after plan wrote it, so [predicted] and [search] are of another strategy: `autoparallel "
+        f"{file.path}: was edited after plan wrote it, {what}: `autoparallel "
         f"score {command}` prices what it says now, `autoparallel plan {command} -o NEW.toml` writes it with its numbers"
     )

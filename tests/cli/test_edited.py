@@ -63,13 +63,33 @@ def test_an_edited_file_is_not_reported_with_its_old_numbers(
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.parametrize("key", ["step_time_s", "peak_memory_gib", "lower_bound_s", "forward", "not_there"])
+def test_edited_numbers_are_not_reported(planned: Path, tmp_path: Path, key: str) -> None:
+    """The first of these keys in the file is halved: of [predicted], of [search], of a table inside."""
+    lines = planned.read_text().splitlines()
+    at = next((n for n, line in enumerate(lines) if line.startswith(f"{key} = ")), None)
+    if at is None:
+        at = next(n for n, line in enumerate(lines) if line.startswith("[predicted]")) + 1
+        lines.insert(at, f"{key} = 2.0")
+    value = lines[at].partition(" = ")[2].split(",")[0]
+    lines[at] = lines[at].replace(value, str(float(value) / 2), 1) if key != "not_there" else lines[at]
+    changed = tmp_path / "edited.toml"
+    changed.write_text("\n".join(lines) + "\n")
+    words = ["edited.toml: was edited", "[predicted] or [search] among it", "autoparallel score"]
+    refused("report", changed, "-o", tmp_path / "r.html", words=words)
+
+
 def test_comments_and_the_spelling_of_numbers_are_no_edit(planned: Path, tmp_path: Path) -> None:
     same = edited(planned, "optimizer = 0.0  ", "optimizer = 0  # mine ", tmp_path / "same.toml")
     assert run("report", same, "-o", tmp_path / "r.html").status == 0
 
 
 def test_a_file_without_a_stamp_is_taken_at_its_word(planned: Path, tmp_path: Path) -> None:
-    lines = [line for line in planned.read_text().splitlines() if not line.startswith("strategy_hash")]
+    lines = [
+        line
+        for line in planned.read_text().splitlines()
+        if not line.startswith(("strategy_hash", "numbers_hash"))
+    ]
     old = tmp_path / "old.toml"
     old.write_text("\n".join(lines))
     assert run("report", old, "-o", tmp_path / "r.html").status == 0

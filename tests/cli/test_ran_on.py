@@ -109,6 +109,24 @@ def test_starts_on_other_devices_do_not_correct_the_profile(tmp_path: Path) -> N
     assert _asked(("replan",), _recorded(tmp_path / "both", {}, _on(CLUSTER))).json["rows"] == 2
 
 
+def test_a_run_corrects_no_profile_of_other_devices(tmp_path: Path) -> None:
+    ask = ("calibrate", "a100-pcie-80gb", "--measured")
+    out = ("-o", tmp_path / "new.toml")
+    other, mixed = _recorded(tmp_path / "other", _on("h100-sxm:1x4")), {"devices": ["a100-pcie-80gb", "v100"]}
+    words = ["the run was on h100-sxm", "say nothing of a100-pcie-80gb", "the profile of h100-sxm"]
+    refused(*ask, other, *out, words=words)
+    refused(
+        *ask,
+        _recorded(tmp_path / "mixed", mixed),
+        *out,
+        words=["a100-pcie-80gb and v100", "one kind of device"],
+    )
+    moved = run(*ask, _recorded(tmp_path / "moved", _on("h100-sxm:1x4"), _on(CLUSTER), {}), *out)
+    assert moved.status == 0, moved
+    assert "1 of 3 starts of the run in" in moved.err
+    assert "calibrated on 2 measured steps" in (tmp_path / "new.toml").read_text()
+
+
 def test_one_device_is_one_and_a_model_needs_a_cluster(tmp_path: Path) -> None:
     two = strategy_toml({"mesh.dp_shard": 1})
     folder = _recorded(tmp_path / "run", _on("a100-pcie-80gb:1x2"), world=2, strategy=two)
