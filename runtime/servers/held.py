@@ -17,7 +17,7 @@ _AT_ONCE = 1 << 22  # numbers that are updated at a time. Kind: choice
 
 
 class HeldRows:
-    """`rows` rows of `dim` numbers in `dtype`; `memory_rows` of them in memory, the rest in files of `folder`."""
+    """`rows` rows of `dim` numbers in `dtype`; `memory_rows` of them in memory, the rest on the disk of `folder`."""
 
     def __init__(
         self, rows: int, dim: int, *, dtype: torch.dtype = torch.float32, memory_rows: int | None = None,
@@ -25,14 +25,14 @@ class HeldRows:
     ) -> None:  # fmt: skip
         self.rows, self.dim, self._dtype = rows, dim, dtype
         self._memory_rows, self._folder, self._device = memory_rows, folder, device
-        self.fields: dict[str, TieredRows] = {VALUES: self._made(VALUES)}
+        self.fields: dict[str, TieredRows] = {VALUES: self._made()}
         self.steps = 0
         self._given: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def _made(self, name: str) -> TieredRows:
-        file = None if self._folder is None else self._folder / name
+    def _made(self) -> TieredRows:
         return TieredRows(
-            self.rows, self.dim, dtype=self._dtype, memory_rows=self._memory_rows, folder=file, device=self._device
+            self.rows, self.dim, dtype=self._dtype, memory_rows=self._memory_rows, folder=self._folder,
+            device=self._device,
         )  # fmt: skip
 
     def look_up(self, places: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class HeldRows:
     def write(self, name: str, places: Tensor, values: Tensor) -> None:
         """Put `values` in the rows at `places`."""
         if name not in self.fields:
-            self.fields[name] = self._made(name)
+            self.fields[name] = self._made()
         self.fields[name].write(places, values)
 
     def give(self, worker: int, places: Tensor, gradients: Tensor) -> None:
@@ -80,7 +80,7 @@ class HeldRows:
         """One step with what has come (of one worker, or of all), times `scale`: of the rows that it came for, or of all."""
         for name in optimizer.names:
             if name not in self.fields:
-                self.fields[name] = self._made(name)
+                self.fields[name] = self._made()
                 if start := optimizer.start[name]:
                     every = torch.arange(self.rows, device=self._device)
                     self.fields[name].write(

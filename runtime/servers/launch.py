@@ -60,7 +60,7 @@ def start_servers(nodes: Sequence[Sequence[int]], serving: Sequence[int], per_no
 
 
 def start_server(key: bytes, folder: str | None = None) -> tuple[subprocess.Popen[str], Address]:
-    """A server on this host, which ends with this process; rows that are not in its memory are files of `folder`."""
+    """A server on this host, which ends with this process; rows that are not in its memory are on the disk of `folder`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "autoparallel.runtime.servers.server", folder or tempfile.gettempdir()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},

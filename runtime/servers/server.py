@@ -13,10 +13,8 @@ output, and ends when standard input does. FOLDER is for rows that are not in me
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,11 +65,8 @@ class Server:
 
     def take(self, key: Key, rows: int, dim: int, memory_rows: int | None, steps: int) -> None:
         """Hold a part from now on; zeros until it is put."""
-        folder = None
-        if memory_rows is not None and memory_rows < rows:
-            folder = Path(tempfile.mkdtemp(dir=self._folder, prefix=f"{key[0]}-{key[1]}-"))
         with self._lock:
-            self._held[key] = HeldRows(rows, dim, memory_rows=memory_rows, folder=folder)
+            self._held[key] = HeldRows(rows, dim, memory_rows=memory_rows, folder=self._folder)
             self._held[key].steps = steps
 
     def begin_at(self, key: Key, steps: int) -> None:
@@ -211,15 +206,11 @@ def serve(folder: Path, key: bytes, host: str = "") -> tuple[Server, int]:
 
 def main() -> None:
     """Serve until standard input ends."""
-    folder = Path(tempfile.mkdtemp(dir=sys.argv[1], prefix="rows-"))
     torch.set_num_threads(1)
-    try:
-        key = bytes.fromhex(json.loads(sys.stdin.readline())["key"])
-        _, port = serve(folder, key)
-        print(json.dumps({"port": port, "host": socket.gethostname()}), flush=True)
-        sys.stdin.read()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    key = bytes.fromhex(json.loads(sys.stdin.readline())["key"])
+    _, port = serve(Path(sys.argv[1]), key)
+    print(json.dumps({"port": port, "host": socket.gethostname()}), flush=True)
+    sys.stdin.read()
 
 
 if __name__ == "__main__":

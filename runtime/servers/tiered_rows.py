@@ -1,4 +1,5 @@
-"""Rows of numbers, those that are asked for most in memory, the others in a memory-mapped file.
+"""Rows of numbers, those that are asked for most in memory, the others in a memory-mapped file without a name, which goes with its
+process, however that ends.
 
 Every row has a home in the file; `memory_rows` of them are in memory instead. `settle` moves the most wanted there, by how
 often they were read since the start, what is long ago counting half after each `settle`.
@@ -6,6 +7,7 @@ often they were read since the start, what is long ago counting half after each 
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 
 
 class TieredRows:
-    """`rows` rows of `width` numbers, zeros at first. Without a `folder` all are in memory."""
+    """`rows` rows of `width` numbers, zeros at first; the file is on the disk of `folder`. Without one all are in memory."""
 
     def __init__(
         self, rows: int, width: int, *, dtype: torch.dtype = torch.float32, memory_rows: int | None = None,
@@ -28,7 +30,8 @@ class TieredRows:
             return
         assert folder is not None
         shape, kind = (rows, width), torch.empty((), dtype=dtype).numpy().dtype
-        self._disk = torch.from_numpy(np.memmap(folder, dtype=kind, mode="w+", shape=shape))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self._disk = torch.from_numpy(np.memmap(file, dtype=kind, mode="w+", shape=shape))
         self._place = torch.full((rows,), -1, dtype=torch.int64)  # in memory; -1: on disk
         self._who = torch.arange(here)
         self._place[self._who] = self._who

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from autoparallel.runtime.servers.held import VALUES, HeldRows
 from autoparallel.runtime.servers.launch import start_server
 from autoparallel.runtime.servers.rows_optimizer import RowsOptimizer
 from autoparallel.runtime.servers.tiered_rows import TieredRows
+from autoparallel.runtime.servers.wire import Peer
 from autoparallel.runtime.start import parallelize
 from examples.dlrm import DLRM
 from tests.runtime.harness import Processes
@@ -74,7 +76,7 @@ def test_parts_are_dealt_evenly_and_survive_one_server(
 )
 def test_rows_in_memory_and_on_disk_are_what_was_written(steps: list[list[int]], memory: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        held = TieredRows(40, 3, memory_rows=memory, folder=Path(folder) / "rows")
+        held = TieredRows(40, 3, memory_rows=memory, folder=Path(folder))
         plain = torch.zeros(40, 3)
         for number, rows in enumerate(steps):
             places = torch.tensor(rows)
@@ -87,9 +89,23 @@ def test_rows_in_memory_and_on_disk_are_what_was_written(steps: list[list[int]],
         assert held.memory_rows == memory
 
 
+def test_a_server_that_is_killed_leaves_nothing_on_the_disk_that_it_used(tmp_path: Path) -> None:
+    key = secrets.token_bytes(16)
+    process, address = start_server(key, str(tmp_path))
+    try:
+        peer = Peer(address, key, 30.0)
+        peer.call("take", ("table", 0), 1000, 8, 10, 0)
+        maps = Path(f"/proc/{process.pid}/maps")
+        assert not maps.exists() or str(tmp_path) in maps.read_text(), "the rows are on that disk"
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_asked_for_most_comes_to_memory() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        held = TieredRows(100, 2, memory_rows=10, folder=Path(folder) / "rows")
+        held = TieredRows(100, 2, memory_rows=10, folder=Path(folder))
         wanted = torch.arange(90, 100)
         for _ in range(3):
             held.read(wanted, counted=True)
