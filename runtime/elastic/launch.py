@@ -68,7 +68,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 def run_script(command: Sequence[str], launch: Launch) -> int:
     """Run `command` (a script and its arguments) under the agent until it is done; the exit status. Raises UserError for a
-    launch that cannot be, and with what the script's own UserError said, where another start met it again."""
+    launch that cannot be, and with what the script's own error said, where another start met it again."""
     fewest, most = launch.nodes
     if most > 1 and not launch.endpoint:
         raise UserError(

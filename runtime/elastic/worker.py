@@ -3,17 +3,19 @@
 It ends when its agent ends, however that was ended (Linux): no process is left behind. Its groups are left before the
 interpreter goes. What the script raises goes to the
 file that the agent reads (`torch.distributed.elastic.multiprocessing.errors`), so that the agent's last words name it. What
-the user has to mend (`UserError`) is not tried for ever: where two starts, one after the other, end in the same words, this
-machine's agent is told to end, too.
+the user has to mend (`UserError`, and mistakes of the script's own code) is not tried for ever: where two starts, one after the other,
+end in the same words, this machine's agent is told to end, too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import runpy
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from autoparallel.errors import UserError
@@ -22,6 +24,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 AGENT = "AUTOPARALLEL_AGENT"  # of the environment: the process that started this one
 STARTS = "AUTOPARALLEL_STARTS"  # the agent's folder of what the starts before ended in
 REFUSED = "refused"  # a file there: what no other start will mend
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torch's: which start this is
+# What a program that is wrong raises, and not a machine that fails (that is OSError, RuntimeError, MemoryError). Kind: choice.
+_MISTAKES = (
+    SyntaxError, NameError, ImportError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError,
+)  # fmt: skip
 
 
 def end_with_agent() -> None:
@@ -49,17 +56,31 @@ def main(script: str) -> None:
 def _run(script: str) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
-    except UserError as error:
-        if not error.passes and STARTS in os.environ:
-            _tell_agent(str(error), Path(os.environ[STARTS]))
+    except Exception as error:
+        if STARTS in os.environ and (text := _to_mend(error)):
+            _tell_agent(text, Path(os.environ[STARTS]))
         raise
+
+
+def _to_mend(error: Exception) -> str:
+    """What the user has to mend, in words; empty for what another start may mend, or another rank has to."""
+    from autoparallel.runtime.guards.deadline import from_peers
+
+    if isinstance(error, UserError):
+        return "" if error.passes else str(error)
+    if not isinstance(error, _MISTAKES) or from_peers(error):
+        return ""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, SyntaxError) else f" ({where.filename}, line {where.lineno})"
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _tell_agent(text: str, folder: Path) -> None:
     """Keep what this start ended in; end the agent where the start before ended in the same."""
-    before = folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}"
-    if not before.exists() or before.read_text(encoding="utf-8") != text:
-        before.write_text(text, encoding="utf-8")
+    before, start = folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}", int(os.environ.get(RESTARTS, "0"))
+    said = json.loads(before.read_text(encoding="utf-8")) if before.exists() else {}
+    if said.get("text") != text or said["start"] < start - 1:
+        before.write_text(json.dumps({"text": text, "start": start}), encoding="utf-8")
         return
     (folder / REFUSED).write_text(text, encoding="utf-8")
     os.kill(os.getppid(), signal.SIGTERM)

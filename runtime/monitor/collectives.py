@@ -9,6 +9,7 @@ there are bytes alone: messages to another stage, for which nobody waits, and al
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,11 +85,13 @@ class Meter:
         return {key: _summed(found, len(key[1])) for key, found in by_key.items()}
 
     def _members(self, sent: Sent) -> tuple[int, ...]:
-        """The ranks of its group; none of groups by which ranks agree, whose messages are not the model's."""
+        """The ranks of its group; none of groups by which ranks agree, whose messages are not the model's, and of those that are
+        not torch's own: replicas that may drop out have no ranks."""
         known = self._known.get(id(sent.group))
         if known is None or known[0] is not sent.group:
-            group = sent.group_now()
-            ranks = () if group.group_desc == AGREEMENT else tuple(dist.get_process_group_ranks(group))
+            group, ranks = sent.group_now(), tuple[int, ...]()
+            with contextlib.suppress(KeyError):
+                ranks = () if group.group_desc == AGREEMENT else tuple(dist.get_process_group_ranks(group))
             known = self._known[id(sent.group)] = sent.group, ranks
         return known[1]
 
