@@ -207,6 +207,7 @@ def _plan(problem: Problem, path: Path | None, time_limit_s: float | None) -> St
         )
         predicted = predicted_table(expander, result.strategy, result.prediction)
         search = search_table(result, problem)
+        _make_folder(path.parent)  # which somebody may have removed meanwhile
         write_strategy(
             path, result.strategy, table, stamped(predicted, result.strategy, table, search), search
         )

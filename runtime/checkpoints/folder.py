@@ -40,12 +40,19 @@ class RunFolder:
         Raises UserError where it cannot be written, and where another run holds it.
         """
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("a+", encoding="utf-8")
+            self._take()
         except OSError as error:
             raise UserError(
                 f'the run\'s folder "{self.path}" cannot be written ({error.strerror}): give folder= one that can'
             ) from None
+        for left in self.checkpoints.iterdir():
+            if left.name.startswith((_WRITING, _REMOVING)):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _take(self) -> None:
+        """Take the lock. Raises UserError where another has it, and OSError."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / "lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -54,9 +61,19 @@ class RunFolder:
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
         lock.flush()
         self._lock = lock
-        for left in self.checkpoints.iterdir():
-            if left.name.startswith((_WRITING, _REMOVING)):
-                shutil.rmtree(left, ignore_errors=True)
+
+    def hold(self) -> None:
+        """Have the lock still: a folder that was removed meanwhile, and the lock with it, is made again. Raises UserError where another
+        run has taken its place, and OSError."""
+        if self._lock is None:
+            return
+        own = os.fstat(self._lock.fileno())
+        try:
+            if os.path.samestat(own, (self.path / "lock").stat()):
+                return
+        except FileNotFoundError:
+            pass
+        self._take()
 
     def _held(self, lock: IO[str]) -> str:
         lock.seek(0)

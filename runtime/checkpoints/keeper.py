@@ -319,7 +319,7 @@ class Checkpoints:
             if not problems and self._rank == 0:
                 try:
                     self._commit(step, planned, every, extra)
-                except OSError as error:
+                except (OSError, UserError) as error:
                     problems = [f"rank 0: {error}"]
             if problems and self._rank == 0:
                 self.folder.abandon(step)
@@ -348,6 +348,7 @@ class Checkpoints:
         every: list[tuple[Written, dict[str, Any]]],
         extra: dict[str, Any],
     ) -> None:
+        self.folder.hold()
         folder = self.folder.writing(step)
         manifest = {
             **self._manifest(step, planned, extra),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -40,6 +41,9 @@ JOIN_S = 5.0
 GRACE_S = 30
 # What ends a run. Torch's own, but its handlers are ours.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+_FOLDER = "autoparallel-agent-"  # then the agent's process, and what makes it unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,14 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
             f"--nnodes {fewest}:{most} is about several machines: say where they meet, with --rdzv-endpoint HOST:PORT of "
             "one that stays, the same on all"
         )
+    with _told_once(), _own_folder() as own:
+        os.environ[STARTS] = str(own)
+        return _until_done(_config(launch, own), command, launch, own / REFUSED)
+
+
+def _config(launch: Launch, own: Path) -> LaunchConfig:
+    """What torch's agent is told; it keeps its files in `own`."""
+    fewest, most = launch.nodes
     config = LaunchConfig(
         min_nodes=fewest,
         max_nodes=most,
@@ -86,6 +98,7 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
         max_restarts=launch.max_restarts,
         shutdown_timeout=launch.grace_s,
         signals_to_handle=signal.SIGUSR2.name,  # torch needs one: this ends a process anyway
+        logs_specs=DefaultLogsSpecs(log_dir=str(own)),
     )
     # A first machine that shares its store tells its address in the first meeting alone (torch 2.11 to 2.13): whoever
     # comes later would wait for it in vain.
@@ -94,9 +107,28 @@ def run_script(command: Sequence[str], launch: Launch) -> int:
     for variable, value in ((LIGHTHOUSE, launch.lighthouse), (NAME, launch.replica)):
         if value:
             os.environ[variable] = value
-    with _told_once(), tempfile.TemporaryDirectory(prefix="autoparallel-starts-") as starts:
-        os.environ[STARTS] = starts
-        return _until_done(config, command, launch, Path(starts) / REFUSED)
+    return config
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A folder of this agent's for files that go with it; those of agents that were killed go, too."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        if not _lives(left.name.removeprefix(_FOLDER).partition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)  # other users' stay
+    with tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-") as folder:
+        yield Path(folder)
+
+
+def _lives(process: str) -> bool:
+    """Whether there is a process of this number; what is no number is nobody's to remove."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):
+        return True
+    return True
 
 
 @contextlib.contextmanager

@@ -140,6 +140,8 @@ def test_a_full_disk_is_a_message_and_the_last_good_one_stays(tmp_path: Path) ->
     kept.save(3, {"all": Holder(_state(3.0))}, extra={"position": 3})
     kept.finish()
     assert kept.folder.steps() == [3]
+    with pytest.raises(UserError, match="in use by"):  # and its lock is taken again
+        Checkpoints(tmp_path)
     shutil.rmtree(tmp_path)
     tmp_path.write_text("in the way")
     kept.save(4, {"all": Holder(_state(4.0))})
@@ -147,6 +149,22 @@ def test_a_full_disk_is_a_message_and_the_last_good_one_stays(tmp_path: Path) ->
     assert "step 4 was not kept" in said[1]
     assert "training goes on" in said[1]
     tmp_path.unlink()
+
+
+def test_a_run_whose_folder_was_removed_and_taken_by_another_one_keeps_out_of_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    kept = Checkpoints(tmp_path / "run", say=said.append)
+    kept.save(1, {"all": Holder(_state(1.0))})
+    kept.finish()
+    shutil.rmtree(tmp_path / "run")
+    other = Checkpoints(tmp_path / "run")
+    kept.save(2, {"all": Holder(_state(2.0))})
+    kept.close()
+    (text,) = said
+    assert "step 2 was not kept (rank 0: the run's folder" in text
+    assert "in use by" in text
+    assert other.folder.steps() == []
+    other.close()
 
 
 SAVING = """

@@ -33,17 +33,34 @@ def test_a_process_whose_agent_goes_while_it_starts_goes_too(tmp_path: Path) -> 
 
 
 @pytest.mark.distributed
-def test_what_the_user_has_to_mend_is_started_twice_and_not_ten_times(tmp_path: Path) -> None:
-    (tmp_path / "refused.py").write_text(
-        "from autoparallel.errors import UserError\nprint('started', flush=True)\nraise UserError('mesh.tp = 3: try 2')\n"
-    )
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ("raise UserError('mesh.tp = 3: try 2')", "error: mesh.tp = 3: try 2"),
+        ("print(nothing)", "error: NameError: name 'nothing' is not defined ({script}, line 3)"),
+    ],
+)
+def test_what_the_user_has_to_mend_is_started_twice_and_not_ten_times(
+    tmp_path: Path, ends: str, words: str
+) -> None:
+    script, files = tmp_path / "refused.py", tmp_path / "files"
+    script.write_text(f"from autoparallel.errors import UserError\nprint('started', flush=True)\n{ends}\n")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (files / f"autoparallel-agent-{gone.pid}-killed").mkdir(parents=True)
+    (files / f"autoparallel-agent-{os.getpid()}-here").mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", "1", str(tmp_path / "refused.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, "-m", "autoparallel", "run", "--nproc-per-node", "1", str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(files)}, capture_output=True, text=True, timeout=240,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stdout.count("started") == 2
-    assert "error: mesh.tp = 3: try 2" in done.stderr.splitlines()
+    assert words.format(script=script) in done.stderr.splitlines()
+    left = [file.name for file in files.iterdir()]
+    assert left == [f"autoparallel-agent-{os.getpid()}-here"], (
+        "what killed agents left goes, and what this one had"
+    )
 
 
 @pytest.mark.distributed
