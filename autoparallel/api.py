@@ -190,15 +190,8 @@ def _captured(module: nn.Module, example_inputs: Any, kept: Path | None, compute
     inputs, name = keyword_inputs(module, example_inputs), type(module).__name__
     graph = capture(module, inputs, name=name, dtype=TENSOR_DTYPE[computed])
     if kept is not None:
-        _keep(graph, kept)
+        _keep_graph(graph, kept)
     return graph
-
-
-def _keep(graph: ModelGraph, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(graph_to_json(graph), encoding="utf-8")
-    aside.replace(path)
 
 
 def _with_other_lengths(
@@ -225,8 +218,22 @@ def _with_other_lengths(
         return graph
     graph = replace(graph, other_lengths=tuple(others))
     if given.graph is not None:
-        _keep(graph, given.graph)
+        _keep_graph(graph, given.graph)
     return graph
+
+
+def _keep_graph(graph: ModelGraph, path: Path) -> None:
+    """Write it aside, then rename. Raises UserError, which other ranks hear of."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(graph_to_json(graph), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UserError(
+            f'what the model computes cannot be kept in "{path}" ({error.strerror}): make room there, or give another folder'
+        ) from None
 
 
 def _on_first_rank(decide: Callable[[], _Decision], rank: int) -> _Decision:

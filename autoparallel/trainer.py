@@ -229,12 +229,24 @@ class Trainer:
         return self._signals.received is not Wish.NOTHING
 
     def fit(self, steps: int) -> None:
-        """Train until `steps` steps are done since the beginning of the run, those before an interruption counted."""
+        """Train until `steps` steps are done since the beginning of the run, those before an interruption counted. Raises UserError, on
+        every rank, where the last state could not be saved."""
+        begun = self.step
         with self._signals, self._guards.around(), self._watched.meter.around():
             while self.step < steps:
                 self._until_rolled_back(steps)
             self.checkpoints.finish()
             self.checkpoints.forget_copies()
+        if self.step > begun and not self._kept:
+            raise UserError(
+                f"all {self.step} steps are done, and their result is not saved (what was said above says why): make room in "
+                f"{self.checkpoints.folder.path} and start again: the run goes on from its last checkpoint"
+            )
+
+    @property
+    def _kept(self) -> bool:
+        """Whether the state after the last step is on the disk, once a save has ended."""
+        return self.checkpoints.last_good == self.step
 
     def _until_rolled_back(self, steps: int) -> None:
         """Steps to the end, or until one has gone back to a checkpoint: samples are then read from there."""
@@ -344,7 +356,9 @@ class Trainer:
         if wish in (Wish.STOP, Wish.SWITCH):
             self.checkpoints.close()
             stops = wish is Wish.STOP
-            self._say(f"told to {'stop' if stops else 'go on under next.toml'}: saved after step {self.step}")
+            after = f"after step {self.step}"
+            saved = f"saved {after}" if self._kept else f"the state {after} could not be saved"
+            self._say(f"told to {'stop' if stops else 'go on under next.toml'}: {saved}")
             raise SystemExit(STOPPED if stops else SWITCHED)
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from autoparallel.errors import UserError
 from autoparallel.measured import read_measured
 from autoparallel.planner.strategy.file import read_strategy_file
 from autoparallel.planner.strategy.write import write_text
 from autoparallel.profiles import load_device
 from autoparallel.replan import LOOK_S, NEXT
 from autoparallel.runtime.monitor.record import read_record
+from autoparallel.trainer import Step, Trainer
+from tests.runtime.models import Mlp
+from tests.runtime.train_elastic import Numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests/runtime/train_elastic.py")
@@ -212,3 +219,29 @@ def test_machines_come_and_go_and_ranks_are_killed(tmp_path: Path, straight: lis
     assert (
         read_measured(tmp_path / "run", load_device("cpu-gloo"))[-1].predicted_s(load_device("cpu-gloo")) > 0
     )
+
+
+def test_a_run_whose_last_state_is_not_saved_does_not_end_well(tmp_path: Path) -> None:
+    """Whoever reads the status, or starts what comes next, is told."""
+
+    def in_the_way(step: Step) -> None:
+        if step.number == 3:
+            trainer.checkpoints.finish()
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+            (tmp_path / "run" / "checkpoints").write_text("")
+
+    def made() -> Trainer:
+        return Trainer(
+            Mlp().double(), optimizer=torch.optim.SGD, data=Numbers(), global_batch=8, loss_fn=F.cross_entropy,
+            cluster="cpu-gloo:1x1", folder=tmp_path / "run", every=2, on_step=in_the_way,
+        )  # fmt: skip
+
+    trainer = made()
+    with pytest.raises(UserError, match="all 3 steps are done, and their result is not saved"):
+        trainer.fit(3)
+    trainer.close()
+    (tmp_path / "run" / "checkpoints").unlink()
+    trainer = made()
+    trainer.fit(2)
+    assert trainer.checkpoints.last_good == 2
+    trainer.close()
