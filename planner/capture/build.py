@@ -93,8 +93,7 @@ def _warnings(graph: fx.Graph, fit: Fit, rules: Rules) -> tuple[str, ...]:
     found = []
     if differentiates(graph):
         found.append(
-            "its forward pass takes derivatives, which go back through its blocks: it is not cut into pipeline stages, and what "
-            "taking them costs is not in its forward pass (what their own gradients cost is)"
+            "its forward pass takes derivatives, which go back through its blocks: it is not cut into pipeline stages"
         )
     if fit.misses:
         found.append(f"{fit.misses} sizes are no known function of the micro-batch; they are extrapolated")

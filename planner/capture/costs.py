@@ -96,12 +96,20 @@ def _kernels(
     backward = zip(*(same.meta["backward"] for same in twins(call)), strict=True)
     return (
         tuple(k for row in forward for k in _launched(row, "", kind, sizes, fit)),
-        tuple(
-            k
-            for row in backward
-            for k in _launched([n.meta["launch"] for n in row], gradient_of(row[0]), kind, sizes, fit)
-        ),
+        tuple(k for row in backward for k in _of_backward(row, kind, sizes, fit)),
     )
+
+
+def _of_backward(row: Sequence[fx.Node], owner: OpKind, sizes: dict[str, int], fit: Fit) -> _Kernels:
+    launches = [node.meta["launch"] for node in row]
+    if not row[0].meta["repeats"]:
+        return _launched(launches, gradient_of(row[0]), owner, sizes, fit)
+    return _again(_launched(launches, "", owner, sizes, fit))
+
+
+def _again(forward: _Kernels) -> _Kernels:
+    """Kernels of the forward pass as part of the backward pass, whose input gradients wait for them."""
+    return tuple(replace(kernel, gradient_of="input") for kernel in forward)
 
 
 def _launched(row: Sequence[Launch], of: str, owner: OpKind, sizes: dict[str, int], fit: Fit) -> _Kernels:
@@ -172,7 +180,7 @@ def _attention(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tupl
         bytes_moved=kernel.bytes_moved * 2,
         gradient_of="input",
     )
-    return (kernel,), (back,)
+    return (kernel,), (*_again((kernel,) if "runs_again" in call.meta else ()), back)
 
 
 def _leaf(call: fx.Node, fit: Fit) -> tuple[_Kernels, _Kernels]:
@@ -218,7 +226,7 @@ def _grouped(call: fx.Node, labels: Sequence[Labels | None], fit: Fit) -> tuple[
         for (of, product), want in zip(halves, wanted, strict=True)
         if want and call.meta["backward"]
     ]
-    return (kernel,), tuple(backward)
+    return (kernel,), (*_again((kernel,) if "runs_again" in call.meta else ()), *backward)
 
 
 def _is_grouped(call: fx.Node) -> bool:

@@ -239,6 +239,16 @@ def forwards_replaced(module: nn.Module, plan: FoldPlan, tracer: Any) -> Iterato
             vars(child).pop("forward", None)
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """One call of a module that stands for others."""
+
+    arguments: list[object]
+    inputs: list[torch.Tensor]
+    used: list[bool]  # which of the inputs it computes with
+    result: Any
+
+
 class StandIn(torch.autograd.Function):
     """Outputs of given shapes that depend on all inputs; nothing is computed or kept."""
 

@@ -26,7 +26,7 @@ def with_weight_gradients(graph: fx.Graph) -> fx.Graph:
             for m in launch.outputs
             if readers[m.storage] or m.storage in wanted
         ]
-        weight_only = bool(useful) and all(useful)
+        weight_only = bool(useful) and all(useful) and not node.meta["repeats"]
         node.meta["weight_only"] = weight_only
         for meta in launch.inputs:
             readers[meta.storage].append((call, weight_only))

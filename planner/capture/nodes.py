@@ -22,6 +22,8 @@ output the model's outputs and the gradients of the parameters, by name.
 | `leaf`, `stood_in_by` | calls | costs of a module that was run whole; path of the module that stands for this one |
 | `like` | results of a stand-in | the node of the module that stands for it |
 | `of`, `launch` | backward nodes | the call that it belongs to; the ATen operator |
+| `repeats` | backward nodes | whether it runs a kernel of the forward pass again, for a checkpoint of the model's own code |
+| `runs_again` | calls | set where such a checkpoint runs it again |
 | `gradient_of` | backward nodes | the parameter that it is the gradient of |
 
 Passes (`passes.py`) add theirs: `twins`, `weight_only`, `link`, `keeps`, `costs`, `shardings`.

@@ -19,8 +19,9 @@ _NO_OVERRIDE = {
 }
 
 
-# Those of them that read a tensor's numbers.
+# Those of them that read a tensor's numbers, and those that run a backward pass: one call each.
 _READ = frozenset({"__format__"})
+_BACKWARD: frozenset[Any] = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
 def _is_mapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -69,6 +70,7 @@ class OpenedFunctions(TorchFunctionMode):
         opens = (
             isinstance(func, types.FunctionType)
             and func.__name__ not in _READ
+            and func not in _BACKWARD
             and "has_torch_function" in " ".join(func.__globals__)
         )
         if (steps := stepwise(getattr(func, "__name__", ""), args, most=self.most_steps)) is not None:

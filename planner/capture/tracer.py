@@ -12,7 +12,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from autoparallel.planner.capture.fold import FoldError, StandIn
+from autoparallel.planner.capture.again import Again, checkpoints_followed
+from autoparallel.planner.capture.fold import FoldError, Remembered, StandIn
 from autoparallel.planner.capture.leaf import measure_leaf
 from autoparallel.planner.capture.marks import run_whole, stand_in
 from autoparallel.planner.capture.meta_mode import READERS, MetaMode
@@ -30,23 +30,9 @@ from autoparallel.planner.capture.pieces import JOINS, Pieces
 from autoparallel.planner.capture.rounds import Key, Made, Rounds, code_place
 from autoparallel.planner.capture.trees import given_tensors, leaves, mapped, named_arguments, plain, tensors
 from autoparallel.planner.capture.values import storage_key
+from autoparallel.planner.capture.vmapped import maps_followed
 from autoparallel.planner.capture.whole import known_index, replacement
 from autoparallel.planner.capture.writer import Pending, Writer, meta_of
-
-
-def _sequence_number() -> int:
-    """The number that the next node of the autograd graph will get."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """One call of a module that stands for others."""
-
-    arguments: list[object]
-    inputs: list[torch.Tensor]
-    used: list[bool]  # which of the inputs it computes with
-    result: Any
 
 
 class Tracer(OpenedFunctions):
@@ -83,12 +69,16 @@ class Tracer(OpenedFunctions):
         ] = []  # of each open module call: its tensors' nodes on entry
         self._followed: list[torch.Tensor] = []  # inputs that the model's code makes autograd follow
         self._returned: list[fx.Node | None] = []  # what the repeated module that ran last returned
+        self._ahead: list[SavedStorage] = []  # what is kept before the first call that it belongs to
+        self.again: Again | None = (
+            None  # a checkpoint of the model's code that runs again in the backward pass
+        )
 
     # -- calls -------------------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
         """Inside a call that is noted, and in the backward pass."""
-        return self._pending is not None or self._runs_backward
+        return self._pending is not None or (self._runs_backward and self.again is None)
 
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,6 +101,8 @@ class Tracer(OpenedFunctions):
         if name in READERS:
             return self.meta_mode.numbers(name, *args)
         args, kwargs = self.meta_mode.in_sight(name, args, kwargs)
+        if self.again is not None:
+            return self.again.call(name, partial(replacement(name) or func, *args, **kwargs))
         if name in JOINS and (joined := self.pieces.joined(name, args, kwargs)) is not None:
             (func, args), kwargs, called = joined, {}, None
             name = func.__name__
@@ -121,7 +113,7 @@ class Tracer(OpenedFunctions):
         run = partial(replacement(name) or func, *args, **kwargs)
         if (result := self._skipped(place, given, run)) is not NotImplemented:
             return result
-        pending = Pending(name, self._frame, _sequence_number())
+        pending = Pending(name, self._frame, saved=[*self._ahead])
         before = [t._version for t in given]
         self._pending = pending
         try:
@@ -156,6 +148,27 @@ class Tracer(OpenedFunctions):
                 self.rounds.add(made)
         return out
 
+    def as_one(self, name: str, run: Callable[[], Any]) -> Any:
+        """What `run` gives, noted as one call with all that it launches. What depends on no number that the model is given or
+        learns (a mask) stays a constant."""
+        if self._pending is not None or self._runs_backward:
+            return run()
+        pending = self._pending = Pending(name, self._frame, saved=[*self._ahead])
+        try:
+            out = run()
+        finally:
+            self._pending = None
+        fresh = [t for t in tensors(out) if not self.writer.knows(t)]
+        read = {
+            id(t): t for kernel in pending.kernels for t in tensors(kernel.signature) if self.writer.knows(t)
+        }
+        nodes = [self.writer.node_of(t) for t in read.values()]
+        if any(t.requires_grad for t in fresh) or any(node.meta["on_floats"] for node in nodes):
+            self.end_rounds()
+            call = self._written(run, tuple(read.values()), {}, pending)
+            self.writer.results(call, out, fresh)
+        return out
+
     def _skipped(self, place: Key, given: list[torch.Tensor], run: Callable[[], Any]) -> Any:
         """The result of a call of a round that is not run any more; NotImplemented for a call that is run."""
         skipped = self.rounds.skipped if self.rounds else None
@@ -187,6 +200,7 @@ class Tracer(OpenedFunctions):
 
     def _written(self, func: Any, args: Any, kwargs: Any, pending: Pending, **notes: Any) -> fx.Node:
         self._starts.append(pending.first_node)
+        self._ahead.clear()
         once = self._once(args)
         if once is not args and len(tensors(once)) < len(tensors(args)):
             notes["joined"] = True
@@ -213,15 +227,24 @@ class Tracer(OpenedFunctions):
         node: Any = torch._C._current_autograd_node()
         # Without one it is the gradient of the loss itself, set before the first node runs.
         owner = max(bisect.bisect_right(self._starts, node._sequence_nr()) - 1, 0) if node else None
-        if owner is not None and launch.is_view and self._is_for_skipped(self.writer.calls[owner]):
+        call = None if owner is None else self.writer.calls[owner]
+        if self.again is not None:
+            if self.again.of is not None:
+                self.writer.backward(func, launch, out, self.again.of, repeats=True)
+                return
+        elif call is not None and launch.is_view and self._is_for_skipped(call):
             return
-        self.writer.backward(func, launch, out, None if owner is None else self.writer.calls[owner])
+        self.writer.backward(func, launch, out, call)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         pending = self._pending
-        if not self._runs_backward and tensor.device.type == "meta" and (pending or self.writer.calls):
-            # Outside a call it is a custom autograd function that saves.
-            before = pending.saved if pending else self.writer.calls[-1].meta["saved"]
+        if not self._runs_backward and tensor.device.type == "meta":
+            # Outside a call it is a custom autograd function that saves, or a checkpoint what the next call is given.
+            last = self.writer.calls[-1] if self.writer.calls else None
+            ahead = pending is None and (last is None or last.meta["frame"] is not self._frame)
+            before = (
+                pending.saved if pending else self._ahead if last is None or ahead else last.meta["saved"]
+            )
             saved = SavedStorage(
                 storage=storage_key(tensor),
                 storage_bytes=tensor.untyped_storage().nbytes(),
@@ -229,8 +252,8 @@ class Tracer(OpenedFunctions):
                 position=len(before),
             )
             self.writer.alive(tensor)
-            if pending:
-                pending.saved.append(saved)
+            if pending or ahead:
+                before.append(saved)
             else:
                 self.writer.keep(saved)
         return tensor
@@ -298,7 +321,8 @@ class Tracer(OpenedFunctions):
         """Tensors like `fresh` that depend on `inputs`, noted as the outputs of a call of `func`. Where no input needs
         a gradient but the outputs do, it comes from `sources`."""
         self.end_rounds()
-        pending = Pending("leaf" if func is run_whole else "stand_in", self._frame, _sequence_number())
+        name = "leaf" if func is run_whole else "stand_in"
+        pending = Pending(name, self._frame, saved=[*self._ahead])
         self._pending, self._standing_in = pending, True
         try:
             sources = [t for t in inputs if t.requires_grad] or sources
@@ -350,6 +374,8 @@ class Tracer(OpenedFunctions):
             stack.callback(leave.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(checkpoints_followed(self))
+            stack.enter_context(maps_followed(self))
             stack.enter_context(self.meta_mode)
             stack.enter_context(self)
             yield

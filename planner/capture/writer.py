@@ -43,13 +43,20 @@ def meta_of(tensor: torch.Tensor) -> Meta:
     )
 
 
+def _sequence_number() -> int:
+    """The number that the next node of the autograd graph will get."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 @dataclass(slots=True)
 class Pending:
     """A call that is running: what it has launched and what autograd keeps of it so far."""
 
     name: str
     frame: Frame
-    first_node: int  # the number of the first autograd node that it makes
+    first_node: int = field(
+        default_factory=_sequence_number
+    )  # the number of the first autograd node that it makes
     kernels: list[Launch] = field(default_factory=list)
     saved: list[SavedStorage] = field(default_factory=list)
 
@@ -243,9 +250,11 @@ class Writer:
 
     # -- the backward pass -------------------------------------------------------------------------------------
 
-    def backward(self, func: Any, launch: Launch, out: Any, of: fx.Node | None) -> None:
+    def backward(
+        self, func: Any, launch: Launch, out: Any, of: fx.Node | None, *, repeats: bool = False
+    ) -> None:
         """A node for an ATen operator of the backward pass of the call `of`; None for what starts it. To detach a tensor
-        makes the same one."""
+        makes the same one. One that `repeats` runs again what the call's forward pass ran."""
         if func is torch.ops.aten.detach.default:
             return
         _, args, kwargs = launch.signature
@@ -258,7 +267,7 @@ class Writer:
         node = self.graph.call_function(func, tuple(args), kwargs)
         node.meta |= {"role": Role.BACKWARD, "of": of}
         if of is not None and not {"leaf", "stood_in_by"} & of.meta.keys():
-            node.meta["launch"] = launch
+            node.meta |= {"launch": launch, "repeats": repeats}
             of.meta["backward"].append(node)
         places = _places(out)
         results = [(place, node) for place in places.values()]
