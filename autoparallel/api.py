@@ -20,6 +20,7 @@ from autoparallel.costmodel.program import Program
 from autoparallel.errors import UserError
 from autoparallel.plan_cache import StrategySource, find_strategy, read_source
 from autoparallel.planner.capture.dropout import largest_dropout
+from autoparallel.planner.capture.trees import know_dataclasses
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.expand.units import own_units
 from autoparallel.planner.strategy.legal import strategy_problems
@@ -106,6 +107,7 @@ def auto_parallelize(
     every action as it begins ("F0", "SEND_F0", "REDUCE_GRAD"). Collective. Raises UserError, on every rank and before
     anything is changed, for a strategy that does not fit the module, the processes, or the graph that it was planned for.
     """
+    know_dataclasses(example_inputs)
     rank, device = start_ranks()
     dtypes = module_dtypes(module, dtype, param_dtype, grad_dtype)
     plan = _Inputs(

@@ -14,6 +14,7 @@ One way through the rooms, each of which imports only from those named before it
 - `lowering/`: one module, whole or a stage, with all of the above applied in place.
 - `stages/`: a module cut into pipeline stages.
 - `pipeline/`: stages driven by the actions of a program.
+- `own_checkpoints.py`: checkpoints of the model's own code, which everything that computes meets.
 - `limits.py`: the same asked for a graph and a cluster: what a search leaves out.
 - `start.py`: from strategy and module to a running module: `parallelize`.
 - `check/`: dry runs, and what a rank sends against what was priced.

@@ -28,7 +28,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -178,6 +179,11 @@ def without_function_mode(kind: type[TorchFunctionMode]) -> Iterator[None]:
             _pop_mode()
         for mode in reversed(held):
             _push_mode(mode)
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Those that are active in this thread, the outermost first; but for a default device, which checkpoints keep."""
+    return [m for m in _get_current_function_mode_stack() if not isinstance(m, DeviceContext)]
 
 
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:

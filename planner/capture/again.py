@@ -7,12 +7,52 @@ keep. Its kernels belong to the backward pass of the calls that they repeat.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
 from torch import fx
+
+Function = Callable[..., Any]
+# Of the function that is checkpointed: what its first run stands in, and what its second runs; None where there is to be none.
+Look = Callable[[Function], tuple[AbstractContextManager[None], Function | None]]
+
+
+class Ours(functools.partial[Any]):
+    """A function that is checkpointed because a strategy says so, and not the model's code."""
+
+
+@contextmanager
+def checkpoints_seen(look: Look) -> Iterator[None]:
+    """While inside, `look` says how the two runs of each checkpoint of the model's code go. Checkpoints that run a backward
+    pass of their own (`use_reentrant=True`) become such that do not, which keep and run the same."""
+    place: Any = torch.utils.checkpoint
+    generator, function = place._checkpoint_without_reentrant_generator, place.CheckpointFunction
+
+    def seen(run: Function, *settings: Any, **kwargs: Any) -> Iterator[None]:
+        if isinstance(run, Ours):
+            yield from generator(run, *settings, **kwargs)
+            return
+        first, again = look(run)
+        with first:
+            if again is None:
+                yield
+            else:
+                yield from generator(again, *settings, **kwargs)
+
+    class Reentrant:
+        @staticmethod
+        def apply(run: Function, preserve: bool, *args: Any) -> Any:
+            settings = {"use_reentrant": False, "preserve_rng_state": preserve, "early_stop": False}
+            return place.checkpoint(run, *args, **settings)
+
+    place._checkpoint_without_reentrant_generator, place.CheckpointFunction = seen, Reentrant
+    try:
+        yield
+    finally:
+        place._checkpoint_without_reentrant_generator, place.CheckpointFunction = generator, function
 
 
 class Again:
@@ -37,37 +77,26 @@ class Again:
             self.of = outer
 
 
-@contextmanager
-def checkpoints_followed(tracer: Any) -> Iterator[None]:
-    """While inside, what a checkpoint of the model's code runs again is run under `tracer`. Checkpoints that run a backward
-    pass of their own (`use_reentrant=True`) become such that do not, which keep and run the same."""
-    place: Any = torch.utils.checkpoint
-    generator, function = place._checkpoint_without_reentrant_generator, place.CheckpointFunction
+def checkpoints_followed(tracer: Any) -> AbstractContextManager[None]:
+    """While inside, what a checkpoint of the model's code runs again is run under `tracer`."""
 
-    def followed(fn: Callable[..., Any], *settings: Any, **kwargs: Any) -> Iterator[None]:
-        calls, start = tracer.writer.calls, len(tracer.writer.calls)
+    def look(run: Function) -> tuple[AbstractContextManager[None], Function]:
         first: list[fx.Node] = []
 
-        def again(*args: Any, **options: Any) -> Any:
+        @contextmanager
+        def noted() -> Iterator[None]:
+            start = len(tracer.writer.calls)
+            yield
+            first.extend(tracer.writer.calls[start:])
+
+        def again(*args: Any, **kwargs: Any) -> Any:
             outer, tracer.again = tracer.again, Again(first)
             try:
                 with tracer:
-                    return fn(*args, **options)
+                    return run(*args, **kwargs)
             finally:
                 tracer.again = outer
 
-        yield from generator(again, *settings, **kwargs)
-        first += calls[start:]
+        return noted(), again
 
-    class Function:
-        @staticmethod
-        def apply(fn: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            return place.checkpoint(
-                fn, *args, use_reentrant=False, preserve_rng_state=preserve, early_stop=False
-            )
-
-    place._checkpoint_without_reentrant_generator, place.CheckpointFunction = followed, Function
-    try:
-        yield
-    finally:
-        place._checkpoint_without_reentrant_generator, place.CheckpointFunction = generator, function
+    return checkpoints_seen(look)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from autoparallel.planner.capture.on_meta import left_as_it_was, noted_values, w
 from autoparallel.planner.capture.pieces import without_unread_pieces
 from autoparallel.planner.capture.tracer import Tracer
 from autoparallel.planner.capture.trees import plain, tensors
+from autoparallel.planner.capture.trusting import trusting
 from autoparallel.planner.capture.undropped import undropped
 
 
@@ -28,18 +28,6 @@ class Step:
 
     graph: fx.Graph
     constants: Mapping[str, torch.Tensor]
-
-
-@contextmanager
-def _trusting() -> Iterator[None]:
-    """While inside, distributions do not look at the values of their parameters, which a trace has not."""
-    kind = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
 
 
 def trace_step(
@@ -113,7 +101,7 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
             left_as_it_was(module),
             positions_hidden(module, plan),
             forwards_replaced(module, plan, tracer),
-            _trusting(),
+            trusting(),
             undropped(),
             tracer.recording(),
         ):

@@ -18,7 +18,7 @@ from autoparallel.planner.capture.leaf import LeafError
 from autoparallel.planner.capture.nodes import Meta, Role, outputs
 from autoparallel.planner.capture.on_meta import on_meta
 from autoparallel.planner.capture.step import Step, trace_step
-from autoparallel.planner.capture.trees import mapped
+from autoparallel.planner.capture.trees import know_dataclasses, mapped
 
 _Result = TypeVar("_Result")
 
@@ -59,6 +59,7 @@ def forward_half(traced: fx.GraphModule, device: torch.device) -> fx.GraphModule
 
 def checked_inputs(module: torch.nn.Module, example_inputs: Any, name: str) -> Any:
     """The inputs as a tuple or a mapping. Raises ModelError for what cannot be captured whatever its code does."""
+    know_dataclasses(example_inputs)
     inputs = example_inputs if isinstance(example_inputs, Mapping | tuple) else (example_inputs,)
     leaves = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
     if not any(leaf.dim() and leaf.shape[0] for leaf in leaves):

@@ -6,9 +6,11 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils._pytree import register_dataclass, tree_leaves
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -24,6 +26,9 @@ def _collect(tree: Any, found: list[Any]) -> None:
             _collect(item, found)
     elif isinstance(tree, dict):
         for item in tree.values():
+            _collect(item, found)
+    elif holds_fields(tree):
+        for item in fields_of(tree).values():
             _collect(item, found)
     else:
         found.append(tree)
@@ -64,6 +69,28 @@ def _collect_tensors(items: Iterable[Any], found: list[torch.Tensor]) -> None:
             _collect_tensors(item, found)
         elif isinstance(item, dict):
             _collect_tensors(item.values(), found)
+        elif holds_fields(item):
+            _collect_tensors(fields_of(item).values(), found)
+
+
+def holds_fields(value: Any) -> bool:
+    """Whether it is an object of a dataclass, which batches and results often are; one that is a dict, too, is walked as that."""
+    return hasattr(type(value), "__dataclass_fields__") and not isinstance(value, dict)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields that an object of a dataclass has, by name."""
+    return {name: getattr(value, name) for name in type(value).__dataclass_fields__ if hasattr(value, name)}
+
+
+def know_dataclasses(tree: Any) -> None:
+    """Let torch's own pytree look into the dataclasses in a tree from now on, as exporting a module, cutting a batch into samples
+    and moving it to a device need."""
+    for leaf in tree_leaves(tree):
+        if holds_fields(leaf) and tensors(leaf):
+            with suppress(ValueError):  # fields that its constructor does not take: it stays an object
+                register_dataclass(type(leaf))
+            know_dataclasses(list(fields_of(leaf).values()))
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -76,6 +103,11 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         items = {key: mapped(function, item) for key, item in tree.items()}
         return _alike(tree, items) if isinstance(tree, OrderedDict) else items
+    if holds_fields(tree) and tensors(tree):
+        made = copy.copy(tree)
+        for key, item in fields_of(tree).items():
+            object.__setattr__(made, key, mapped(function, item))
+        return made
     return function(tree)
 
 
@@ -95,6 +127,8 @@ def plain(result: Any) -> Any:
         return [plain(v) for v in result.values()]
     if isinstance(result, list | tuple):
         return [plain(v) for v in result]
+    if holds_fields(result):
+        return [plain(v) for v in fields_of(result).values()]
     if hasattr(result, "__dict__"):
         return [plain(v) for v in vars(result).values()]
     return []

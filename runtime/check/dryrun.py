@@ -157,16 +157,14 @@ def _lowered(
     stage: nn.Module, module: nn.Module, strategy: Strategy, blocks: Sequence[str], mesh: RankMesh, dtypes: Dtypes,
     memory: Any, experts: Sequence[Sharing], entered: Collection[str], alone: Collection[str],
 ) -> Lowered:  # fmt: skip
-    full, rules = strategy.recompute.per_stage, strategy.tensor
+    full, rules, index, again = strategy.recompute.per_stage, strategy.tensor, 0, tuple[str, ...]()
     if isinstance(stage, StageModule):
-        blocks, index = stage.stage_cut.blocks, stage.stage_cut.index
+        blocks, index, again = stage.stage_cut.blocks, stage.stage_cut.index, stage.stage_cut.again
         rules = rules_within(rules, stage) if strategy.mesh.tp > 1 else ()
-    else:
-        index = 0
     return lower_module(
         stage, blocks, strategy, mesh, dtypes,
         recomputed_in_full=full[index] if full else 0, rules=rules, origin=module, memory=memory,
-        experts=experts_within(experts, stage), entered=entered, alone=alone,
+        experts=experts_within(experts, stage), entered=entered, alone=alone, always_again=again,
     )  # fmt: skip
 
 
@@ -191,7 +189,7 @@ class _Step:
     ) -> None:  # fmt: skip
         self._stages, self._lowered, self._alike, self._strategy = stages, lowered, alike, strategy
         self._mesh, self._dtypes = mesh, dtypes
-        self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy)
+        self._splits, self._recomputed = splits(strategy), recomputed_stages(strategy, stages)
         self._leaves_whole = self._splits and has_whole_passes(strategy)
         self._axes, self._dispatch = group_names(mesh, strategy.shard), dispatch_group(mesh)
         self._parts = {g.group_name: g.size() for g in (*(mesh.levels or ()), *(mesh.shard_levels or ()))}

@@ -169,16 +169,16 @@ def lower_module(
     weights: Weights | None = None,
     memory: AbstractContextManager[object] | None = None,
     experts: Sequence[Sharing] = (),
-    entered: Collection[str] = (),
-    alone: Collection[str] = (),
-) -> Lowered:
+    entered: Collection[str] = (), alone: Collection[str] = (), always_again: Collection[str] = (),
+) -> Lowered:  # fmt: skip
     """Tensor parallelism, recomputation, data parallelism and gradient synchronisation of `module`, in place.
 
     `blocks` are the paths of its repeated blocks in the order in which they run (one that runs twice stands there twice),
     `recomputed_in_full` of which are recomputed wholly whatever the mode; `rules` replace the strategy's (a stage has only some of the modules), `origin` is
     the model of which `module` is a stage. Every rank must hold the same values before (see `broadcast_state`), or meta tensors,
     which are initialised from `seed`; afterwards each holds its share. With `weights` the shares are filled from files instead.
-    `memory` surrounds the making of the shares, which then get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`.
+    `memory` surrounds the making of the shares, which then get no values (a dry run's are fake tensors). `experts` are layers that run on shares; `entered`, `alone`: see `entered_blocks`, `own_units`;
+    `always_again` are blocks that the model's own code has a checkpoint around.
     """
     blocks, recomputed_in_full = tuple(dict.fromkeys(blocks)), len(set(blocks[:recomputed_in_full]))
     sharded, zero = _units(strategy, mesh, dtypes)
@@ -196,7 +196,7 @@ def lower_module(
         run_in_shares(module, blocks, activations)
     recompute_blocks(
         module, blocks, mode=strategy.recompute.mode, full=recomputed_in_full,
-        attention=strategy.execution.attention,
+        attention=strategy.execution.attention, always=always_again,
     )  # fmt: skip
     puts_off = _puts_off(module, blocks, strategy)
     compile_blocks(module, blocks if compiled else ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -36,6 +37,7 @@ from autoparallel.runtime.lowering.micro_batches import (
 )
 from autoparallel.runtime.memory.optimizer import Optimizers, ParallelOptimizer
 from autoparallel.runtime.memory.recompute import attention_kernel
+from autoparallel.runtime.own_checkpoints import alike
 from autoparallel.runtime.ranks.mesh import RankMesh
 from autoparallel.runtime.ranks.progress import Progress, silent
 from autoparallel.runtime.servers.tiering import whole_norm_squared
@@ -265,7 +267,9 @@ def mean_over_replicas(value: Tensor, mesh: RankMesh) -> Tensor:
 def numerics(strategy: Strategy, dtypes: Dtypes, mesh: RankMesh) -> Iterator[None]:
     """Attention kernel and, where there are no ranks and hence no FSDP2 that casts, autocast to the compute dtype."""
     with ExitStack() as stack:
-        stack.enter_context(attention_kernel(strategy.execution.attention))
+        attention = partial(attention_kernel, strategy.execution.attention)
+        stack.enter_context(attention())
+        stack.enter_context(alike(attention))
         if dtypes.compute != dtypes.param and mesh.device_mesh is None:
             stack.enter_context(torch.autocast(mesh.device.type, dtype=dtypes.compute))
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.again import Ours
 from autoparallel.planner.capture.heads import MULTI_HEAD
 from autoparallel.planner.capture.kernels import named_kind
 from autoparallel.planner.capture.opened import multi_head
 from autoparallel.planner.capture.values import storage_key
 from autoparallel.planner.expand.local_memory import PRODUCTS
+from autoparallel.runtime.own_checkpoints import is_inside
 from autoparallel.runtime.tensor.questions import copied_buffers
 from autoparallel.runtime.torch_private import looked_up_alone, run_again
 
@@ -43,6 +45,8 @@ class _RecomputeAttention(TorchFunctionMode):
         self._attention = attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_inside():  # of a checkpoint of the model's own code, which runs it again
+            return func(*args, **(kwargs or {}))
         if func is torch.nn.functional.scaled_dot_product_attention and torch.is_grad_enabled():
             return _checkpoint(func, _same_attention(self._attention), *args, **(kwargs or {}))
         if (
@@ -62,7 +66,7 @@ def _checkpoint(forward: Callable[..., Any], contexts: Contexts | None, *args: A
     """Run `forward` now and again in the backward pass, each in one of the `contexts`."""
     if contexts is not None:
         kwargs = {**kwargs, "context_fn": contexts}
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return checkpoint(Ours(forward), *args, use_reentrant=False, **kwargs)
 
 
 def _same_attention(attention: str) -> Contexts | None:
@@ -90,9 +94,10 @@ class _MadeAnew(AbstractContextManager[None]):
 
 
 def recompute_blocks(
-    module: nn.Module, blocks: Sequence[str], *, mode: str, full: int = 0, attention: str = "flash"
-) -> None:
-    """Make the blocks at these paths recompute: the first `full` of them wholly, the others by `mode`.
+    module: nn.Module, blocks: Sequence[str], *, mode: str, full: int = 0, attention: str = "flash",
+    always: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Make the blocks at these paths recompute: the first `full` of them, and those of `always`, wholly, the others by `mode`.
 
     `attention` is `execution.attention`. In place, by an instance-level `forward`: names, hooks and class stay.
     """
@@ -103,7 +108,7 @@ def recompute_blocks(
     )
     for position, path in enumerate(blocks):
         block = module.get_submodule(path)
-        own = "full" if position < full else mode
+        own = "full" if position < full or path in always else mode
         if own == "full":
             block.forward = _recomputed(path, block, _same_attention(attention))
         elif own == "operators":
@@ -120,7 +125,7 @@ def _recomputed(path: str, block: nn.Module, contexts: Contexts | None) -> Calla
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_inside():
             return forward(*args, **kwargs)
         before = _remembered((args, kwargs)) if first else None
         output = _checkpoint(forward, contexts, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,7 @@ def pipeline_module(
             lower_module(
                 stage, stage.stage_cut.blocks, strategy, mesh, dtypes, rules=rules, origin=module, seed=seed,
                 recomputed_in_full=full[stage.stage_cut.index], weights=weights, experts=own, entered=entered,
-                alone=alone,
+                alone=alone, always_again=stage.stage_cut.again,
             )
         )  # fmt: skip
     return PipelineModule(
@@ -143,11 +143,12 @@ def rules_within(rules: Sequence[TensorRule], stage: nn.Module) -> tuple[TensorR
     return found or ((TensorRule(module=""),) if rules else ())
 
 
-def recomputed_stages(strategy: Strategy) -> frozenset[int]:
-    """Stages with blocks of which more than attention runs again."""
+def recomputed_stages(strategy: Strategy, stages: Iterable[nn.Module]) -> frozenset[int]:
+    """Stages with blocks of which more than attention runs again, by the strategy or, of these `stages`, by the model's own code."""
+    own = {s.stage_cut.index for s in stages if isinstance(s, StageModule) and s.stage_cut.again}
     if strategy.recompute.mode in ("full", "operators"):
         return frozenset(range(len(strategy.pipeline.stage_blocks)))
-    return frozenset(n for n, count in enumerate(strategy.recompute.per_stage) if count)
+    return frozenset(n for n, count in enumerate(strategy.recompute.per_stage) if count) | own
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
@@ -213,7 +214,7 @@ class PipelineModule(nn.Module):
                     f"{action.kind}{'' if action.micro is None else action.micro}", action.stage
                 ),
             ),
-            recomputed=recomputed_stages(strategy),
+            recomputed=recomputed_stages(strategy, stages),
             puts_off=frozenset(stage for stage, low in self._lowered.items() if low.puts_off),
             loss_dtype=torch.promote_types(dtypes.compute, torch.float32),
         )

@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.errors import UserError
-from autoparallel.runtime.stages.outer_graph import OuterGraph, flatten_inputs, outer_graph
+from autoparallel.runtime.stages.export_inputs import flatten_inputs
+from autoparallel.runtime.stages.outer_graph import OuterGraph, outer_graph
 from autoparallel.runtime.stages.split import Split
 
 
@@ -44,6 +45,7 @@ class StageCut:
     sent: tuple[str, ...]  # values handed to the stage after, in order; () for the last stage
     blocks: tuple[str, ...]  # paths of its repeated blocks
     ties: tuple[Tie, ...]  # of the whole model
+    again: tuple[str, ...] = ()  # of the blocks: those that a checkpoint of the model's own code is around
 
     @property
     def is_last(self) -> bool:
@@ -131,13 +133,15 @@ def cut(
     for s, (graph, inputs) in enumerate(graphs):
         if stages is None or s in stages:
             first = sum(stage_blocks[:s])
+            blocks = tuple(repeated_paths[first : first + stage_blocks[s]])
             stage_cut = StageCut(
                 index=s,
                 stages=len(stage_blocks),
                 received=tuple(v.name for v in split.handed[s]),
                 sent=tuple(v.name for v in split.handed[s + 1]),
-                blocks=tuple(repeated_paths[first : first + stage_blocks[s]]),
+                blocks=blocks,
                 ties=ties,
+                again=tuple(path for path in blocks if path in outer.again),
             )
             built.append(StageModule(stage_cut, module, graph, outer, inputs))
             for name in unused if s == 0 else ():

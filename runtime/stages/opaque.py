@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.trees import know_dataclasses
+from autoparallel.runtime.own_checkpoints import is_inside
 from autoparallel.runtime.stages.known_values import EagerView
 from autoparallel.runtime.torch_private import hangs_on_values, sizes_of_its_own, storage_id, traced_as
 
@@ -48,6 +50,8 @@ class Call:
     size_at: list[int]
     run: Callable[..., Any]  # (args, kwargs) -> output, on fake tensors
     kind: Hashable  # equal for submodules that are built alike
+    is_block: bool  # a repeated block, which runs whether or not anything reads what it makes
+    again: bool  # whether a checkpoint of the model's own code is around it
     outcome: Outcome | None = None
 
     def see(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Outcome:
@@ -57,7 +61,9 @@ class Call:
             flat[at] = value
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         with _Watch(tensors) as watch, sizes_of_its_own():
-            leaves, spec = pytree.tree_flatten(self.run(args, kwargs))
+            output = self.run(args, kwargs)
+            know_dataclasses(output)
+            leaves, spec = pytree.tree_flatten(output)
         at_tensor = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         return Outcome(
             outputs=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
@@ -179,7 +185,9 @@ def _eager_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def eager(*args: Any, **kwargs: Any) -> Any:
         with EagerView():
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        know_dataclasses(output)
+        return output
 
     return eager
 
@@ -202,6 +210,7 @@ def _opaque_forward(
             inside.pop()
 
     def opaque(*args: Any, **kwargs: Any) -> Any:
+        know_dataclasses((args, kwargs))
         flat, spec = pytree.tree_flatten((args, kwargs))
         if inside:
             return forward(*args, **kwargs)
@@ -222,6 +231,8 @@ def _opaque_forward(
             size_at=[i for i, leaf in enumerate(flat) if isinstance(leaf, torch.SymInt)],
             run=run,
             kind=_kind(child, path),
+            is_block=is_block,
+            again=is_inside(),
         )
         number = len(_calls)
         _calls[number] = call

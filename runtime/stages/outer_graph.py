@@ -13,23 +13,30 @@ BERT's own numbers for two samples and an error for three. `torch.export` alone 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import io
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram, export
+from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autoparallel.errors import UserError
+from autoparallel.planner.capture.trees import fields_of, holds_fields
+from autoparallel.planner.capture.trusting import trusting
+from autoparallel.runtime.own_checkpoints import opened
+from autoparallel.runtime.stages.export_inputs import (
+    flatten_inputs,
+    named_arguments,
+    open_batch,
+    tracing_inputs,
+)
 from autoparallel.runtime.stages.opaque import Call, hidden_submodules
 from autoparallel.runtime.stages.vmapped import is_level, levels_of
 from autoparallel.runtime.torch_private import is_open
@@ -52,6 +59,7 @@ class OuterGraph:
     constants: Mapping[str, torch.Tensor | fx.GraphModule]
     random_calls: frozenset[str]  # names of the calls that draw random numbers
     written: Mapping[str, tuple[str, ...]]  # of submodule calls: the values that they change in place
+    again: frozenset[str]  # submodules that a checkpoint of the model's own code is around
 
 
 def tensor_leaf(output: Any, index: int) -> torch.Tensor:
@@ -64,15 +72,6 @@ def unread(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     return torch.empty((), dtype=dtype, device=device).expand(list(shape))
 
 
-def flatten_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`inputs` as positional and keyword arguments: a tensor, a tuple or a dict of keyword arguments."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
-
-
 def outer_graph(
     module: nn.Module, example_inputs: Any, *, repeated_paths: Sequence[str], device: torch.device
 ) -> OuterGraph:
@@ -83,10 +82,10 @@ def outer_graph(
     """
     home = next((p.device for p in module.parameters()), device)
     given, blocks = flatten_inputs(example_inputs), frozenset(repeated_paths)
-    args, kwargs = _tracing_inputs(given, home, doubled=True)
+    args, kwargs = tracing_inputs(given, home, doubled=True)
     program, calls = _traced(module, args, kwargs, blocks)
     if _is_fixed(program):  # code that counts its samples in Python: it is traced with as many as there are
-        args, kwargs = _tracing_inputs(given, home, doubled=False)
+        args, kwargs = tracing_inputs(given, home, doubled=False)
         program, calls = _traced(module, args, kwargs, blocks)
     _check_order([c.path for c in calls.values()], repeated_paths)
     return _Builder(module, program, calls, home, device).build(pytree.tree_structure((args, kwargs)))
@@ -95,10 +94,7 @@ def outer_graph(
 def _traced(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: frozenset[str]
 ) -> tuple[ExportedProgram, dict[int, Call]]:
-    dynamic = pytree.tree_map(
-        lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None, (args, kwargs)
-    )
-    shapes = _by_name(*dynamic)
+    shapes = open_batch(args, kwargs)
     try:
         return _export(module, args, kwargs, shapes, blocks, eager_view=True)
     except UserError:
@@ -131,8 +127,10 @@ def _export(
     try:
         with (
             redirect_stderr(printed),
-            _named_arguments(module, kwargs),
+            named_arguments(module, kwargs),
             hidden_submodules(module, blocks, eager_view=eager_view) as calls,
+            opened(),
+            trusting(),
         ):
             program = export(module, args, kwargs, strict=False, dynamic_shapes=shapes), dict(calls)
         sys.stderr.write(printed.getvalue())
@@ -146,55 +144,6 @@ def _export(
             f"cannot cut {type(module).__name__} into pipeline stages: torch.export cannot trace it "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Use mesh.pp = 1."
         ) from error
-
-
-def _tracing_inputs(inputs: Any, device: torch.device, *, doubled: bool) -> Any:
-    """Inputs on the parameters' device; a batch of one is `doubled`, because export would fix it as a constant."""
-    tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim()]
-    single = doubled and bool(tensors) and all(t.shape[0] == 1 for t in tensors)
-
-    def prepare(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape = (2, *leaf.shape[1:]) if single and leaf.dim() else leaf.shape
-        if leaf.is_meta and device.type != "meta":
-            return torch.zeros(shape, dtype=leaf.dtype, device=device)
-        return leaf.detach().expand(shape).contiguous().to(device)  # code may ask for a view of it
-
-    return pytree.tree_map(prepare, inputs)
-
-
-@contextmanager
-def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """While inside, a forward that takes `**kwargs` says the names of those it is given: export wants shapes by name."""
-    forward, own = module.forward, "forward" in vars(module)
-    taken = inspect.signature(forward).parameters.values()
-    parameters = [p for p in taken if p.kind is not p.VAR_KEYWORD]
-    more = [name for name in kwargs if name not in {p.name for p in parameters}]
-
-    @functools.wraps(forward)
-    def named(*args: Any, **given: Any) -> Any:
-        return forward(*args, **given)
-
-    said = [*parameters, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more)]
-    named.__signature__ = inspect.Signature(said)  # type: ignore[attr-defined]
-    if more:
-        module.forward = named
-    try:
-        yield
-    finally:
-        if more:
-            del module.forward
-        if more and own:
-            module.forward = forward
-
-
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dynamic shapes in the form that export wants: a tuple, or a dict of argument names."""
-    if not kwargs:
-        return args
-    assert not args, "inputs are positional or by keyword, not both"
-    return kwargs
 
 
 def _check_order(called: list[str], repeated_paths: Sequence[str]) -> None:
@@ -238,14 +187,18 @@ class _Builder:
         positions = self._inputs()
         # The exported graph is not functional: what writes in place counts as used.
         nodes = self.program.graph.nodes
-        needed = _ancestors([output, *(n for n in nodes if writes(n))])
+        called = {n for n in nodes if n.target is HIDDEN and self.calls[n.args[2]].is_block}
+        needed = _ancestors([output, *(n for n in nodes if writes(n) or n in called)])
         needed |= _ancestors(levels_of(nodes, needed))
         for node in nodes:
             if node in needed and node.op not in ("placeholder", "output"):
                 self._copy(node)
+        paths = {call.path for call in self.calls.values() if call.is_block}
+        blocks = {n for n in self.graph.nodes if n.op == "call_module" and n.target in paths}
         self.graph.output(fx.map_arg(tuple(output.args[0]), lambda n: self.env[n]))
         for node in reversed(self.graph.nodes):
             kept = node.op in ("placeholder", "output") or writes(node) or is_level(node)
+            kept |= node in blocks
             if not node.users and not kept:
                 self.graph.erase_node(node)
         return OuterGraph(
@@ -256,6 +209,7 @@ class _Builder:
             constants=self.constants,
             random_calls=frozenset(self.random),
             written=self.written,
+            again=frozenset(call.path for call in self.calls.values() if call.again),
         )
 
     def _inputs(self) -> tuple[int, ...]:
@@ -323,7 +277,7 @@ class _Builder:
             for index in seen.unread:
                 flat[call.tensor_at[index]] = self._stand_in(flat[call.tensor_at[index]])
         args, kwargs = pytree.tree_unflatten([self._at_home(leaf) for leaf in flat], call.spec)
-        copy = self.graph.call_module(call.path, tuple(args), kwargs)
+        copy = self.graph.call_module(call.path, tuple(map(self._made, args)), self._made(kwargs))
         if seen.random:
             self.random.add(copy.name)
         written = [flat[call.tensor_at[index]] for index in seen.written]
@@ -337,6 +291,17 @@ class _Builder:
                 self._function(tensor_leaf, (copy, at), value)
                 for at, value in zip(seen.output_at, node.meta["val"], strict=True)
             ]
+
+    def _made(self, value: Any) -> Any:
+        """An argument, the dataclasses in it made by the graph."""
+        if holds_fields(value):
+            fields = {name: self._made(field) for name, field in fields_of(value).items()}
+            return self.graph.call_function(type(value), (), fields)
+        if isinstance(value, dict):
+            return {key: self._made(item) for key, item in value.items()}
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(map(self._made, value))
+        return value
 
     def _stand_in(self, value: fx.Node) -> fx.Node:
         """A free stand-in for a tensor whose values are not read (a rotary embedding only wants a dtype), so

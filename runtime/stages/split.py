@@ -56,6 +56,9 @@ class Split:
         for node in self.nodes:
             if node.op == "get_attr" and node.target in parameters:
                 reads.add(node)
+            if isinstance(node.target, type):  # a dataclass around values is made where it is used
+                reads.update({node} if any(p in placed or p in reads for p in node.all_input_nodes) else ())
+                continue
             if node.op == "call_module" and node.target in blocks:
                 current, done = stage_of_block[done], done + 1
             bound = node.op == "call_module" and has_parameters[str(node.target)]

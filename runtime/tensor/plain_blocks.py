@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from autoparallel.planner.capture.again import checkpoints_seen
 from autoparallel.runtime.ranks.accelerator import CPU, generator_state, set_generator_state
 from autoparallel.runtime.tensor.functions import TensorParallel
 from autoparallel.runtime.tensor.layout_hooks import NotPlain, Plain, Player, Recorder, decided_by, sound
@@ -146,7 +147,7 @@ class PlainBlocks:
     def _trial(self, block: _Block, leaves: Sequence[Any], tree: TreeSpec) -> Plain | None:
         """Both ways on arguments like those of a call, without a trace; the same answer on every rank."""
         plain: Plain | None = None
-        with _without_a_trace(block.module, self._mesh):
+        with _without_a_trace(block.module, self._mesh), checkpoints_seen(_not_plain):
             try:
                 plain = _compared(block, Plain(self._mesh), leaves, tree)
             except (NotPlain, RuntimeError, ValueError, TypeError, IndexError, AssertionError):
@@ -154,6 +155,11 @@ class PlainBlocks:
         agreed = torch.tensor([plain is not None], dtype=torch.int32, device=self._mesh.device_type)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
         return plain if agreed.item() else None
+
+
+def _not_plain(_: Forward) -> Any:
+    """Checkpoints of a block's own code run again without what stands in for its parameters."""
+    raise NotPlain
 
 
 def _compared(block: _Block, plain: Plain, leaves: Sequence[Any], tree: TreeSpec) -> Plain:

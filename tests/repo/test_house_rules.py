@@ -121,6 +121,7 @@ def test_a_package_that_lists_its_files_lists_them_all(folder: Path) -> None:
 ROOMS = (
     "fsdp_private",
     "torch_private",
+    "own_checkpoints",
     "dtensor_private",
     "collectives_private",
     "ranks",
