@@ -93,11 +93,40 @@ def _kernels(
         return _grouped(call, labels, fit)
     sizes = labels[0].sizes if labels[0] else {}
     forward = zip(*(same.meta["kernels"] for same in twins(call)), strict=True)
-    backward = zip(*(same.meta["backward"] for same in twins(call)), strict=True)
+    behind = [same.meta["backward"] for same in twins(call)]
+    if len({len(nodes) for nodes in behind}) > 1:
+        made = tuple(k for row in forward for k in _launched(row, "", kind, sizes, fit))
+        return made, _summed(behind, fit)
+    backward = zip(*behind, strict=True)
     return (
         tuple(k for row in forward for k in _launched(row, "", kind, sizes, fit)),
         tuple(k for row in backward for k in _of_backward(row, kind, sizes, fit)),
     )
+
+
+def _summed(behind: Sequence[Sequence[fx.Node]], fit: Fit) -> _Kernels:
+    """Kernels of which there are more with more samples (gradients of what each sample reads by itself, added up): those of one
+    operator together as one."""
+    result = []
+    for target in dict.fromkeys(node.meta["launch"].target for nodes in behind for node in nodes):
+        rows = [[n for n in nodes if n.meta["launch"].target == target] for nodes in behind]
+        first = next(n for row in rows for n in row)
+        launch = first.meta["launch"]
+        if kernels.runs_kernel(launch):
+            result.append(
+                KernelSpec(
+                    kind=kernels.kind_of(launch),
+                    dtype=launch.outputs[0].dtype if launch.outputs else launch.inputs[0].dtype,
+                    flops=fit.cost(
+                        [sum(kernels.launch_flops(n.meta["launch"]) for n in row) for row in rows]
+                    ),
+                    bytes_moved=fit.cost(
+                        [sum(kernels.launch_bytes(n.meta["launch"]) for n in row) for row in rows]
+                    ),
+                    gradient_of=gradient_of(first),
+                )
+            )
+    return tuple(result)
 
 
 def _of_backward(row: Sequence[fx.Node], owner: OpKind, sizes: dict[str, int], fit: Fit) -> _Kernels:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoparallel.planner.capture.leaf import TracedForward
-from autoparallel.planner.capture.structure import structure
+from autoparallel.planner.capture.structure import is_list, structure
 from autoparallel.planner.capture.trees import mapped
 
 # By submodule path and attribute: the numbers that equal modules hold there.
@@ -86,7 +86,8 @@ def _place(module: nn.Module, path: str) -> str:
     """What the paths of modules have in common that stand at one place of their list: "layers" for "layers.3", and
     "layers.*.attention" for "layers.3.attention", which a `ModuleDict` in a list holds."""
     parent, _, name = path.rpartition(".")
-    if isinstance(module.get_submodule(parent), nn.ModuleList | nn.Sequential):
+    container = module.get_submodule(parent)
+    if isinstance(container, nn.Sequential) or is_list(container):
         return parent
     return f"{_place(module, parent)}.*.{name}" if parent else name
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from autoparallel.planner.capture.fold import FoldError
 from autoparallel.planner.capture.nodes import Frame, Role, calls, is_held, maker, tensor_inputs
+from autoparallel.planner.capture.structure import is_list
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Link:
 
 
 def repeated_paths(module: nn.Module) -> tuple[str, ...]:
-    """Paths of the outermost repeated modules: children with parameters of a `ModuleList`, and those of a
+    """Paths of the outermost repeated modules: children with parameters of a `ModuleList` (or of a `ModuleDict` whose keys are numbers), and those of a
     `Sequential` whose class occurs there more than once. In order of registration.
 
     A container is looked into first; it counts itself where nothing in it is repeated. What has no `forward` (a
@@ -50,7 +51,7 @@ def _repeated(parent: nn.Module, path: str, *, holds: bool) -> list[str]:
         if counts and not isinstance(child, nn.Sequential):
             found.append(child_path)
             continue
-        entry = holds or isinstance(parent, nn.ModuleList)
+        entry = holds or is_list(parent)
         inside = _repeated(child, child_path, holds=entry and not _has_forward(child))
         found += inside or ([child_path] if counts else [])
     return found
@@ -63,7 +64,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _is_repeated(parent: nn.Module, child: nn.Module, *, holds: bool) -> bool:
     if next(child.parameters(), None) is None or not _has_forward(child):
         return False
-    if isinstance(parent, nn.ModuleList) or holds:
+    if is_list(parent) or holds:
         return True
     classes = Counter(type(c) for c in parent.children())
     return isinstance(parent, nn.Sequential) and classes[type(child)] > 1

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.planner.capture.choices import chosen
 from autoparallel.planner.capture.errors import UntraceableError
+from autoparallel.planner.capture.guards import VALUES, Unknown, that_holds
 from autoparallel.planner.capture.indexing import check_mask, check_put, check_rows
 from autoparallel.planner.capture.trees import leaves, mapped, tensors
 from autoparallel.planner.capture.uniform import OF_ALL, compacted, distinct
@@ -45,9 +47,8 @@ _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "at
 # Random numbers of the shape of their parameters, for which the meta device has no kernels.
 _DRAWN = frozenset({"aten::_sample_dirichlet", "aten::poisson", "aten::binomial"})
 
-VALUES = "its control flow depends on the values of a tensor"
 _OF_NUMBERS = frozenset({"tensor", "as_tensor", "asarray"})
-READERS = frozenset({"tolist", "numpy", "__format__"})
+READERS = frozenset({"tolist", "numpy", "item", "__format__"})
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -115,8 +116,17 @@ class MetaMode(TorchDispatchMode):
                 value.item() if one and value is not None else "tensor(...)", *(rest if one else ())
             )
         if value is None:
-            raise UntraceableError(VALUES)
+            return self._unknown(name, tensor)
         return getattr(value, name)(*rest)
+
+    def _unknown(self, name: str, tensor: torch.Tensor) -> Any:
+        """What stands for numbers that nobody knows: of one that is written down or computed with something that tells when it
+        decides, of many that other libraries choose by zeros, as all choices are taken to be alike."""
+        if name == "item" and tensor.numel() == 1:
+            return Unknown() if tensor.is_floating_point() else self._item(tensor)
+        if name == "numpy" and self.shares is not None and tensor.is_floating_point():
+            return numpy.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+        raise UntraceableError(VALUES)
 
     def in_sight(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,7 +210,10 @@ class MetaMode(TorchDispatchMode):
     def _item(self, tensor: torch.Tensor) -> Any:
         value = self.known(tensor)
         if value is None:
-            raise UntraceableError(VALUES)
+            answer = that_holds() if tensor.dtype is torch.bool else None
+            if answer is None:
+                raise UntraceableError(VALUES)
+            return answer
         return value.item()
 
     def _run_known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from autoparallel.costmodel.collecting import without_collection
 from autoparallel.costmodel.graph import ModelGraph, OpKind
 from autoparallel.planner.capture.build import main_dtype
 from autoparallel.planner.capture.dropout import largest_dropout
-from autoparallel.planner.capture.errors import ModelError
+from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, fold_plan
 from autoparallel.planner.capture.leaf import forget_leaves
 from autoparallel.planner.capture.links import repeated_paths
@@ -26,6 +26,7 @@ from autoparallel.planner.capture.traced import checked_inputs, with_leaves
 
 # Two points give an affine function, the third checks it; 1 is left out because code treats it apart.
 MICRO_BATCHES = (2, 3, 5)
+POWERS = (2, 4, 8)  # for code that refuses those
 # A model of which no more modules are stood in for than twice those that run is folded at first sight or not at all: to trace
 # it whole takes no longer than to find out why. Kind: chosen.
 _SHALLOW = 2
@@ -139,11 +140,18 @@ def _captured(
     doubted: bool = False,
 ) -> ModelGraph:
     """The graph of the module folded by `plan`; where that is `doubted`, it is checked at the first micro-batch."""
-    graphs = []
-    for batch in MICRO_BATCHES:
-        graphs.append(trace_step(module, inputs, batch, plan, say).graph)
-        if doubted and len(graphs) == 1:
-            check_fold(graphs[0], module, plan)
+    graphs = [trace_step(module, inputs, MICRO_BATCHES[0], plan, say).graph]
+    if doubted:
+        check_fold(graphs[0], module, plan)
+    try:
+        graphs += [trace_step(module, inputs, batch, plan, say).graph for batch in MICRO_BATCHES[1:]]
+    except TraceError as error:
+        if isinstance(error.__cause__, UntraceableError | NotImplementedError):
+            raise
+        try:  # code that takes some numbers of samples only
+            graphs += [trace_step(module, inputs, batch, plan, say).graph for batch in POWERS[1:]]
+        except TraceError:
+            raise error from error.__cause__
     return lowered(graphs, module, name=name, plan=plan, rules=rules, say=say)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from autoparallel.planner.capture.as_written import as_written
 from autoparallel.planner.capture.errors import ModelError, TraceError, UntraceableError
 from autoparallel.planner.capture.fold import FoldError, FoldPlan, forwards_replaced, positions_hidden
 from autoparallel.planner.capture.leaf import LeafError
@@ -102,6 +103,7 @@ def _run(module: torch.nn.Module, inputs: Any, plan: FoldPlan, tracer: Tracer) -
             positions_hidden(module, plan),
             forwards_replaced(module, plan, tracer),
             trusting(),
+            as_written(),
             undropped(),
             tracer.recording(),
         ):

@@ -10,6 +10,12 @@ from torch import nn
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
+def is_list(module: nn.Module) -> bool:
+    """Whether it holds modules by number: a `ModuleList`, or a `ModuleDict` whose keys are numbers."""
+    keys = module.keys() if isinstance(module, nn.ModuleDict) else ()
+    return isinstance(module, nn.ModuleList) or (len(keys) > 0 and all(key.isdigit() for key in keys))
+
+
 def structure(module: nn.Module, indices: frozenset[tuple[str, str]], shared: frozenset[int]) -> object:
     """What two modules must have in common to trace alike: classes, scalar settings, parameters and buffers.
 
