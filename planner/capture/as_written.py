@@ -36,3 +36,8 @@ def _unscripted() -> Iterator[None]:
         yield
     finally:
         kind.__call__ = own
+
+
+def casts() -> bool:
+    """Whether the code that runs has `torch.autocast` on, for devices of some kind."""
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda", "xpu")))

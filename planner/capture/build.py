@@ -20,6 +20,7 @@ from autoparallel.planner.capture.names import ParameterNames
 from autoparallel.planner.capture.nodes import (
     Role,
     calls,
+    casts,
     differentiates,
     loss,
     micro_batch,
@@ -94,6 +95,11 @@ def _warnings(graph: fx.Graph, fit: Fit, rules: Rules) -> tuple[str, ...]:
     if differentiates(graph):
         found.append(
             "its forward pass takes derivatives, which go back through its blocks: it is not cut into pipeline stages"
+        )
+    if casts(graph):
+        found.append(
+            "its own code has torch.autocast on, which the meta device does not follow: priced is the dtype of its parameters; "
+            "take the autocast out and give the dtype to compute in (execution.dtype, auto_parallelize(dtype=...))"
         )
     if fit.misses:
         found.append(f"{fit.misses} sizes are no known function of the micro-batch; they are extrapolated")

@@ -189,6 +189,11 @@ def differentiates(graph: fx.Graph) -> bool:
     return bool(_output(graph).meta["differentiates"])
 
 
+def casts(graph: fx.Graph) -> bool:
+    """Whether the model's own code has `torch.autocast` on for some of what it computes."""
+    return bool(_output(graph).meta["casts"])
+
+
 def micro_batch(graph: fx.Graph) -> int:
     """How many samples the step was traced with."""
     return int(_output(graph).meta["micro_batch"])

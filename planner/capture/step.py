@@ -89,7 +89,7 @@ def _traced(
     gradients = _run_backward(tracer, differentiable, wanted) if differentiable and wanted else {}
     end = writer.graph.output({"outputs": tuple(outputs), "gradients": gradients})
     end.meta |= {"micro_batch": micro_batch, "loss": None if loss is None else writer.node_of(loss)}
-    end.meta["differentiates"] = tracer.differentiates
+    end.meta |= {"differentiates": tracer.differentiates, "casts": tracer.casts}
     without_unread_pieces(writer.graph)
     tracer.meta_mode.forget()
     return Step(writer.graph, writer.constants)

@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autoparallel.planner.capture.again import Again, checkpoints_followed
+from autoparallel.planner.capture.as_written import casts
 from autoparallel.planner.capture.fold import FoldError, Remembered, StandIn
 from autoparallel.planner.capture.leaf import measure_leaf
 from autoparallel.planner.capture.marks import run_whole, stand_in
@@ -60,6 +61,7 @@ class Tracer(OpenedFunctions):
         self._starts: list[int] = []  # of each call: the number of the first autograd node that it makes
         self._runs_backward = False
         self.differentiates = False  # whether the model's own code takes derivatives
+        self.casts = False  # whether it has torch.autocast on
         self._remembered: dict[str, Remembered] = {}
         self._standing_in = False
         self.failed: str | None = None
@@ -200,6 +202,7 @@ class Tracer(OpenedFunctions):
 
     def _written(self, func: Any, args: Any, kwargs: Any, pending: Pending, **notes: Any) -> fx.Node:
         self._starts.append(pending.first_node)
+        self.casts = self.casts or casts()
         self._ahead.clear()
         once = self._once(args)
         if once is not args and len(tensors(once)) < len(tensors(args)):

@@ -77,6 +77,7 @@ def shard_data(
     """
     if not axes or mesh.device_mesh is None:
         return set()
+    _lay_out(module)
     axis = mesh.axis(*axes)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != param_dtype else None,
@@ -110,6 +111,13 @@ def shard_data(
     if zero == 3 and dist.get_backend(axis.get_group()) == dist.Backend.GLOO:
         _gather_beside(module, blocks)
     return copied
+
+
+def _lay_out(module: nn.Module) -> None:
+    """Lay parameters out row by row, which FSDP2 shards alone: some are made in another order (`weight.t()`, channels last)."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _by_themselves(module: nn.Module, alone: Collection[str]) -> list[nn.Module]:

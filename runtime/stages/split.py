@@ -145,8 +145,9 @@ def _check_called(nodes: Sequence[fx.Node], repeated_paths: Sequence[str]) -> No
     if missing:
         raise UserError(
             f"cannot cut into pipeline stages: {missing[0]} and {len(missing) - 1} other repeated blocks run inside of a part "
-            "of the forward pass that is whole, as under torch.no_grad(): freeze that part's parameters instead "
-            "(requires_grad_(False)), or set mesh.pp = 1"
+            "of the forward pass that is whole, as under torch.no_grad() or torch.autocast(): freeze that part's parameters "
+            "instead (requires_grad_(False)), have all of the model computed in another dtype (auto_parallelize(dtype=...)), "
+            "or set mesh.pp = 1"
         )
 
 

@@ -96,6 +96,15 @@ def test_what_is_compiled_is_captured_as_it_is_written() -> None:
     assert own.blocks == other.blocks
 
 
+def test_autocast_in_the_models_own_code_is_told() -> None:
+    def cast(x: Tensor, body: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.linear(x, body.layers["0"].weight)
+
+    graph = capture(Body(cast), {"x": torch.randn(SAMPLES, WIDTH)}, name="cast")
+    assert any("torch.autocast" in warning for warning in graph.warnings)
+
+
 def test_a_number_that_nobody_knows_may_be_shown_but_not_decide() -> None:
     number = Unknown()
     assert f"{number * 2 + 1:.2f}" == "nan"

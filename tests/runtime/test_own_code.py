@@ -95,6 +95,7 @@ class Checkpointed(nn.Module):
     def __init__(self, around: str) -> None:
         super().__init__()
         self.around, self.first = around, nn.Linear(3, WIDTH)
+        self.first.weight = nn.Parameter(torch.randn(3, WIDTH).t())  # column by column
         self.layers = nn.ModuleList(Layer(own=around == "inside") for _ in range(DEPTH))
 
     def forward(self, batch: Given) -> Result:
