@@ -7,7 +7,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,8 +115,7 @@ class Trainer:
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.rank, _ = start_ranks()
-        self._all = Agreement(TIMEOUT_S)
-        source = read_source(strategy)
+        self._all, source = Agreement(TIMEOUT_S), read_source(strategy)
         size = global_batch or source.global_batch
         if size is None:
             raise UserError("Trainer needs global_batch=, or batch.global in the strategy file")
@@ -128,20 +128,30 @@ class Trainer:
             folder, every=every, every_s=every_s, keep=keep, say=self._say,
             identity={what: hash_ for what, hash_ in identity.items() if what not in accept},
         )  # fmt: skip
-        self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
-        self._next = NextStrategy(Path(folder), self._all)
-        source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
-        lower = partial(
-            lowered, self._example, self._samples.others, example_inputs, own_size, cluster=here,
-            cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{launch_key(identity['model'])}.json"),
-            allow_lossy=allow_lossy, weights=weights, progress=self._at,
-        )  # fmt: skip
-        self._samples.check((source := self._next.in_place_of(source, self._say)).said)
-        self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
-        self._guards = self._guarded(guards or GuardOptions())
-        self._peers_every = copies_every(peers, self.checkpoints, self.model, here, self._say)
-        self._watched = self._watching(graph, here, monitor or MonitorOptions())
-        self._begin()
+        with self._let_go_if_refused():
+            self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
+            self._next = NextStrategy(Path(folder), self._all)
+            source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
+            lower = partial(
+                lowered, self._example, self._samples.others, example_inputs, own_size, cluster=here,
+                cache=Path(folder) / "plans", graph=(graph := Path(folder) / f"graph-{launch_key(identity['model'])}.json"),
+                allow_lossy=allow_lossy, weights=weights, progress=self._at,
+            )  # fmt: skip
+            self._samples.check((source := self._next.in_place_of(source, self._say)).said)
+            self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
+            self._guards = self._guarded(guards or GuardOptions())
+            self._peers_every = copies_every(peers, self.checkpoints, self.model, here, self._say)
+            self._watched = self._watching(graph, here, monitor or MonitorOptions())
+            self._begin()
+
+    @contextmanager
+    def _let_go_if_refused(self) -> Iterator[None]:
+        """Whoever tries again in this process finds the folder free."""
+        try:
+            yield
+        except UserError:
+            self.close()
+            raise
 
     def _for_those_here(
         self, source: StrategySource, cluster: Cluster | str | None, size: int, *, pinned: bool
@@ -166,11 +176,7 @@ class Trainer:
             self.checkpoints.every_s = default_interval_s(self.model.strategy.recovery)
         self.step, self._rolled_back, self._signals = 0, 0, Signals()
         self._stage = stage_of(self.rank, self.model.strategy)
-        try:
-            self._resume()
-        except UserError:  # whoever tries again in this process finds the folder free
-            self.close()
-            raise
+        self._resume()
         self._monitor = self._watched.monitor(self.model, self._stage, self.step)
 
     def _check_alike(self, identity: Mapping[str, str], size: int) -> None:
@@ -285,7 +291,8 @@ class Trainer:
     def close(self) -> None:
         """Let the folder go; without it the end of the process does."""
         self.checkpoints.close()
-        self._guards.close()
+        if (guards := getattr(self, "_guards", None)) is not None:  # not so where it was refused before
+            guards.close()
 
     def _train(self, items: Any, ids: list[int]) -> tuple[Verdict, float]:
         """One step of the optimizer, if its guards let it."""

@@ -26,6 +26,7 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.state import dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.outcome import PlanResult
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.recovery import patient
 from autoparallel.planner.score import completed, score
 from autoparallel.planner.strategy.lengths import SEQ_LEN, graph_at
 from autoparallel.planner.strategy.phases import differences, only_synchronisation, starts, strategy_at
@@ -110,6 +111,8 @@ def plan_phases(problem: Problem, steps: int, search: Search) -> PhasesResult:
     )  # fmt: skip
     bound_s = sum(length * result.lower_bound_s for length, result in zip(lengths, results, strict=True))
     strategy = replace(phases[0].strategy, phases=tuple(_entries(phases)))
+    if "recovery.timeout_s" not in problem.constraints:
+        strategy = patient(Expander(problem.graph, problem.cluster), strategy)
     return PhasesResult(
         first=replace(results[picks[0]] if picks[0] == 0 else results[0], strategy=strategy), phases=phases,
         total_s=total_s, bound_s=bound_s, unchanged_s=_unchanged(problem, rows, lengths),

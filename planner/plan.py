@@ -39,6 +39,7 @@ from autoparallel.planner.outcome import (
 )
 from autoparallel.planner.problem import NOTHING, Problem, Value, objective_value
 from autoparallel.planner.recovering import Expanders, with_recovery, without_recovery
+from autoparallel.planner.recovery import patient
 from autoparallel.planner.search.bounds.outer import outer_of
 from autoparallel.planner.search.driver import Search, Stopped, WorkDone
 from autoparallel.planner.search.headway import Watched
@@ -144,7 +145,10 @@ def _wider(problem: Problem, search: Callable[[Problem], PlanResult]) -> PlanRes
         assert isinstance(phases, tuple)
         kept = {k: v for k, v in problem.constraints.items() if k != "phase"}
         found = search(replace(problem, constraints=kept))
-        return replace(found, strategy=replace(found.strategy, phases=phases))
+        strategy = replace(found.strategy, phases=phases)
+        if "recovery.timeout_s" not in problem.constraints:
+            strategy = patient(Expander(problem.graph, problem.cluster), strategy)
+        return replace(found, strategy=strategy)
     if tokens := problem.constraints.get(SEQ_LEN):
         assert isinstance(tokens, int)
         kept = {k: v for k, v in problem.constraints.items() if k != SEQ_LEN}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoparallel.costmodel.kernels import host_copy_bytes_per_s
@@ -15,6 +16,8 @@ from autoparallel.errors import UserError
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.expand.state import dtype_bytes, optimizer_bytes_per_parameter
 from autoparallel.planner.score import at_home, score
+from autoparallel.planner.strategy.lengths import graph_at
+from autoparallel.planner.strategy.phases import starts, strategy_at
 from autoparallel.planner.strategy.recovery import nodes_of, per_node
 from autoparallel.planner.strategy.types import RecoveryRule, Strategy
 
@@ -101,6 +104,20 @@ def plan_recovery(
         ways=recoveries(outages, saved), outages=outages, saved=saved, state_bytes=state_bytes,
         longest_s=longest_action_s(expander, strategy),
     )  # fmt: skip
+
+
+def patient(expander: Expander, strategy: Strategy) -> Strategy:
+    """A strategy whose rule waits for the longest action of any of its phases, not of its first steps alone."""
+    rule = strategy.recovery
+    if not (rule.timeout_s and strategy.phases):
+        return strategy
+    waits_s = [rule.timeout_s]
+    for step in starts(strategy):
+        own = strategy_at(strategy, step)
+        with suppress(UserError):  # what is illegal is told where the phases are priced
+            there = Expander(graph_at(expander.graph, own.batch.seq_len), expander.cluster)
+            waits_s.append(timeout_s(longest_action_s(there, own)))
+    return replace(strategy, recovery=replace(rule, timeout_s=max(waits_s)))
 
 
 def longest_action_s(expander: Expander, strategy: Strategy) -> float:

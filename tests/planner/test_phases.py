@@ -13,12 +13,14 @@ from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.phases import phase_prices, plan_phases
 from autoparallel.planner.plan import plan
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.recovery import plan_recovery
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import parse_strategy, read_strategy_file, strategy_from_constraints
 from autoparallel.planner.strategy.phases import strategy_at
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Phase, Shard, Strategy
 from autoparallel.planner.strategy.write import write_strategy
 from autoparallel.profiles import load_cluster
+from autoparallel.profiles.hardware import Failures
 from tests.toy_graphs import toy_transformer
 
 GRAPH, CLUSTER = toy_transformer(), load_cluster("a100-sxm-80gb:2x2")
@@ -131,3 +133,20 @@ def test_what_a_length_makes_illegal_is_said_with_its_step(
     wrong = Phase(from_step=11, keys=(("batch.seq_len", tokens), *keys.items()))
     with pytest.raises(UserError, match=words):
         score(LENGTHS, CLUSTER, replace(BASE, phases=(wrong,)))
+
+
+def test_ranks_wait_as_long_as_the_longest_phase_takes() -> None:
+    failures = Failures(mtbf_hours_per_device=1000.0, storage_bytes_per_s=1e9)
+    short, long = (toy_transformer(hidden=1024, heads=8, seq=seq) for seq in (128, 1024))
+    problem = Problem(
+        graph=replace(short, other_lengths=(long,)), cluster=replace(CLUSTER, failures=failures), global_batch=32,
+        constraints={"mesh.dp_shard": 4, "recompute.mode": "none", "batch.micro": 4},
+    )  # fmt: skip
+    alone = plan(problem).strategy.recovery.timeout_s
+    both = plan(replace(problem, constraints={**problem.constraints, "phase": (LONG,)})).strategy
+    assert both.recovery.timeout_s > alone > 10.0
+    last = plan_recovery(
+        Expander(long, problem.cluster), later := strategy_at(both, 11), score(long, CLUSTER, later)
+    )
+    assert last is not None
+    assert both.recovery.timeout_s == last.rule(last.best).timeout_s

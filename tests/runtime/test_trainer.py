@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from autoparallel.errors import UserError
 from autoparallel.measured import read_measured
 from autoparallel.planner.strategy.file import read_strategy_file
+from autoparallel.planner.strategy.types import Batch, Mesh, Strategy
 from autoparallel.planner.strategy.write import write_text
 from autoparallel.profiles import load_device
 from autoparallel.replan import LOOK_S, NEXT
@@ -230,12 +231,14 @@ def test_a_run_whose_last_state_is_not_saved_does_not_end_well(tmp_path: Path) -
             shutil.rmtree(tmp_path / "run" / "checkpoints")
             (tmp_path / "run" / "checkpoints").write_text("")
 
-    def made() -> Trainer:
+    def made(**changed: Any) -> Trainer:
         return Trainer(
             Mlp().double(), optimizer=torch.optim.SGD, data=Numbers(), global_batch=8, loss_fn=F.cross_entropy,
-            cluster="cpu-gloo:1x1", folder=tmp_path / "run", every=2, on_step=in_the_way,
+            cluster="cpu-gloo:1x1", folder=tmp_path / "run", every=2, on_step=in_the_way, **changed,
         )  # fmt: skip
 
+    with pytest.raises(UserError):  # which leaves the folder to the next one
+        made(strategy=Strategy(batch=Batch(global_=8, micro=8), mesh=Mesh(pp=2)), pinned=True)
     trainer = made()
     with pytest.raises(UserError, match="all 3 steps are done, and their result is not saved"):
         trainer.fit(3)
