@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from autoparallel.costmodel.graph import ModelGraph
 from autoparallel.errors import UserError
+from autoparallel.planner.strategy.lengths import phases_of
 from autoparallel.planner.strategy.stacks import OWN_STACK, STACK
 from autoparallel.planner.strategy.types import EmbeddingRule, Strategy
 from autoparallel.profiles.hardware import Cluster
@@ -31,14 +32,18 @@ def graph_limits(graph: ModelGraph) -> dict[str, object]:
 
 
 def kernels_to_choose(constraints: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """The kernels that run here beside what the constraints ask for, each with the constraints that it needs; none where the user said
-    which, or the only ones."""
+    """The kernels that run here beside what the constraints ask for, in every phase, each with the constraints that it needs; none
+    where the user said which, or the only ones."""
     if KERNELS in constraints or constraints.get(STACK, OWN_STACK) not in (OWN_STACK, PLAIN):
         return {}
     found = {}
     for kind in ("eager", "compiled"):
         with suppress(UserError):  # beside what is asked for, a schedule say, these do not run
-            limits({**constraints, KERNELS: kind})
+            begun = {**constraints, KERNELS: kind}
+            limits(begun)
+            for phase in phases_of(constraints):
+                begun |= dict(phase.keys)
+                limits(begun)
             found[kind] = limits({KERNELS: kind})
     return found
 

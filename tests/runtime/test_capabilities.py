@@ -34,6 +34,7 @@ from autoparallel.planner.strategy.types import (
     GradSync,
     Mesh,
     Outer,
+    Phase,
     Pipeline,
     Shard,
     Strategy,
@@ -42,7 +43,7 @@ from autoparallel.profiles import load_cluster
 from autoparallel.runtime.capabilities.rows import Case
 from autoparallel.runtime.capabilities.table import TABLE, limits, otherwise_priced, page, refusals
 from autoparallel.runtime.check.dryrun import as_one_of
-from autoparallel.runtime.limits import graph_limits, on_devices, refuser
+from autoparallel.runtime.limits import graph_limits, kernels_to_choose, on_devices, refuser
 from autoparallel.runtime.start import check_strategy
 from tests.cli.runner import save
 from tests.runtime.models import EXAMPLES
@@ -215,6 +216,12 @@ def test_what_is_asked_for_limits_the_meshes_that_run_it(
     asked: dict[str, Any], fixed: dict[str, Any]
 ) -> None:
     assert limits(asked) == fixed
+
+
+def test_kernels_to_choose_are_those_that_run_in_every_phase() -> None:
+    later = Phase(from_step=9, keys=(("mesh.tp", 2),))
+    assert list(kernels_to_choose({})) == ["eager", "compiled"]
+    assert list(kernels_to_choose({"phase": (later,)})) == ["eager"]
 
 
 def test_tables_in_tiers_stand_beside_data_parallelism_alone() -> None:
