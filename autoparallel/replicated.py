@@ -99,7 +99,7 @@ class ReplicaTrainer(Trainer):
                 self._replicas.at_step(self.step)
                 return
             self._after_step(loss, ids, begun, skipped=verdict is Verdict.SKIP)
-            if not self._keep(last=self.step == steps):
+            if not self._keep(last=self.step >= steps):  # which may lie beyond, as others had gone on
                 self._replicas.at_step(self.step)
                 return
 

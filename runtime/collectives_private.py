@@ -56,22 +56,26 @@ _KEY = "BackendSelect"
 
 class Sent:
     """A collective of this rank: its kind, bytes of the whole tensor, and when it began and ended by `time.perf_counter`, seconds;
-    `ended_s` is None where nobody knows."""
+    `ended_s` is None where nobody knows. `told`: another thread says so, as soon as it gets to."""
 
-    __slots__ = ("begun_s", "ended_s", "group", "op", "size_bytes")
+    __slots__ = ("begun_s", "ended_s", "group", "op", "size_bytes", "told")
 
     def __init__(self, op: str, size_bytes: int, group: Any, begun_s: float) -> None:
         self.op, self.size_bytes, self.group, self.begun_s = op, size_bytes, group, begun_s
         self.ended_s: float | None = None
+        self.told = False
 
     def end(self, _: object = None) -> None:
-        """It is there now."""
-        self.ended_s = time.perf_counter()
+        """It is there now, if it has not been before."""
+        if self.ended_s is None:
+            self.ended_s = time.perf_counter()
 
     def waited(self, since_s: float) -> None:
         """Somebody has waited for it since then: until it was there, or where that took no time, for what had been there before."""
         now_s = time.perf_counter()
-        if now_s - since_s >= min(_NO_TIME_S, 0.2 * (now_s - self.begun_s)):
+        if self.told:  # else it would have been told by now
+            self.end()
+        elif now_s - since_s >= min(_NO_TIME_S, 0.2 * (now_s - self.begun_s)):
             self.ended_s = now_s
 
     def group_now(self) -> dist.ProcessGroup:
@@ -141,8 +145,8 @@ def _method(ear: Ear, inner: Callable[..., Any], op: str, at: int) -> Callable[.
         ear.hear(sent)
         if not _on_host(args[at]):
             return work
-        if op == "send" or not _tells(work, sent):
-            ear.waited[id(work)] = sent
+        sent.told = op != "send" and _tells(work, sent)
+        ear.waited[id(work)] = sent
         return work
 
     return method

@@ -65,8 +65,8 @@ def agreed_order(
     number = {parameter: index for index, parameter in enumerate(parameters)}
     first = [number[parameter] for parameter in dict.fromkeys(came) if parameter in number]
     rest = [index for index in range(len(parameters)) if index not in set(first)]
-    order = torch.tensor([*first, *rest], dtype=torch.int64)
+    device = local(parameters[0]).device if group is not None and parameters else torch.device("cpu")
+    order = torch.tensor([*first, *rest], dtype=torch.int64, device=device)
     if group is not None and parameters:
-        order = order.to(local(parameters[0]).device)
         dist.broadcast(order, group=group, group_src=0)
     return [parameters[index] for index in order.tolist()]

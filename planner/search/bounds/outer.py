@@ -205,10 +205,10 @@ def bound_families(outer: Outer, found: Families, below_s: float) -> Floats:
 def bound_alike(outer: Outer, rows: Ints, below_s: float) -> int:
     """Bound some shapes, whose own prices are known, and all that are like them, by families of the most sharded ones, wherever
     their blocks communicate; up to `below_s`. How many ranks of families were looked at."""
-    rows = rows[(outer.looked_s[rows] < below_s) & (outer.families_s[rows] >= outer.looked_s[rows])]
-    bounds, members = outer.bounds, outer.alike.members(rows)
-    open_ = (bounds.time_s[members] < below_s) & (bounds.memory_bytes[members] <= outer.capacity_bytes)
-    members = members[open_]
+    unknown, bounds = (outer.looked_s < below_s) & (outer.families_s >= outer.looked_s), outer.bounds
+    open_ = unknown & (bounds.time_s < below_s) & (bounds.memory_bytes <= outer.capacity_bytes)
+    members = outer.alike.members(rows[unknown[rows]])
+    members = members[open_[members]]
     if not len(members):
         return 0
     _, first, group = np.unique(outer.alike.number[members], return_index=True, return_inverse=True)
