@@ -194,7 +194,7 @@ def _change(problem: Problem, before: tuple[Strategy, float], after: tuple[Strat
         for parsed in map(parse_method, sorted(methods))
         if parsed.biased
     ]
-    return float(seconds + max(lost, default=0.0) * after[1])
+    return float(seconds + (max(lost) * after[1] if lost else 0.0))
 
 
 def _entries(phases: Sequence[PhasePlan]) -> list[Phase]:

@@ -16,6 +16,7 @@ from autoparallel.planner.problem import Problem
 from autoparallel.planner.recovery import plan_recovery
 from autoparallel.planner.score import score
 from autoparallel.planner.strategy.file import parse_strategy, read_strategy_file, strategy_from_constraints
+from autoparallel.planner.strategy.lengths import with_length
 from autoparallel.planner.strategy.phases import strategy_at
 from autoparallel.planner.strategy.types import Batch, GradSync, Mesh, Phase, Shard, Strategy
 from autoparallel.planner.strategy.write import write_strategy
@@ -150,3 +151,28 @@ def test_ranks_wait_as_long_as_the_longest_phase_takes() -> None:
     )
     assert last is not None
     assert both.recovery.timeout_s == last.rule(last.best).timeout_s
+
+
+def test_a_strategy_that_fits_one_phase_alone_is_changed_for_the_next() -> None:
+    short, long = (toy_transformer(layers=8, hidden=1024, heads=8, seq=seq) for seq in (128, 32768))
+    alone = [
+        plan(
+            Problem(
+                graph=graph,
+                cluster=CLUSTER,
+                global_batch=64,
+                constraints={"mesh.cp": 1, "mesh.pp": 1, "mesh.tp": 1},
+            )
+        )
+        for graph in (short, long)
+    ]
+    problem = Problem(
+        graph=replace(short, other_lengths=(long,)), cluster=CLUSTER, global_batch=64,
+        constraints={"mesh.cp": 1, "mesh.pp": 1, "mesh.tp": 1, "phase": (Phase(from_step=11, keys=(("batch.seq_len", 32768),)),)},
+    )  # fmt: skip
+    kept = with_length(alone[0].strategy, 32768)
+    assert not score(problem.graph, CLUSTER, kept).feasible, "what is said here is of one that does not"
+    found = plan_phases(problem, 1000, plan)
+    assert found.unchanged_s is None
+    assert [phase.step_time_s for phase in found.phases] == [one.prediction.step_time_s for one in alone]
+    assert found.bound_s <= found.total_s < float("inf")
