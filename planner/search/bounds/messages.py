@@ -15,6 +15,9 @@ from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.space.build import SCHEDULES
 from autoparallel.planner.search.space.meshes import Floats, Ints
 
+_MANY = 1 << 30  # more than any model has cuts
+_MOST = 16  # messages told apart: a column for each rank and variant. Kind: choice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
@@ -25,8 +28,8 @@ class Messages:
 
     @staticmethod
     def of(rows: Rows) -> Messages:
-        """Where cuts may be at one place, as if every place sent the shortest."""
-        if np.count_nonzero(rows.places) <= 1:
+        """Where cuts may be at one place, or messages are too many, as if every place sent the shortest."""
+        if not 1 < np.count_nonzero(rows.places) <= _MOST:
             return Messages(each_s=rows.send_s[:, None], places=np.full((len(rows.send_s), 1), _MANY))
         sent = np.flatnonzero(rows.places)
         each_s, places = rows.sends_s[:, sent], np.array(rows.places)[sent]
@@ -49,9 +52,6 @@ class Messages:
             return np.asarray(np.where(cuts > 0, self.each_s[:, 0], 0.0))
         before = np.cumsum(self.places, axis=1) - self.places
         return np.asarray(np.where(cuts[:, None] > before, self.each_s, 0.0).max(axis=1))
-
-
-_MANY = 1 << 30  # more than any model has cuts
 
 
 def messages_s(rows: Rows, forward_s: Floats, back_s: Floats) -> Floats:
