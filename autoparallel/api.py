@@ -202,7 +202,7 @@ def _with_other_lengths(
     """The graph with one for each length that phases change to, captured of `phase_inputs` where it was not kept."""
     others = list(graph.other_lengths)
     for tokens, where in phase_lengths(phases_of(source.said)).items():
-        if graph.of_length(tokens) is not None or any(one.tokens_per_sample == tokens for one in others):
+        if graph.of_length(tokens) is not None:
             continue
         if tokens not in given.phase_inputs:
             raise UserError(

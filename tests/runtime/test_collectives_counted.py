@@ -3,6 +3,7 @@ come late."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -100,7 +101,8 @@ def late(rank: int, world_size: int) -> list[CollectiveCost]:
     meter, table = Meter(), CollectiveTable(everyone, (("inside", 2), ("between", 4)))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2]), dist.new_group([1, 3])]
     inside, between = pairs[rank // 2], pairs[2 + rank % 2]
-    for _ in range(3):
+    rounds = []
+    for _ in range(5):
         with meter.around():
             meter.begin()
             if rank == 1:
@@ -113,11 +115,13 @@ def late(rank: int, world_size: int) -> list[CollectiveCost]:
             assert work is not None
             work.wait()
             dist.all_reduce(value[:8])  # too small to count
-            found = _costs(everyone, table, meter)
+            rounds.append(_costs(everyone, table, meter))
     value.add_(1.0)
     dist.all_reduce(value, group=inside)
     assert not meter.end(), "nothing is heard outside"
-    return found
+    # Where a busy machine lets a rank wait only for what is there already, nobody knows when that ended.
+    known = [found for found in rounds if found and not any(math.isnan(c.seconds) for c in found)]
+    return (known or rounds)[-1]
 
 
 @pytest.mark.distributed

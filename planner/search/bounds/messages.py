@@ -54,7 +54,7 @@ class Messages:
         return np.asarray(np.where(cuts[:, None] > before, self.each_s, 0.0).max(axis=1))
 
 
-def messages_s(rows: Rows, forward_s: Floats, back_s: Floats) -> Floats:
+def messages_s(rows: Rows, sent: Messages, forward_s: Floats, back_s: Floats) -> Floats:
     """Seconds that messages make a step take at least, several ranks: `forward_s` and `back_s` of one micro-batch through the
     whole model and back.
 
@@ -64,7 +64,7 @@ def messages_s(rows: Rows, forward_s: Floats, back_s: Floats) -> Floats:
     shape of a V each link carries messages of both directions, and the last rank turns without one.
     """
     schedule, chunks, m, pp = rows.schedule, rows.chunks, rows.shapes.micro_batches, rows.shapes.pp
-    sent, send_s = Messages.of(rows), rows.send_s
+    send_s = rows.send_s
     v_shaped, gpipe = is_v_shaped(schedule), schedule == SCHEDULES.index("gpipe")
     hops = pp * chunks - 1 - v_shaped
     there_and_back_s = forward_s + back_s + 2 * sent.together_s(hops)

@@ -181,7 +181,7 @@ def _shared_s(rows: Rows) -> Floats:
     # No chunk's last backward starts before every micro-batch has passed all stages.
     reduced_s = fill_s + m * forward_s + left_s + rows.all_step_s
     back_s = np.where(plain, u.all_backward_s, u.all_input_s)
-    passing_s = messages_s(rows, u.all_forward_s, back_s)
+    passing_s = messages_s(rows, sent, u.all_forward_s, back_s)
     through_s = np.maximum(through_s, np.where(pp > 1, passing_s, 0.0))
     through_s += np.maximum(rows.summed_s - rows.tied_s, 0.0)  # the one or the other is waited for
     return np.maximum(through_s, np.maximum(np.maximum(stepped_s, drained_s), reduced_s) / pp + rows.summed_s)

@@ -77,24 +77,21 @@ def _priced_chain(
             return price
         return replace(price, saved=price.saved + price.dense * passing[0] + price.experts * passing[1])
 
-    def side(blocks: tuple[int, ...], names: Names) -> tuple[BlockPrice, ...]:
+    def links(blocks: tuple[int, ...], names: Names, first: str = "none") -> tuple[BlockPrice, ...]:
         return tuple(
-            priced(b, "none", counts=one) for b, one in zip(blocks, ties.at(blocks, names), strict=True)
+            priced(b, "none" if i else first, counts=one)
+            for i, (b, one) in enumerate(zip(blocks, ties.at(blocks, names), strict=True))
         )
 
-    def group(blocks: tuple[int, ...], mode: str) -> tuple[BlockPrice, ...]:
-        return tuple(
-            priced(b, "none" if i else mode, counts=one)
-            for i, (b, one) in enumerate(zip(blocks, ties.at(blocks, held.groups), strict=True))
-        )
-
-    kept = tuple(group(blocks, chosen.mode) for blocks in chain.groups)
+    kept = tuple(links(blocks, held.groups, chosen.mode) for blocks in chain.groups)
     constants = book.device.constants
     return PricedChain(
-        head=side(chain.head, held.head),
-        tail=side(chain.tail, held.tail),
+        head=links(chain.head, held.head),
+        tail=links(chain.tail, held.tail),
         kept=kept,
-        recomputed=tuple(group(b, "full") for b in chain.groups) if frees(problem, chosen) else kept,
+        recomputed=tuple(links(b, held.groups, "full") for b in chain.groups)
+        if frees(problem, chosen)
+        else kept,
         chunks=chosen.chunks,
         count=len(chain.kinds),
         compute_slowdown=constants.get("overlap.compute_slowdown", 0.0),

@@ -36,12 +36,13 @@ class Relaxation:
     layers: list[list[pywraplp.Variable]]  # by chunk and kind
     recomputed: list[list[pywraplp.Variable]]  # likewise; empty where nothing may be
     step: pywraplp.Variable
+    places: list[int]  # `corners` of the chain
     planes: dict[Row, pywraplp.Constraint] = field(default_factory=dict)
     moments: dict[Row, pywraplp.Constraint] = field(default_factory=dict)  # of memory
     _amounts: dict[tuple[int, int, float], pywraplp.Variable] = field(default_factory=dict)
     _cuts: dict[int, list[pywraplp.Variable]] = field(
         default_factory=dict
-    )  # by chunk, one for each of `_places`
+    )  # by chunk, one for each of `places`
     _slopes: dict[int, tuple[Floats, tuple[float, ...]]] = field(default_factory=dict)  # by `id` of a form
 
     @staticmethod
@@ -74,7 +75,9 @@ class Relaxation:
         step = solver.NumVar(0.0, solver.infinity(), "T")
         solver.Objective().SetCoefficient(step, 1.0)
         solver.Objective().SetMinimization()
-        found = Relaxation(problem, solver, kinds, layers, recomputed, step)
+        sent = [form.after for quantity in problem.quantities for form in quantity.forms if form.after]
+        places = corners(problem.kinds, sent)
+        found = Relaxation(problem, solver, kinds, layers, recomputed, step, places)
         if memory:
             for row in problem.memory:
                 room = problem.room(row) / GIB
@@ -135,7 +138,7 @@ class Relaxation:
 
     def _sent(self, after: Sequence[int], chunk: int, times: float) -> list[tuple[pywraplp.Variable, float]]:
         """What the cut after a chunk adds to a row that has so many `times` what is sent `after` each cut of the chain."""
-        kinds, places = self.problem.kinds, corners(self.problem.kinds, after)
+        kinds, places = self.problem.kinds, self.places
         if len(places) > MOST_PLACES:
             return []
         if chunk not in self._cuts:
@@ -187,12 +190,12 @@ class Relaxation:
         return rates, fixed[chunk]
 
 
-def corners(kinds: Sequence[int], after: Sequence[int]) -> list[int]:
-    """The cuts of a chain of which all others are means, what is sent `after` them included."""
+def corners(kinds: Sequence[int], sent: Sequence[Sequence[int]]) -> list[int]:
+    """The cuts of a chain of which all others are means, what is sent after them, in each of these ways, included."""
 
     def between(cut: int) -> bool:
         alike = kinds[cut - 1] == kinds[cut]
-        return alike and after[cut - 1] == after[cut] == after[cut + 1]
+        return alike and all(after[cut - 1] == after[cut] == after[cut + 1] for after in sent)
 
     return [cut for cut in range(len(kinds) + 1) if cut in (0, len(kinds)) or not between(cut)]
 
