@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache as call_once
 from pathlib import Path
@@ -27,6 +28,7 @@ from autoparallel.planner.strategy.legal import strategy_problems
 from autoparallel.planner.strategy.lengths import graph_at, phase_lengths, phases_of, with_length
 from autoparallel.planner.strategy.stacks import OWN_STACK
 from autoparallel.planner.strategy.types import Execution, Strategy
+from autoparallel.planner.strategy.write import write_text
 from autoparallel.profiles import Cluster, load_cluster
 from autoparallel.profiles.likest import device_of_hardware
 from autoparallel.runtime.capabilities.table import limits
@@ -226,16 +228,10 @@ def _with_other_lengths(
 
 def _keep_graph(graph: ModelGraph, path: Path) -> None:
     """Write it aside, then rename. Raises UserError, which other ranks hear of."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    remedy = "make room there, or give another folder"
+    with suppress(OSError):  # which is told of the file, too
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(graph_to_json(graph), encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(
-            f'what the model computes cannot be kept in "{path}" ({error.strerror}): make room there, or give another folder'
-        ) from None
+    write_text(path, graph_to_json(graph), remedy=remedy)
 
 
 def _on_first_rank(decide: Callable[[], _Decision], rank: int) -> _Decision:

@@ -16,8 +16,7 @@ import argparse
 import json
 import pickle
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -26,13 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoparallel import auto_parallelize
 from autoparallel.planner.capture import capture
 from autoparallel.planner.explain.break_even import break_evens, seconds_at
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import Cluster
-from benchmarks.measured_plans import EXECUTION, LEARNING_RATE
+from benchmarks.measured_plans import EXECUTION, trained
 from benchmarks.shaped_cluster import METHODS, Links, Shape, missing_means, profiled, rivals
 from benchmarks.small_models import MODELS, make
 
@@ -68,27 +66,6 @@ def serve(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def trained(name: str, strategy: Strategy, cluster: Cluster) -> Callable[[], float]:
-    """What trains one step and returns its seconds. Collective, both."""
-    module, inputs = make(name, strategy.batch.global_)
-    model: Any = auto_parallelize(module, inputs, strategy=strategy, cluster=cluster, cache=None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    share = strategy.batch.global_ // model.data_parallel_size
-    first = model.data_parallel_rank * share
-    mine = {key: value[first : first + share] for key, value in inputs.items()}
-
-    def step() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        model.step(mine)
-        optimizer.step()
-        dist.barrier()
-        return time.perf_counter() - begin
-
-    return step
 
 
 def gains(

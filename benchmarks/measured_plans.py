@@ -16,10 +16,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,24 +111,31 @@ def train(rank: int, processes: int, name: str, strategies: Sequence[Strategy], 
     dist.destroy_process_group()
 
 
-def step_s(name: str, strategy: Strategy) -> float:
-    """The least seconds of a few training steps of a model by a strategy. Collective."""
+def trained(name: str, strategy: Strategy, cluster: Cluster | None = None) -> Callable[[], float]:
+    """What trains one step of a model by a strategy, and returns its seconds. Collective, both."""
     module, inputs = make(name, strategy.batch.global_)
-    model = auto_parallelize(module, inputs, strategy=strategy, cache=None)
+    model: Any = auto_parallelize(module, inputs, strategy=strategy, cluster=cluster, cache=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     share = strategy.batch.global_ // model.data_parallel_size
     first = model.data_parallel_rank * share
     mine = {key: value[first : first + share] for key, value in inputs.items()}
-    times = []
-    for _ in range(WARM_UP + STEPS):
+
+    def step() -> float:
         dist.barrier()
         begin = time.perf_counter()
         optimizer.zero_grad()
         model.step(mine)
         optimizer.step()
         dist.barrier()
-        times.append(time.perf_counter() - begin)
-    return min(times[WARM_UP:])
+        return time.perf_counter() - begin
+
+    return step
+
+
+def step_s(name: str, strategy: Strategy) -> float:
+    """The least seconds of a few training steps of a model by a strategy. Collective."""
+    step = trained(name, strategy)
+    return min([step() for _ in range(WARM_UP + STEPS)][WARM_UP:])
 
 
 def measure(name: str, strategies: Sequence[Strategy], processes: int) -> list[float]:

@@ -87,8 +87,8 @@ def _no_tensor_entries(strategy: Strategy) -> str:
     return "" if sharded else "tensor = []                        # nothing is sharded over tp\n"
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write text by way of a file beside it that is then renamed. Raises UserError."""
+def write_text(path: str | Path, text: str, *, remedy: str = "give another path with -o") -> None:
+    """Write text by way of a file beside it that is then renamed. Raises UserError, which says a `remedy`."""
     target = Path(path)
     try:
         if _is_special(target):  # a pipe or a device: must not be replaced by a file
@@ -108,7 +108,7 @@ def write_text(path: str | Path, text: str) -> None:
             Path(aside).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); give another path with -o") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {remedy}") from None
 
 
 def check_writable(path: str | Path, *, read: Iterable[str | Path] = ()) -> None:
