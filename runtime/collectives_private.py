@@ -90,7 +90,8 @@ class Sent:
 
 
 class Ear:
-    """Who is told of what this process sends: `hear`, None for nobody."""
+    """Who is told of what this process sends: `hear`, None for nobody. Threads send too (checkpoints are saved in one), while another
+    one changes `hear`: it is read once for each collective."""
 
     def __init__(self) -> None:
         self.hear: Callable[[Sent], None] | None = None
@@ -138,11 +139,12 @@ def _on_host(given: Any) -> bool:
 
 def _method(ear: Ear, inner: Callable[..., Any], op: str, at: int) -> Callable[..., Any]:
     def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if ear.hear is None or len(args) <= at:
+        hear = ear.hear
+        if hear is None or len(args) <= at:
             return inner(group, *args, **kwargs)
         sent = Sent(op, _bytes(args[at]), group, time.perf_counter())
         work = inner(group, *args, **kwargs)
-        ear.hear(sent)
+        hear(sent)
         if not _on_host(args[at]):
             return work
         sent.told = op != "send" and _tells(work, sent)
@@ -176,12 +178,13 @@ def _operator(ear: Ear, inner: Any, op: str, whole: bool) -> Callable[..., Any]:
     after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def operator(keys: Any, tensor: Tensor, *args: Any) -> Any:
-        if ear.hear is None:
+        hear = ear.hear
+        if hear is None:
             return inner.redispatch(keys & after, tensor, *args)
         begun_s = time.perf_counter()
         made = inner.redispatch(keys & after, tensor, *args)
         sent = Sent(op, (made if whole else tensor).nbytes, args[-1], begun_s)
-        ear.hear(sent)
+        hear(sent)
         if _on_host(tensor):
             ear.waited[-made.data_ptr()] = sent  # below the numbers of objects
         return made

@@ -319,7 +319,7 @@ class Checkpoints:
             if not problems and self._rank == 0:
                 try:
                     self._commit(step, planned, every, extra)
-                except (OSError, UserError) as error:
+                except Exception as error:  # whatever it is, the others wait to hear of it
                     problems = [f"rank 0: {error}"]
             if problems and self._rank == 0:
                 self.folder.abandon(step)

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import _functional_collectives as functional
 
 from autoparallel.costmodel.program import Program
 from autoparallel.costmodel.step_collectives import CollectiveCost, priced_collectives
 from autoparallel.planner.strategy.types import Strategy
 from autoparallel.profiles import load_cluster
+from autoparallel.runtime.collectives_private import Ear, Sent, hooked
 from autoparallel.runtime.monitor.collectives import CollectiveTable, Levels, Meter, under_way_s
 from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.start import parallelize
@@ -133,6 +135,33 @@ def test_who_is_late_is_not_what_the_network_takes(gloo: Processes) -> None:
         ("reduce_scatter", "between"): (1, 2 << 16),
     }
     assert all(0 < c.seconds < LATE_S / 2 for c in costs.values()), costs
+
+
+class _Deaf(Ear):
+    """Somebody stops listening between any two looks."""
+
+    def __init__(self) -> None:
+        self.sent, self._looks, self.waited = list[Sent](), 0, {}
+
+    @property
+    def hear(self) -> Callable[[Sent], None] | None:  # type: ignore[override]
+        self._looks += 1
+        return self.sent.append if self._looks % 2 else None
+
+
+def heard_no_more(rank: int, world_size: int) -> list[str]:
+    """What is heard of two collectives."""
+    value, ear = torch.ones(100), _Deaf()
+    with hooked(ear):
+        for send in (dist.all_reduce, lambda x: functional.all_reduce(x, "sum", dist.group.WORLD)):
+            send(value)
+            assert ear.hear is None
+    return [sent.op for sent in ear.sent]
+
+
+@pytest.mark.distributed
+def test_a_thread_that_sends_may_be_heard_no_more_meanwhile(gloo: Processes) -> None:
+    assert gloo.run(2, heard_no_more)[0] == ["all_reduce", "all_reduce"]
 
 
 spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)).map(lambda x: (x[0], x[0] + x[1])), max_size=8)
