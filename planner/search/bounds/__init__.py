@@ -2,7 +2,8 @@
 
 - `prices.py`: one block of the chain under a strategy: seconds, bytes, numbers, as `score` has them; `tables.py`: the
   same as columns, a row for each setting; `settings.py`: of the settings that are asked for; `communication.py`: what
-  variants communicate, in columns, by the rates of `exchanges.py`, once for each of the `placements.py`.
+  variants communicate, in columns, by the rates of `exchanges.py`, once for each of the `placements.py`;
+  `exchanged.py`: of layer groups and the whole model.
 - `outer.py`: the space joined with its prices, and the bounds of shapes and variants:
 - `variants.py`: of shapes, of variants as a whole ("shared"), and rank by rank ("divided");
 - `rows.py`: variants with all that these are made of; `messages.py`: what stages send each other;

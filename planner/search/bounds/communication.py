@@ -48,6 +48,7 @@ class Communication:
     reduce_expert_s: Floats  # and likewise for one parameter of an expert under ep > 1
     gather_expert_s: Floats
     step_expert_s: Floats
+    updated_expert_s: Floats
     sends_s: Floats  # the messages between neighbouring stages, [variant, one of `Chain.messages`]
     tied_s: Floats  # the exchange of tied gradients between the first and the last stage
 

@@ -1,6 +1,7 @@
-"""What a rank still has to do when it has computed all: reductions that stand in line, weight gradients, updates.
+"""What a rank waits for before it computes: updated parameters; and what it still has to do when it has computed all: reductions
+that stand in line, weight gradients, updates.
 
-Both bounds hold for every partition of blocks, and say how many blocks a rank has time for.
+All of these bounds hold for every partition of blocks, and say how many blocks a rank has time for.
 """
 
 from __future__ import annotations
@@ -118,3 +119,42 @@ class Passed:
             found[rank] = np.minimum(found[rank], np.floor(most * (1 + EPSILON) + EPSILON))
             before = before + np.maximum(found[rank], 0.0)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """Ranks whose first forwards wait for updated parameters that are gathered beside them: of one stage for all of its own; of several
+    the last one's ends when all of the rank's have come, and no backward begins before."""
+
+    base_s: Floats  # [2, rank, variant]: to the end of what is computed, and of what is reduced
+    per_block_s: Floats
+
+    @staticmethod
+    def of(
+        rows: Rows, rank: Ints, slower: Floats | float, computed: tuple[Floats, Floats], reduced: tuple[Floats, Floats]
+    ) -> Awaited:  # fmt: skip
+        """`computed`, `reduced`: seconds besides and of each layer group, all forwards included, from a rank's first forward to the end of its
+        step, as it computes all, and as it reduces what its last backwards leave."""
+        u, m, (first, last) = rows.table, rows.shapes.micro_batches, _ends(rows, rank)
+        alone, gathered_s = rows.chunks == 1, rows.group_updated_s
+        forward_s = rows.beside(u.group_forward_s * slower, rows.group_gather_s)
+        ends_s = u.head_forward_s * first + u.tail_forward_s * last
+        ends_gathered_s = rows.updated_s * (u.head_parameters * first + u.tail_parameters * last)
+        # One of the two forms of `Rows.beside`, whichever all of the rank's layer groups are in.
+        least_s = np.minimum(rows.computed(ends_s, ends_gathered_s), ends_gathered_s + rows.rest(ends_s))
+        base_s = np.stack([
+            computed[0] + np.where(alone, least_s - ends_s, ends_gathered_s - m * ends_s),
+            reduced[0] + np.where(alone, least_s, ends_gathered_s),
+        ])  # fmt: skip
+        more_s = np.where(
+            alone, rows.longer(u.group_forward_s * slower, gathered_s), gathered_s - m * forward_s
+        )
+        per_block_s = np.stack(
+            [np.broadcast_to(one[1] + more_s, base_s.shape[1:]) for one in (computed, reduced)]
+        )
+        return Awaited(base_s=base_s, per_block_s=np.where(gathered_s > 0, per_block_s, 0.0))
+
+    def most_blocks(self, time_s: Floats) -> Floats:
+        """How many blocks each rank has time for."""
+        most = np.where(self.per_block_s > 0, (time_s - self.base_s) / self.per_block_s, np.inf)
+        return np.asarray(most.min(axis=0))

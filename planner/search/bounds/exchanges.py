@@ -31,7 +31,9 @@ NUMBERED = ("all_experts", "group_parameters", "most_trainable")  # columns that
 GATHERED = ("gather_s", "gather_each_s", "regather_s", "regather_each_s")
 EXCHANGED = ("reduce_s", "reduce_least_s", *GATHERED, "reduce_expert_s", "gather_expert_s")
 # Of experts last.
-STEPPED = ("step_s", "step_least_s", "updated_s", "summed_s", "summed_least_s", "step_expert_s")
+STEPPED = (
+    "step_s", "step_least_s", "updated_s", "summed_s", "summed_least_s", "step_expert_s", "updated_expert_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +154,13 @@ class ExchangePrices:
             strategy = self._example(found, row)
             axes = mesh_axes(strategy)
             line = update_line(self.book, strategy, axes, whole)
-            late = gathers_late(strategy)
-            updated_s = self.book.updated_gather_s(whole, strategy, axes) / whole if late else 0.0
-            return line.each_s, line.least_s, updated_s
+            return line.each_s, line.least_s, _gather_late_s(self.book, strategy, axes, whole)
 
         def of_experts(row: int) -> tuple[float, ...]:
             strategy = self._example(found, row)
-            return (update_s(self.book, strategy, mesh_axes(strategy), whole, whole) / whole,)
+            axes = mesh_axes(strategy)
+            step_s = update_s(self.book, strategy, axes, whole, whole) / whole
+            return step_s, _gather_late_s(self.book, strategy, axes, whole, whole)
 
         prices = np.zeros((len(found), len(STEPPED)))
         prices[:, :3] = looked_up(self._stepped, keys(self.groups.shards), price, 3)
@@ -166,7 +168,7 @@ class ExchangePrices:
         rows = np.flatnonzero(self._column("all_experts", found) > 0)  # then their shards are elsewhere
         if len(rows):
             known, own = self._stepped_experts, keys(self.groups.expert_shards)[rows]
-            prices[rows, 5] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 1)[:, 0]
+            prices[rows, 5:] = looked_up(known, own, lambda row: of_experts(int(rows[row])), 2)
         return prices
 
     def _summed_at_end(self, found: Variants, most: int) -> Floats:
@@ -300,6 +302,14 @@ def _gather_updated_s(
     book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0
 ) -> float:
     return 0.0 if gathers_late(strategy) else book.updated_gather_s(parameters, strategy, axes, experts)
+
+
+def _gather_late_s(
+    book: PriceBook, strategy: Strategy, axes: Axes, parameters: int, experts: int = 0
+) -> float:
+    """To gather one of so many updated parameters beside the next step's first forward, all of them at once."""
+    gathered_s = book.updated_gather_s(parameters, strategy, axes, experts)
+    return gathered_s / parameters if gathers_late(strategy) else 0.0
 
 
 def update_line(book: PriceBook, strategy: Strategy, axes: Axes, most: int) -> Line:

@@ -11,6 +11,7 @@ from autoparallel.costmodel.prediction import Held
 from autoparallel.planner.expand.expander import Expander
 from autoparallel.planner.problem import Objective, Problem
 from autoparallel.planner.search.bounds.communication import Communication, CommunicationPrices
+from autoparallel.planner.search.bounds.exchanged import gathers_s, of_kinds, updates_s
 from autoparallel.planner.search.bounds.families import ANYWHERE, Alike, Alternatives, LeastCommunication
 from autoparallel.planner.search.bounds.far import FarPrices
 from autoparallel.planner.search.bounds.pace import no_faster_than, pace_of_ranks
@@ -277,7 +278,10 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
     least, ends, most = _blocks_per_chunk(outer, shapes.pp)
     # A model of one stage ends its first forward when all parameters have come, and not before.
     waits_s = np.maximum(
-        communication.updated_s * (table.all_parameters - table.all_experts) - table.all_forward_s, 0.0
+        communication.updated_s * table.all_parameters
+        + communication.updated_expert_s * table.all_experts
+        - table.all_forward_s,
+        0.0,
     )
     waits_s *= shapes.pp == 1
     return Rows(
@@ -291,15 +295,16 @@ def _rows(outer: Outer, found: Variants | Families, table: PriceTable, communica
         + communication.reduce_expert_s * table.group_expert_trainable,
         all_reduce_s=communication.reduce_s * table.all_trainable
         + communication.reduce_expert_s * table.all_expert_trainable,
-        **_gathers_s(outer, communication, table),
+        **gathers_s(outer.repeated, communication, table),
+        **updates_s(shapes.pp, communication, table),
         group_step_s=communication.step_s * table.group_trainable
         + communication.step_expert_s * table.group_expert_trainable
         + waits_s / max(outer.repeated, 1),
         all_step_s=communication.step_s * table.all_trainable
         + communication.step_expert_s * table.all_expert_trainable
         + waits_s,
-        kind_reduce_s=_of_kinds(table, communication.reduce_s, communication.reduce_expert_s, "trainable"),
-        kind_step_s=_of_kinds(table, communication.step_s, communication.step_expert_s, "trainable"),
+        kind_reduce_s=of_kinds(table, communication.reduce_s, communication.reduce_expert_s, "trainable"),
+        kind_step_s=of_kinds(table, communication.step_s, communication.step_expert_s, "trainable"),
         step_s=communication.step_s,
         reduce_s=communication.reduce_s,
         reduce_least_s=communication.reduce_least_s,
@@ -347,41 +352,9 @@ def slowdowns(book: PriceBook) -> tuple[float, float]:
     )
 
 
-def _of_kinds(table: PriceTable, each_s: Floats, expert_s: Floats, numbers: str) -> Floats:
-    """Seconds of a layer group of each kind at these rates per number, [variant, kind]."""
-    dense, experts = (
-        ("dense_trainable", "expert_trainable") if numbers == "trainable" else ("dense", "experts")
-    )
-    return table.of_kinds(dense) * each_s[:, None] + table.of_kinds(experts) * expert_s[:, None]
-
-
 def _shortest(sends_s: Floats, chain: Chain) -> Floats:
     """The shortest message of each variant."""
     return sends_s[:, chain.sent].min(axis=1) if chain.sent else np.zeros(len(sends_s))
-
-
-def _gathers_s(outer: Outer, communication: Communication, table: PriceTable) -> dict[str, Floats]:
-    """Of a layer group, of all parameters, of a layer group of each kind, and of one parameter: what is gathered before a forward, and
-    before a backward."""
-    found, expert_s = {}, communication.gather_expert_s
-    for name in ("gather", "regather"):
-        group_s, each_s = getattr(communication, f"{name}_s"), getattr(communication, f"{name}_each_s")
-        with_experts_s = group_s + expert_s * table.group_experts
-        all_s = each_s * table.all_parameters + expert_s * table.all_experts
-        found[f"group_{name}_s"] = with_experts_s
-        found[f"all_{name}_s"] = np.maximum(outer.repeated * with_experts_s, all_s)
-        found[f"kind_{name}_s"] = _kind_gathers_s(table, group_s, each_s, expert_s)
-        found[f"{name}_each_s"] = each_s
-    return found
-
-
-def _kind_gathers_s(table: PriceTable, group_s: Floats, each_s: Floats, expert_s: Floats) -> Floats:
-    """Seconds to gather the parameters of a layer group of each kind: at the best rate, and no less than those of the
-    smallest layer group of the kinds that count where it has as many."""
-    as_many = table.of_kinds("dense") >= table.group_parameters[:, None]
-    best = _of_kinds(table, each_s, 0.0 * expert_s, "all")
-    least = np.where(as_many, np.maximum(best, group_s[:, None]), best)
-    return least + table.of_kinds("experts") * expert_s[:, None]
 
 
 def _blocks_per_chunk(outer: Outer, pp: Ints) -> tuple[Ints, Ints, Ints]:

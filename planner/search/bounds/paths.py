@@ -147,6 +147,10 @@ class _Took:
         for q in (Q.BACKWARD_WEIGHT, Q.LAST_BACKWARD_WEIGHT):
             self._take(q, weight, each_weight)
         self._take(Q.END_WEIGHT, weight, reduces)
+        self._await(
+            forward,
+            (rows.kind_updated_s, *(rows.updated_s * n for n in (u.head_parameters, u.tail_parameters))),
+        )
         self._add(Q.STEP, rows.kind_step_s, *(rows.step_s * numbers for numbers in trainable))
         some = self._leave(Q.REDUCE, backward, reduces, every)
         self.again[Q.REDUCE] = np.where(some[:, None], -self._recompute_s * (rows.slow / rows.slow_comm), 0.0)
@@ -182,6 +186,14 @@ class _Took:
         first_s = (1.0 - self._more) * gathered.min(axis=1)
         last_s = (1.0 - self._less) * computed[0][:, self._of_kind > 0].min(axis=1) if ends_computing else 0.0
         self.chunks[q] = np.where(led, first_s, last_s) * (self._rows.least_per_chunk > 0)
+
+    def _await(self, computed: _Parts, gathered: _Parts) -> None:
+        """What first forwards are longer for updated parameters that are gathered beside them."""
+        compute, comm = (part[0] @ self._of_kind + part[1] + part[2] for part in (computed, gathered))
+        some = comm > (1.0 - self._less) * compute
+        self._add(Q.UPDATED, *(
+            np.where(_column(some, a), b - (1.0 - self._less) * a, 0.0) for a, b in zip(computed, gathered, strict=True)
+        ))  # fmt: skip
 
     def _leave(self, q: Q, computed: _Parts, reduced: _Parts, every: Bools) -> Bools:
         """What computation leaves of a reduction beside it; nothing where layer groups may hide what others leave. Which

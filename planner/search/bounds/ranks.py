@@ -23,7 +23,7 @@ from autoparallel.costmodel.graph import ITEM_BYTES
 from autoparallel.planner.expand import state
 from autoparallel.planner.expand.local import TENSOR_DTYPE
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.search.bounds.ends import InLine, Passed, least_of_stages
+from autoparallel.planner.search.bounds.ends import Awaited, InLine, Passed, least_of_stages
 from autoparallel.planner.search.bounds.flight import InFlight, deferred_weights, in_flight, weights_share
 from autoparallel.planner.search.bounds.hosts import host_room
 from autoparallel.planner.search.bounds.messages import Messages
@@ -132,6 +132,7 @@ class RankBounds:
         own_s = m * (u.head_s * first + u.tail_s * last)
         sent = Messages.of(rows)
         before, sends_s = rows.before(rank), sent.together_s(rank)
+        fill_s = before * others_f + sends_s
         # What each further layer group on the ranks before adds: of several chunks it may stand in any.
         self.before, self.fill_s, self.drain_s = before, single * others_f, single * others_b
         step_s, tied_s = rows.step_s, np.where(plain, rows.tied_s, 0.0)
@@ -143,14 +144,14 @@ class RankBounds:
         self.per_block_s = m * f + (m - 1) * b + final_s + rows.group_step_s
         self.hides_s, self.hides_once_s = hidden(rows, slower), exposed_s
         self.least_per_block_s = np.array(np.atleast_2d(self.per_block_s - self.hides_s).min(axis=0))
-        self.base_s = own_s + before * others_f + sends_s + np.where(plain, exposed_s, 0.0) + step_s * ends
+        self.base_s = own_s + fill_s + np.where(plain, exposed_s, 0.0) + step_s * ends
         self.base_s += np.maximum(tied_s * first, rows.summed_s)
         stepped_s, reduces = least_of_stages(rows, rank, pp)
         left_least_s = rows.reduce_least_s * reduces
         every_s = left_least_s * np.where((rows.zero == 2) & alone, m, 1)
         self.base_s += stepped_s + every_s + rows.reduce_s * ends * rows.apart
         at_end_s = stepped_s + step_s * ends + rows.summed_s
-        self.in_line = InLine.of(rows, rank, slower, reduces & alone, before * others_f + sends_s + at_end_s)
+        self.in_line = InLine.of(rows, rank, slower, reduces & alone, fill_s + at_end_s)
         self.passed = Passed.of(rows, rank, left_least_s * alone + at_end_s)
         self._drain(rows, slower, (f, b), (others_f, others_b), sends_s)
         gpipe = rows.schedule == SCHEDULES.index("gpipe")
@@ -158,9 +159,8 @@ class RankBounds:
         whole_s = u.all_forward_s + u.all_backward_s + 2 * sent.together_s(np.full(len(m), pp - 1))
         self.round_per_block_s = np.where(single, (m - 1) * b + (m - warm) * f, 0.0)
         self.round_base_s = np.where(single, whole_s + rows.ending_s(), 0.0)
-        # Its first backward waits for one micro-batch's way through all stages, and with a single chunk for its way back
-        # from the last one; then the rank has all of its backwards before it, and the forwards that its warm-up has left
-        # over.
+        # Its first backward waits for one micro-batch's way through all stages, of a single chunk for its way back, too; then
+        # the rank has all of its backwards before it, and the forwards that its warm-up has left over.
         flight = in_flight(rows.schedule, rows.chunks, m, rank, pp)
         self.late_per_block_s = m * b + (m - flight.most) * f + rows.group_step_s
         self.late_base_s = u.all_forward_s + step_s * ends + np.where(last, u.tail_s - u.tail_forward_s, 0.0)
@@ -172,10 +172,10 @@ class RankBounds:
         # No chunk's last backward starts before every micro-batch has passed all stages.
         self.reduced_per_block_s = m * f + left_s + rows.group_step_s
         head_left_s, tail_left_s = rows.ends_left_s()
-        self.reduced_base_s = (
-            before * others_f + sends_s + step_s * ends + head_left_s * first + tail_left_s * last
-        )
-        self.reduced_base_s += stepped_s + left_least_s
+        reduced_s = step_s * ends + head_left_s * first + tail_left_s * last + stepped_s + left_least_s
+        self.reduced_base_s = fill_s + reduced_s
+        computed = self.base_s - fill_s, self.per_block_s
+        self.awaited = Awaited.of(rows, rank, slower, computed, (reduced_s, self.reduced_per_block_s))
         self.recompute_s = m * u.recompute_s
 
     def _drain(
@@ -317,6 +317,7 @@ class RankBounds:
         n = np.where(self.round_per_block_s > 0, np.minimum(n, round_s), n)
         n = np.minimum(n, (time_s - self.reduced_base_s) / self.reduced_per_block_s)
         n = np.minimum(n, self.in_line.most_blocks(time_s - further * self.fill_s))
+        n = np.minimum(n, self.awaited.most_blocks(time_s))
         late_base_s = self.late_base_s + behind * self.late_s
         n = np.minimum(n, (time_s - late_base_s) / self.late_per_block_s)
         limit = room.most

@@ -39,6 +39,10 @@ class Rows:
     kind_step_s: Floats
     gather_each_s: Floats  # of one parameter, when all are gathered at once
     regather_each_s: Floats
+    group_updated_s: Floats  # updated parameters of a layer group, gathered beside the next step's first forward: of several stages
+    all_updated_s: Floats
+    kind_updated_s: Floats
+    updated_s: Floats  # of one parameter
     step_s: Floats  # likewise per trainable parameter, experts aside
     reduce_s: Floats  # the gradient of one
     reduce_least_s: Floats  # gradients of a stage, however few
@@ -77,7 +81,7 @@ class Rows:
             "zero", "schedule", "chunks", "pp_stride", "group_reduce_s", "all_reduce_s", "group_gather_s", "all_gather_s",
             "group_regather_s", "all_regather_s", "kind_regather_s", "regather_each_s",
             "group_step_s", "all_step_s", "step_s", "reduce_s", "sends_s", "send_s", "tied_s", "summed_s",
-            "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s", "reduce_least_s", "step_least_s",
+            "group_updated_s", "all_updated_s", "kind_updated_s", "updated_s", "kind_gather_s", "kind_reduce_s", "kind_step_s", "gather_each_s", "reduce_least_s", "step_least_s",
         )  # fmt: skip
         return Rows(
             shapes=self.shapes.take(index), table=take_rows(self.table, index),
@@ -90,14 +94,21 @@ class Rows:
 
     def beside(self, compute_s: Floats, communicate_s: Floats) -> Floats:
         """Seconds of both on two streams at least: `planner.search.partition.forms.PricedChain.beside`."""
+        return np.maximum(self.computed(compute_s, communicate_s), communicate_s + self.rest(compute_s))
+
+    def rest(self, compute_s: Floats) -> Floats:
+        """What of a computation communication does not hide, however much that is."""
         gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
-        less = max(1.0 - self.slow * gain, 0.0)
-        return np.maximum(self.computed(compute_s, communicate_s), communicate_s + less * compute_s)
+        return max(1.0 - self.slow * gain, 0.0) * compute_s
 
     def computed(self, compute_s: Floats, communicate_s: Floats) -> Floats:
         """The one of both forms of `beside` in which all computation counts."""
         gain = max(1.0 / self.slow + 1.0 / self.slow_comm - 1.0, 0.0)
         return compute_s + max(1.0 - self.slow_comm * gain, 0.0) * communicate_s
+
+    def longer(self, compute_s: Floats, communicate_s: Floats) -> Floats:
+        """How much longer a computation takes at least beside communication, all of which it waits for."""
+        return self.beside(compute_s, communicate_s) - compute_s
 
     def ended(self, compute_s: Floats, gather_s: Floats, reduce_s: Floats) -> Floats:
         """Seconds of a backward at least that gathers, and ends with a reduction."""

@@ -180,6 +180,11 @@ def _shared_s(rows: Rows) -> Floats:
     left_s = np.where(rows.zero >= 2, 0.0, np.maximum(rows.all_reduce_s - beside_s, 0.0))
     # No chunk's last backward starts before every micro-batch has passed all stages.
     reduced_s = fill_s + m * forward_s + left_s + rows.all_step_s
+    # First forwards wait for updated parameters, of each further chunk for those of the ones before.
+    alone, gathered_s = rows.chunks == 1, rows.all_updated_s
+    first_s = np.where(alone, m * forward_s + rows.longer(u.all_forward_s, gathered_s), gathered_s)
+    stepped_s = np.maximum(stepped_s, first_s + (m - 1) * backward_s + last_s + rows.all_step_s)
+    reduced_s = np.maximum(reduced_s, first_s + left_s + rows.all_step_s)
     back_s = np.where(plain, u.all_backward_s, u.all_input_s)
     passing_s = messages_s(rows, sent, u.all_forward_s, back_s)
     through_s = np.maximum(through_s, np.where(pp > 1, passing_s, 0.0))
