@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.planner.search.bounds.messages import Messages
+from autoparallel.planner.search.bounds.messages import Messages, forth_s
 from autoparallel.planner.search.bounds.rows import EPSILON, Rows, passes
 from autoparallel.planner.search.space.meshes import Bools, Floats, Ints
 
@@ -100,6 +100,8 @@ class Passed:
         head_s = np.where(rows.plain, u.head_s - u.head_forward_s, u.head_input_s)
         hops, sent = rows.shapes.pp * rows.chunks - 1 - rows.v_shaped, Messages.of(rows)
         sent_s = sent.together_s(hops) + sent.together_s(hops - rank)
+        # Of a single chunk the last micro-batch is the last through every link.
+        sent_s += np.where(alone, (rows.shapes.micro_batches - 1) * sent.longest_s(hops), 0.0)
         left_s = np.maximum(rows.group_reduce_s - u.group_backward_s * (rows.slow / rows.slow_comm), 0.0)
         whole = np.where(rows.zero >= 2, 0.0, left_s)
         split = rows.beside(u.group_weight_s, rows.group_reduce_s)
@@ -124,9 +126,10 @@ class Passed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
     """Ranks whose first forwards wait for updated parameters that are gathered beside them: of one stage for all of its own; of several
-    the last one's ends when all of the rank's have come, and no backward begins before."""
+    the last one's ends when all of the rank's have come, and no backward begins before. And ranks whose last backwards wait for the
+    messages that are sent forth."""
 
-    base_s: Floats  # [2, rank, variant]: to the end of what is computed, and of what is reduced
+    base_s: Floats  # [3, rank, variant]: to the end of what is computed, of what is reduced, and of that after the messages
     per_block_s: Floats
 
     @staticmethod
@@ -145,14 +148,16 @@ class Awaited:
         base_s = np.stack([
             computed[0] + np.where(alone, least_s - ends_s, ends_gathered_s - m * ends_s),
             reduced[0] + np.where(alone, least_s, ends_gathered_s),
+            reduced[0] + forth_s(rows, Messages.of(rows)),
         ])  # fmt: skip
         more_s = np.where(
             alone, rows.longer(u.group_forward_s * slower, gathered_s), gathered_s - m * forward_s
         )
-        per_block_s = np.stack(
-            [np.broadcast_to(one[1] + more_s, base_s.shape[1:]) for one in (computed, reduced)]
+        waiting_s = [np.where(gathered_s > 0, one[1] + more_s, 0.0) for one in (computed, reduced)]
+        each_s = (*waiting_s, reduced[1] - m * forward_s)
+        return Awaited(
+            base_s=base_s, per_block_s=np.stack([np.broadcast_to(s, base_s.shape[1:]) for s in each_s])
         )
-        return Awaited(base_s=base_s, per_block_s=np.where(gathered_s > 0, per_block_s, 0.0))
 
     def most_blocks(self, time_s: Floats) -> Floats:
         """How many blocks each rank has time for."""

@@ -54,6 +54,22 @@ class Messages:
         return np.asarray(np.where(cuts[:, None] > before, self.each_s, 0.0).max(axis=1))
 
 
+def forth_s(rows: Rows, sent: Messages) -> Floats:
+    """Seconds of messages alone until the last micro-batch has passed all stages on its way forth; 0 where it sends none.
+
+    Of a single chunk the link of the longest message carries one for each micro-batch, of several that between the first two ranks one
+    for each of their cuts and each micro-batch, in the shape of a V the first half of these.
+    """
+    chunks, m, pp = rows.chunks, rows.shapes.micro_batches, rows.shapes.pp
+    v_shaped = is_v_shaped(rows.schedule)
+    hops = pp * chunks - 1 - v_shaped
+    single_s = sent.together_s(hops) + (m - 1) * sent.longest_s(hops)
+    several_s = m * sent.together_s(chunks) + (pp - 2) * rows.send_s
+    shaped_s = (m + hops - 1) * rows.send_s
+    found_s = np.where(v_shaped, shaped_s, np.where(chunks > 1, several_s, single_s))
+    return np.asarray(np.where(pp > 1, found_s, 0.0))
+
+
 def messages_s(rows: Rows, sent: Messages, forward_s: Floats, back_s: Floats) -> Floats:
     """Seconds that messages make a step take at least, several ranks: `forward_s` and `back_s` of one micro-batch through the
     whole model and back.

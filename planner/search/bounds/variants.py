@@ -18,7 +18,7 @@ import numpy as np
 
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.search.bounds.communication import CommunicationPrices
-from autoparallel.planner.search.bounds.messages import Messages, messages_s
+from autoparallel.planner.search.bounds.messages import Messages, forth_s, messages_s
 from autoparallel.planner.search.bounds.ranks import RankBounds, all_state_bytes, rates_of
 from autoparallel.planner.search.bounds.rows import Rows
 from autoparallel.planner.search.bounds.tables import PriceTable
@@ -184,7 +184,9 @@ def _shared_s(rows: Rows) -> Floats:
     alone, gathered_s = rows.chunks == 1, rows.all_updated_s
     first_s = np.where(alone, m * forward_s + rows.longer(u.all_forward_s, gathered_s), gathered_s)
     stepped_s = np.maximum(stepped_s, first_s + (m - 1) * backward_s + last_s + rows.all_step_s)
-    reduced_s = np.maximum(reduced_s, first_s + left_s + rows.all_step_s)
+    reduced_s = np.maximum(
+        reduced_s, np.maximum(first_s, pp * forth_s(rows, sent)) + left_s + rows.all_step_s
+    )
     back_s = np.where(plain, u.all_backward_s, u.all_input_s)
     passing_s = messages_s(rows, sent, u.all_forward_s, back_s)
     through_s = np.maximum(through_s, np.where(pp > 1, passing_s, 0.0))
