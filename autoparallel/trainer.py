@@ -33,7 +33,7 @@ from autoparallel.runtime.checkpoints.signals import Signals, Wish
 from autoparallel.runtime.elastic.draws import seed_step, stage_of
 from autoparallel.runtime.guards.deadline import check_alike
 from autoparallel.runtime.guards.guards import GuardOptions, Guards, Verdict
-from autoparallel.runtime.guards.status import StatusFile
+from autoparallel.runtime.guards.status import own_status
 from autoparallel.runtime.monitor.clock import StepClock
 from autoparallel.runtime.monitor.monitor import MonitorOptions
 from autoparallel.runtime.ranks.agreement import Agreement
@@ -115,7 +115,10 @@ class Trainer:
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.rank, _ = start_ranks()
-        self._all, source = Agreement(TIMEOUT_S), read_source(strategy)
+        self._all = Agreement(TIMEOUT_S)
+        source = self._all.decided(
+            lambda: read_source(strategy)
+        )  # who reads a file that is edited reads another
         size = global_batch or source.global_batch
         if size is None:
             raise UserError("Trainer needs global_batch=, or batch.global in the strategy file")
@@ -129,7 +132,7 @@ class Trainer:
             identity={what: hash_ for what, hash_ in identity.items() if what not in accept},
         )  # fmt: skip
         with self._let_go_if_refused():
-            self._status, self._clock = self._status_file(Path(folder) / "ranks"), StepClock()
+            self._status, self._clock = own_status(Path(folder) / "ranks", self._all), StepClock()
             self._next = NextStrategy(Path(folder), self._all)
             source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
             lower = partial(
@@ -183,16 +186,6 @@ class Trainer:
         hint = "start all ranks with the same script, data and installation"
         check_alike(self._all, {**identity, "the global batch": size, "torch": torch.__version__}, hint=hint)
 
-    def _status_file(self, folder: Path) -> StatusFile:
-        """This rank's, once those of an earlier run are gone."""
-
-        def clear() -> None:
-            for left in folder.glob("rank-*"):
-                left.unlink(missing_ok=True)
-
-        self._all.alike(clear if self.rank == 0 else None)
-        return StatusFile(folder, self.rank)
-
     def _at(self, action: str, stage: int) -> None:
         """An action begins."""
         self._status.at(action, stage)
@@ -200,7 +193,8 @@ class Trainer:
 
     def _resume(self, *, from_memory: bool = True) -> bool:
         """Go on from the last whole checkpoint, if there is one: whether there is."""
-        restored = self.checkpoints.load(self._state(), from_memory=from_memory)
+        with self._guards.while_all_live():
+            restored = self.checkpoints.load(self._state(), from_memory=from_memory)
         if restored is not None:
             self.step = restored.step
             self._samples.go_on(restored.extra["ledger"], str(self.checkpoints.folder.path))
@@ -241,8 +235,9 @@ class Trainer:
         with self._signals, self._guards.around(), self._watched.meter.around():
             while self.step < steps:
                 self._until_rolled_back(steps)
-            self.checkpoints.finish()
-            self.checkpoints.forget_copies()
+            with self._guards.while_all_live():
+                self.checkpoints.finish()
+                self.checkpoints.forget_copies()
         if self.step > begun and not self._kept:
             raise UserError(
                 f"all {self.step} steps are done, and their result is not saved (what was said above says why): make room in "
@@ -277,8 +272,9 @@ class Trainer:
 
     def _enter_phase(self) -> bool:
         """Begin the phase of the next step; whether that made the model anew, and all that goes by its strategy with it."""
-        if not self._trained.enter(self.step + 1):
-            return False
+        with self._guards.while_all_live():
+            if not self._trained.enter(self.step + 1):
+                return False
         strategy = self.model.strategy
         self._samples.size = strategy.batch.global_
         self._samples.enter(strategy.batch.seq_len)
@@ -354,15 +350,17 @@ class Trainer:
         if not equal:
             self._roll_back(leave_out=False)
             return False
-        if saves:
-            self._status.at("SAVE", self._stage)
-            self.checkpoints.save(self.step, self._state(), extra={"ledger": self._samples.state()})
-        if self._peers_every and self.step % self._peers_every == 0:
-            self.checkpoints.copy(self.step, self._state(), extra={"ledger": self._samples.state()})
-        self.checkpoints.poll()
-        if wish in (Wish.STOP, Wish.SWITCH):
-            self.checkpoints.close()
-            stops = wish is Wish.STOP
+        stops = wish is Wish.STOP
+        with self._guards.while_all_live():
+            if saves:
+                self._status.at("SAVE", self._stage)
+                self.checkpoints.save(self.step, self._state(), extra={"ledger": self._samples.state()})
+            if self._peers_every and self.step % self._peers_every == 0:
+                self.checkpoints.copy(self.step, self._state(), extra={"ledger": self._samples.state()})
+            self.checkpoints.poll()
+            if stops or wish is Wish.SWITCH:
+                self.checkpoints.close()
+        if stops or wish is Wish.SWITCH:
             after = f"after step {self.step}"
             saved = f"saved {after}" if self._kept else f"the state {after} could not be saved"
             self._say(f"told to {'stop' if stops else 'go on under next.toml'}: {saved}")

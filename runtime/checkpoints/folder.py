@@ -5,6 +5,7 @@ checkpoints/
     step-000000100/         whole: it got this name after its last byte was on the disk
     .writing-step-…         being written, or left by a process that died: never read, removed at the next start
     .removing-step-…        on its way out
+    .replaced-step-…        on its way out once the one that takes its name is there; where that is not, it is whole
     refused-step-…          did not pass its checksums; kept for whoever wants to look
 """
 
@@ -17,13 +18,14 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from autoparallel.errors import UserError
 
 _NAME = re.compile(r"step-(\d{9,})")
-_WRITING, _REMOVING, _REFUSED = ".writing-", ".removing-", "refused-"
+_WRITING, _REMOVING, _REPLACED, _REFUSED = ".writing-", ".removing-", ".replaced-", "refused-"
 
 
 class RunFolder:
@@ -41,13 +43,11 @@ class RunFolder:
         """
         try:
             self._take()
+            self._clear()
         except OSError as error:
             raise UserError(
                 f'the run\'s folder "{self.path}" cannot be written ({error.strerror}): give folder= one that can'
             ) from None
-        for left in self.checkpoints.iterdir():
-            if left.name.startswith((_WRITING, _REMOVING)):
-                shutil.rmtree(left, ignore_errors=True)
 
     def _take(self) -> None:
         """Take the lock. Raises UserError where another has it, and OSError."""
@@ -61,6 +61,15 @@ class RunFolder:
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}, lock)
         lock.flush()
         self._lock = lock
+
+    def _clear(self) -> None:
+        """Remove what a process left that died; a checkpoint whose successor did not come to its name is given it back."""
+        for left in list(self.checkpoints.iterdir()):
+            name = left.name.removeprefix(_REPLACED)
+            if name != left.name and not left.with_name(name).exists():
+                left.rename(left.with_name(name))
+            elif left.name.startswith((_WRITING, _REMOVING, _REPLACED)):
+                shutil.rmtree(left, ignore_errors=True)
 
     def hold(self) -> None:
         """Have the lock still: a folder that was removed meanwhile, and the lock with it, is made again. Raises UserError where another
@@ -120,7 +129,7 @@ class RunFolder:
     def commit(self, step: int) -> None:
         """Give what was written its name; a checkpoint of the same step (of a run that went back) goes after that."""
         target = self.at(step)
-        old = self._aside(target, _REMOVING) if target.exists() else None
+        old = self._aside(target, _REPLACED) if target.exists() else None
         self.writing(step).rename(target)
         sync(self.checkpoints)
         if old is not None:
@@ -131,13 +140,15 @@ class RunFolder:
         shutil.rmtree(self.writing(step), ignore_errors=True)
 
     def refuse(self, step: int) -> None:
-        """Take a checkpoint that is damaged out of the way, keeping it."""
-        self._aside(self.at(step), _REFUSED)
+        """Take a checkpoint that is damaged out of the way, keeping it, where the disk lets it."""
+        with suppress(OSError):
+            self._aside(self.at(step), _REFUSED)
 
     def retain(self, keep: int) -> None:
-        """Remove all but the last `keep` checkpoints."""
+        """Remove all but the last `keep` checkpoints; one that somebody else removes meanwhile, or that does not go, is no problem."""
         for step in self.steps()[keep:]:
-            shutil.rmtree(self._aside(self.at(step), _REMOVING), ignore_errors=True)
+            with suppress(OSError):
+                shutil.rmtree(self._aside(self.at(step), _REMOVING), ignore_errors=True)
 
     def _aside(self, path: Path, prefix: str) -> Path:
         target = path.with_name(prefix + path.name)

@@ -38,6 +38,7 @@ from autoparallel.runtime.checkpoints.manifest import (
     NAME,
     SCHEMA,
     CheckpointDamaged,
+    as_json,
     check_identity,
     decoded,
     encoded,
@@ -91,6 +92,7 @@ class Checkpoints:
             asynchronous,
         )
         self._say = say or (lambda text: warnings.warn(text, stacklevel=3))
+        self._timeout_s = timeout_s
         self._all, self._threads = Agreement(timeout_s), Agreement(timeout_s)
         self._rank, self._ranks = self._all.rank, self._all.ranks
         self._all.alike(self.folder.open if self._rank == 0 else None)
@@ -99,6 +101,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._saving: threading.Thread | None = None
         self._outcome: list[str] = []
+        self._parted = False  # the threads did not hear of each other: their group is of no use any more
         self._planned: _Planned | None = None
         self._near: Neighbours | None = None
 
@@ -119,6 +122,8 @@ class Checkpoints:
         """
         begun = time.monotonic()
         self.finish()
+        if self._all.most(float(self._parted))[0]:
+            self._parted, self._threads = False, Agreement(self._timeout_s)
         tensors, values = leaves_of(states_of(state))
         found: dict[str, Any] = {}
         self._all.alike(lambda: found.update(self._encoded(values, extra or {})))
@@ -285,7 +290,7 @@ class Checkpoints:
     def _encoded(self, values: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         allow = self._allow_pickle
         coded = {name: encoded(v, name=name, allow_pickle=allow) for name, v in values.items()}
-        return {"values": coded, "extra": dict(extra)}
+        return {"values": coded, "extra": as_json(extra, name="extra=")}
 
     def _plan(self, tensors: dict[str, Tensor]) -> _Planned:
         """Who writes what. Decided once for all saves of tensors of the same names and shapes."""
@@ -327,7 +332,8 @@ class Checkpoints:
             problem = "; ".join(problems)
             self.timing.bytes_ = written.bytes_
         except Exception as error:  # a peer that is gone, most of all: training meets that by itself
-            problem = f"rank {self._rank}: {error}"
+            self._parted = True
+            problem = f"rank {self._rank} did not hear of the others: {error}"
         if problem:
             last = (
                 f"the last good one is of step {self.last_good}"

@@ -68,6 +68,17 @@ def decoded(value: Any, *, name: str, allow_pickle: bool) -> Any:
     return pickle.loads(base64.b64decode(held))
 
 
+def as_json(given: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """What is given, where JSON holds it. Raises UserError where it does not."""
+    try:
+        json.dumps(given := dict(given), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{name} is nothing that JSON holds ({error}): give numbers, texts, lists and dicts"
+        ) from None
+    return given
+
+
 def text_of(manifest: Mapping[str, Any]) -> str:
     """The file's text."""
     return json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1)

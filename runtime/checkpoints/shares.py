@@ -136,8 +136,9 @@ class ShareFile:
                     while view:  # unbuffered: a write may take less than it is given
                         view = view[out.write(view) :]
             sync(path)
-        except OSError as error:
-            return Written(file=self.name, problem=f"{folder / self.name}: {error.strerror or error}")
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            return Written(file=self.name, problem=f"{folder / self.name}: {said}")
         return Written(file=self.name, bytes_=self.bytes_, crc32=crc)
 
 

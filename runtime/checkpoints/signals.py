@@ -33,7 +33,7 @@ class Signals:
     """Inside `with`, notes the signals of `WISHES`; a second SIGINT interrupts as ever. For the main thread."""
 
     def __init__(self) -> None:
-        self.received = Wish.NOTHING
+        self._came: list[Wish] = []  # a handler adds to it at any moment
         self.name = ""
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
@@ -47,9 +47,16 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def received(self) -> Wish:
+        """The strongest that came since the last `take`."""
+        return max(self._came, default=Wish.NOTHING)
+
     def take(self) -> Wish:
-        """What came since the last time it was asked."""
-        wish, self.received = self.received, Wish.NOTHING
+        """The strongest that came since the last time it was asked; none is lost that comes meanwhile."""
+        wish = Wish.NOTHING
+        while self._came:
+            wish = max(wish, self._came.pop())
         return wish
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -61,4 +68,5 @@ class Signals:
             return
         if kind is signal.SIGINT and self.received is Wish.STOP:
             raise KeyboardInterrupt
-        self.received, self.name = max(self.received, WISHES[kind]), kind.name
+        self._came.append(WISHES[kind])
+        self.name = kind.name

@@ -9,6 +9,7 @@ end in the same words, this machine's agent is told to end, too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -78,7 +79,9 @@ def _to_mend(error: Exception) -> str:
 def _tell_agent(text: str, folder: Path) -> None:
     """Keep what this start ended in; end the agent where the start before ended in the same."""
     before, start = folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}", int(os.environ.get(RESTARTS, "0"))
-    said = json.loads(before.read_text(encoding="utf-8")) if before.exists() else {}
+    said = {}
+    with contextlib.suppress(OSError, ValueError):  # there was none, or it was killed while it wrote
+        said = json.loads(before.read_text(encoding="utf-8"))
     if said.get("text") != text or said["start"] < start - 1:
         before.write_text(json.dumps({"text": text, "start": start}), encoding="utf-8")
         return

@@ -22,6 +22,7 @@ from autoparallel.runtime.gradients.point_to_point import (
     direct_gather,
     ring_gather,
 )
+from autoparallel.runtime.ranks.gathers import all_gather_single, reduce_scatter_single
 from autoparallel.runtime.tensor.questions import as_bytes
 
 
@@ -87,7 +88,7 @@ class Exchange:
 def _gathered(row: Tensor, group: dist.ProcessGroup, into: Tensor) -> Tensor:
     if row.device.type == "cpu":
         return direct_gather(row, group, into)
-    dist.all_gather_into_tensor(as_bytes(into.view(-1)), as_bytes(row.contiguous()), group=group)
+    all_gather_single(as_bytes(into.view(-1)), as_bytes(row.contiguous()), group=group)
     return into
 
 
@@ -97,7 +98,7 @@ class _Added:
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
         self._sum = rows.new_empty(rows.shape[1])
         self._sent = rows  # alive until it has left
-        self._work = dist.reduce_scatter_tensor(self._sum, rows.view(-1), group=group, async_op=True)
+        self._work = reduce_scatter_single(self._sum, rows.view(-1), group=group, async_op=True)
 
     @property
     def held_bytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autoparallel.planner.expand.axes import SECONDARY
 from autoparallel.runtime.gradients.codecs import codec_of
+from autoparallel.runtime.ranks.gathers import all_gather_single
 
 
 class UnitGather:
@@ -40,13 +41,13 @@ class UnitGather:
             or not input_tensor.is_floating_point()
             or not _shortens(codec.size(numbers), input_tensor)
         ):
-            work: dist.Work | None = dist.all_gather_into_tensor(
+            work: dist.Work | None = all_gather_single(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
             return work
         own = codec.encode(input_tensor.view(1, -1)).view(-1)
         messages = own.new_empty(group.size() * len(own))
-        dist.all_gather_into_tensor(messages, own, group=group)
+        all_gather_single(messages, own, group=group)
         parts = zip(output_tensor.view(group.size(), -1), messages.view(group.size(), -1), strict=True)
         for part, message in parts:  # one at a time: decoding takes memory
             part.copy_(codec.decode(message[None], numbers, part.dtype)[0])

@@ -18,6 +18,7 @@ from autoparallel.costmodel.compression import parse_method
 from autoparallel.runtime.gradients.exchanges import Exchange
 from autoparallel.runtime.gradients.feedback import Memory
 from autoparallel.runtime.gradients.reductions import LowRank, matrix_shape
+from autoparallel.runtime.ranks.gathers import reduce_scatter_single
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class UnitScatter:
         elif own is not None:
             whole += own.reshape(-1)[: self._numbers].view(size, -1)
         found = whole.new_empty(whole.shape[1])
-        dist.reduce_scatter_tensor(found, whole.view(-1), group=group)
+        reduce_scatter_single(found, whole.view(-1), group=group)
         found /= self._divisor
         return found if self._given is None else found + self._given
 

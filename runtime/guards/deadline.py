@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch.distributed as dist
@@ -95,6 +97,28 @@ def _parted(statuses: Sequence[Status], rank: int, lost: Sequence[int]) -> str:
     )
 
 
+class Until(Enum):
+    """What may go on for longer than the time-out."""
+
+    OVER = "over"  # nothing may
+    NO_ACTION = "no action"  # what lasts while some rank begins an action in the last part of it
+    LOST = "lost"  # what lasts while none gives up, and all give signs of life in the last part of it
+
+
+# Of which last part of the time-out. Kind: choice; signs of life come twice a second, over NFS after half a minute.
+_LAST_PART = {Until.NO_ACTION: 0.5, Until.LOST: 0.75}
+
+
+@dataclass(slots=True)
+class _Limit:
+    """Until when what goes on must be over, by `time.monotonic`."""
+
+    timeout_s: float
+    until: Until
+    at_s: float
+    seen: dict[int, tuple[float, ...]] | None = None  # how far every rank was, or its last sign of life
+
+
 class Deadline:
     """Watches the steps of this rank. `folder` is where all ranks have their status files."""
 
@@ -102,18 +126,14 @@ class Deadline:
         self, folder: Path, rank: int, status: StatusFile, *, end: Callable[[int], None] = os._exit
     ) -> None:
         self._folder, self._rank, self._status, self._end = folder, rank, status, end
-        self._limit: float | None = None
-        self._timeout_s, self._by_action = 0.0, False
-        self._seen: dict[int, tuple[int, int]] | None = None  # how far every rank was
+        self._limit: _Limit | None = None  # one of each thing that is watched: its end is no other's
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="deadline")
         self._thread.start()
 
-    def begin(self, timeout_s: float, *, by_action: bool = False) -> None:
-        """A step begins that must be over in `timeout_s`; `by_action`: or some rank must have begun an action in the last half
-        of them."""
-        self._by_action, self._seen = by_action, None
-        self._timeout_s, self._limit = timeout_s, time.monotonic() + timeout_s
+    def begin(self, timeout_s: float, until: Until = Until.OVER) -> None:
+        """What begins must be over in `timeout_s`, unless `until` lets it go on."""
+        self._limit = _Limit(timeout_s, until, time.monotonic() + timeout_s)
 
     def over(self) -> None:
         """It is over."""
@@ -137,37 +157,65 @@ class Deadline:
         said = said or f"no rank says why ({str(error).splitlines()[0]})"
         return RunBroken(f"{said}; the run goes on from its last checkpoint when it is started again")
 
-    def _goes_on(self, limit: float) -> bool:
-        """Whether it is too early, or some rank has come further than it had when half of the time was over."""
+    def _goes_on(self, limit: _Limit) -> bool:
+        """Whether it is too early to end, or there is no reason to; then it begins anew."""
         now = time.monotonic()
-        if now < limit - self._timeout_s / 2:
+        if limit.until is Until.OVER:
+            return now < limit.at_s
+        look_s = limit.at_s - limit.timeout_s * _LAST_PART[limit.until]
+        if now < look_s or (limit.seen is not None and now < limit.at_s):
             return True
-        if self._seen is None or now >= limit:
-            before, self._seen = (
-                self._seen,
-                {s.rank: (s.step, s.order) for s in read_statuses(self._folder)},
-            )
-            if before is not None and self._seen != before and self._limit == limit:
-                self._limit, self._seen = now + self._timeout_s, None
-                return True
-        return now < limit
+        before, limit.seen = limit.seen, self._signs(limit.until)
+        if before is None:
+            return now < limit.at_s
+        if limit.until is Until.NO_ACTION:
+            ends = limit.seen == before
+        else:
+            ends = any(limit.seen.get(rank) == sign for rank, sign in before.items())
+        if not ends:
+            limit.at_s = now + limit.timeout_s
+            if limit.until is Until.NO_ACTION:
+                limit.seen = None
+        return not ends
+
+    def _signs(self, until: Until) -> dict[int, tuple[float, ...]]:
+        """By rank how far it has come; or its last sign of life, one for ever where it has given up."""
+        statuses = read_statuses(self._folder)
+        if until is Until.NO_ACTION:
+            return {s.rank: (s.step, s.order) for s in statuses}
+        return {
+            s.rank: (0.0 if s.problem or s.gave_up else s.beat,) for s in statuses if s.rank != self._rank
+        }
 
     def _watch(self) -> None:
         while not self._closed.wait(0.1):
             limit = self._limit
-            if limit is not None and self._by_action and self._goes_on(limit):
+            if limit is None:
                 continue
-            if limit is not None and self._limit == limit and time.monotonic() > limit:
+            try:
+                if self._goes_on(limit):
+                    continue
                 found = verdict(read_statuses(self._folder), self._rank)
-                self._status.gives_up(found or "")
-                said = found or "no rank is behind the others: a collective hangs in all"
-                text = (
-                    f"error: no {'action' if self._by_action else 'step'} in {self._timeout_s:.0f} s: {said}; the run goes on from its last checkpoint when it "
-                    "is started again"
-                )
-                print(text, file=sys.stderr, flush=True)
-                self._limit = None
-                self._end(1)
+            except Exception as error:  # whatever it is: with this thread the run would lose its only watch
+                found = f"who is to blame was not found out ({type(error).__name__}: {error})"
+            if self._limit is limit:  # it has not ended meanwhile
+                self._give_up(limit, found)
+
+    def _give_up(self, limit: _Limit, found: str | None) -> None:
+        """Say who is to blame, and end the process."""
+        self._status.gives_up(found or "")
+        said = found or "no rank is behind the others: a collective hangs in all"
+        what = "action" if limit.until is Until.NO_ACTION else "step"
+        text = f"no {what} in {limit.timeout_s:.0f} s"
+        if limit.until is Until.LOST:
+            said, text = found or "nobody knows which", f"a rank is lost for {limit.timeout_s:.0f} s"
+        print(
+            f"error: {text}: {said}; the run goes on from its last checkpoint when it is started again",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._limit = None
+        self._end(1)
 
 
 def check_alike(everyone: Agreement, facts: Mapping[str, object], *, hint: str) -> None:

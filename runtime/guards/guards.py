@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from autoparallel.planner.strategy.islands import is_local
 from autoparallel.runtime.guards.checksums import Checksums
-from autoparallel.runtime.guards.deadline import Deadline, check_alike, from_peers
+from autoparallel.runtime.guards.deadline import Deadline, Until, check_alike, from_peers
 from autoparallel.runtime.guards.numbers import NotANumber, all_numbers, check_policy, culprits
-from autoparallel.runtime.guards.status import StatusFile
+from autoparallel.runtime.guards.status import SILENT_S, StatusFile
 from autoparallel.runtime.ranks.agreement import Agreement
 
 # Until the first steps are done a step may take this long: kernels are compiled, connections made. Kind: choice.
@@ -92,7 +92,7 @@ class Guards:
 
     def begin(self, step: int, batch: Any) -> None:
         """A step begins; raises on every rank where ranks are fed different shapes."""
-        self._deadline.begin(self.timeout_s, by_action=self._by_action)
+        self._deadline.begin(self.timeout_s, Until.NO_ACTION if self._by_action else Until.OVER)
         if self._options.ragged:
             return
         leaves = tree_flatten_with_path(batch)[0]
@@ -158,8 +158,19 @@ class Guards:
     def in_time(self) -> Iterator[None]:
         """What is inside waits for other ranks, and may take as long as a step."""
         self._deadline.begin(self.timeout_s)
-        yield
-        self._deadline.over()
+        try:
+            yield
+        finally:
+            self._deadline.over()
+
+    @contextmanager
+    def while_all_live(self) -> Iterator[None]:
+        """What is inside waits for other ranks, and may take as long as a disk does: until a rank is lost."""
+        self._deadline.begin(max(self._options.timeout_s or LEAST_S, 2 * SILENT_S), Until.LOST)
+        try:
+            yield
+        finally:
+            self._deadline.over()
 
     def close(self) -> None:
         """Stop watching."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autoparallel.runtime.monitor.slow_links import BETWEEN, INSIDE, Pair, Passed
 from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.gathers import all_gather_single
 
 LEAST_BYTES, MOST_BYTES = 1 << 18, 1 << 26  # of a message: latency counts below, memory above. Kind: choice
 SETTLED = 12  # rounds after which messages keep their size. Kind: choice
@@ -75,7 +76,7 @@ class LinkProbe:
         own_s = self._exchange(partner[self._all.rank], size) if self._all.rank in partner else 0.0
         seconds = torch.empty(self._all.ranks, dtype=torch.float64)
         mine = torch.tensor([own_s], dtype=torch.float64)
-        dist.all_gather_into_tensor(seconds, mine, group=self._all.group)
+        all_gather_single(seconds, mine, group=self._all.group)
         every: list[float] = seconds.tolist()
         return [Passed(pair=(a, b), size=size, seconds=max(every[a], every[b])) for a, b in pairs]
 

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autoparallel.costmodel.prediction import Prediction
 from autoparallel.costmodel.step_collectives import CollectiveCost
@@ -26,6 +25,7 @@ from autoparallel.runtime.monitor.record import Recorder
 from autoparallel.runtime.monitor.slow_links import RECENT, LinkHistory
 from autoparallel.runtime.monitor.stragglers import WINDOW, communicating_s, stragglers
 from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.gathers import all_gather_single
 
 _KINDS = ("forward", "backward", "dp_comm", "pp_comm", "optimizer", "data", "other")
 # Seconds between two writings of the metrics file. Kind: choice; collectors come every 15.
@@ -185,8 +185,7 @@ class Monitor:
         for text in self._alerts.step(entry):
             self._say(f"step {step}: {text}")
             self.said(step, text)
-        if self._board is not None:
-            self._board.add(entry)
+        self._show(lambda board: board.add(entry))
         self._write_metrics({**self._last, **entry})
         if self._recorder.problem is not None and not self._told:
             self._told = True
@@ -206,8 +205,7 @@ class Monitor:
             return
         ranks = [every[rank] for rank in slowest.values()]
         self._recorder.add("timeline", step=step, ranks=ranks)
-        if self._board is not None:
-            self._board.add_timeline(step, self._timeline, ranks)
+        self._show(lambda board: board.add_timeline(step, self._timeline, ranks))
 
     def _send(self, step: int, step_s: float) -> None:
         """Measure a round of links, in a share of the steps' time; collective."""
@@ -228,6 +226,18 @@ class Monitor:
         except OSError as error:
             self._recorder.problem = f"{path}: {error.strerror}"
 
+    def _show(self, act: Callable[[TensorBoard], None]) -> None:
+        """Write to TensorBoard's files, until the disk takes no more."""
+        if self._board is None:
+            return
+        try:
+            act(self._board)
+        except OSError as error:
+            self._board = None
+            self._say(
+                f"nothing more is written for TensorBoard ({error.strerror or error}); training goes on"
+            )
+
     def said(self, step: int, text: str) -> None:
         """Keep what was told to people."""
         if self._recorder is not None:
@@ -238,7 +248,7 @@ class Monitor:
             return [own]
         mine = torch.tensor(own, dtype=torch.float64)
         rows = torch.empty(self._all.ranks * len(own), dtype=torch.float64)
-        dist.all_gather_into_tensor(rows, mine, group=self._all.group)
+        all_gather_single(rows, mine, group=self._all.group)
         found: list[list[float]] = rows.view(self._all.ranks, -1).tolist()
         return found
 

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,10 +47,13 @@ class Recorder:
         self.problem: str | None = None
 
     def add(self, event: str, **content: Any) -> None:
-        """Add one line."""
+        """Add one line; one that a process was killed in, or that a full disk cut off, is ended first."""
+        line = json.dumps({"event": event, **content}).encode() + b"\n"
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, **content}) + "\n")
+            with self._path.open("a+b") as file:
+                if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                    line = b"\n" + line
+                file.write(line)
         except OSError as error:
             self.problem = self.problem or f"{self._path}: {error.strerror}"
 

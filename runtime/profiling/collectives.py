@@ -13,6 +13,7 @@ from autoparallel.costmodel.fit_collectives import CollectiveSample, GroupPlace
 from autoparallel.costmodel.program import CollectiveOp
 from autoparallel.runtime.profiling.bursts import Burst, make_burst, slowest
 from autoparallel.runtime.profiling.timing import Call, accelerator_s, device_name, on_accelerator
+from autoparallel.runtime.ranks.gathers import all_gather_single, reduce_scatter_single
 
 SIZES = {
     False: (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
@@ -94,9 +95,9 @@ def _call(op: CollectiveOp, size: int, place: GroupPlace, group: dist.ProcessGro
         case CollectiveOp.ALL_REDUCE:
             return lambda: dist.all_reduce(whole, group=group)
         case CollectiveOp.ALL_GATHER:
-            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+            return lambda: all_gather_single(whole, part, group=group)
         case CollectiveOp.REDUCE_SCATTER:
-            return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+            return lambda: reduce_scatter_single(part, whole, group=group)
         case CollectiveOp.ALL_TO_ALL:
             other = torch.empty_like(whole)
             return lambda: dist.all_to_all_single(other, whole, group=group)

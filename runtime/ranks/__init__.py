@@ -5,8 +5,9 @@
 - `places.py`: which ranks stand together along which axes; no torch.
 - `levels.py`: network levels between ranks, and the method that is used between them; no torch.
 - `agreement.py`: decisions and errors told to all ranks.
+- `gathers.py`: collectives whose names torch has changed.
 - `progress.py`: who wants to know what a rank is doing.
 - `leaving.py`: the end of a process.
 
-Open to other rooms: `accelerator`, `mesh`, `places`, `levels`, `agreement`, `progress`, `leaving`.
+Open to other rooms: `accelerator`, `mesh`, `places`, `levels`, `agreement`, `gathers`, `progress`, `leaving`.
 """

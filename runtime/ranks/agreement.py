@@ -12,6 +12,14 @@ import torch.distributed as dist
 from autoparallel.errors import UserError
 
 T = TypeVar("T")
+
+
+class FailedElsewhere(UserError):
+    """Another rank raised what is no UserError: the message says which rank, and what."""
+
+    passes = True
+
+
 AGREEMENT = "agreement"  # what torch is told of these groups: they carry nothing of the model's
 
 
@@ -45,29 +53,43 @@ class Agreement:
         return found[0]
 
     def decided(self, decide: Callable[[], T]) -> T:
-        """What `decide()` says on rank 0, or the UserError that it raises there, on every rank."""
+        """What `decide()` says on rank 0, or the UserError that it raises there, on every rank; of another error the others get a
+        `FailedElsewhere`."""
         answer: Any = None
+        own: Exception | None = None
         if self.rank == 0:
             try:
                 answer = decide()
-            except UserError as error:
-                answer = error
+            except Exception as error:
+                own, answer = error, self._told(error)
         answer = self.from_first(answer)
+        if own is not None:
+            raise own
         if isinstance(answer, UserError):
             raise answer
         return answer  # type: ignore[no-any-return]
 
     def alike(self, act: Callable[[], Any] | None) -> None:
-        """`act()` on every rank; the first UserError is raised on all."""
-        problem: UserError | None = None
+        """`act()` on every rank; the first UserError is raised on all. A rank that meets another error raises that, and the others a
+        `FailedElsewhere`: whatever it is, nobody waits for a rank that has left."""
+        own: Exception | None = None
         try:
             if act is not None:
                 act()
-        except UserError as error:
-            problem = error
-        for found in self.gathered(problem):
+        except Exception as error:
+            own = error
+        every = self.gathered(None if own is None else self._told(own))
+        if own is not None and not isinstance(own, UserError):
+            raise own
+        for found in every:
             if found is not None:
                 raise found
+
+    def _told(self, error: Exception) -> UserError:
+        """What others are told of an error of this rank."""
+        if isinstance(error, UserError):
+            return error
+        return FailedElsewhere(f"rank {self.rank} failed: {type(error).__name__}: {error}")
 
     def most(self, *numbers: float) -> list[float]:
         """The largest of all ranks, number by number: one small message."""

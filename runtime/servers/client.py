@@ -71,6 +71,7 @@ class Servers:
         self._pool = ThreadPoolExecutor(max_workers=2 * len(addresses) + 8)
         self._outgoing: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._failure: list[BaseException] = []
+        self._gone: ServersLost | None = None
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         if terms.mode != SYNCHRONOUS:
@@ -299,7 +300,7 @@ class Servers:
         """The answer of a server that has the part; of the next one, where that has gone."""
         while True:
             server = self._asked_of(number)
-            answer = self._answer(server, self._peers[server], (name, *arguments))
+            answer = self._answer(server, self._peers, (name, *arguments))
             if answer is not None:
                 return answer[1]
 
@@ -333,18 +334,22 @@ class Servers:
         """The answers of the servers that answered, in parallel."""
         peers = self._senders if sending else self._peers
         if len(calls) == 1:
-            answers = [self._answer(server, peers[server], call) for server, call in calls.items()]
+            answers = [self._answer(server, peers, call) for server, call in calls.items()]
         else:
-            futures = [self._pool.submit(self._answer, s, peers[s], call) for s, call in calls.items()]
+            futures = [self._pool.submit(self._answer, s, peers, call) for s, call in calls.items()]
             answers = [future.result() for future in futures]
         return dict(answer for answer in answers if answer is not None)
 
-    def _answer(self, server: int, peer: Peer, call: tuple[Any, ...]) -> tuple[int, Any] | None:
+    def _answer(self, server: int, peers: dict[int, Peer], call: tuple[Any, ...]) -> tuple[int, Any] | None:
+        """The server, and its answer; None where it has gone, which another thread may have found meanwhile."""
+        if self._gone is not None:
+            raise self._gone
+        if (peer := peers.get(server)) is None:
+            return None
         try:
             # An answer that waits for other workers takes as long as they may.
-            return server, peer.call(
-                *call, timeout_s=2 * self.terms.timeout_s if call[0] == "commit" else None
-            )
+            limit_s = 2 * self.terms.timeout_s if call[0] == "commit" else None
+            return server, peer.call(*call, timeout_s=limit_s)
         except ServerLost as error:
             self._lost(server, error)
             return None
@@ -357,10 +362,9 @@ class Servers:
             try:
                 self.deal = without(self.deal, server)
             except ValueError as lost:
-                raise ServersLost(
-                    f"{error}; {lost}: rows are gone. Start again from the last checkpoint; with servers.copies = 2 one server "
-                    "may die"
-                ) from None
+                advice = "Start again from the last checkpoint; with servers.copies = 2 one server may die"
+                self._gone = ServersLost(f"{error}; {lost}: rows are gone. {advice}")
+                raise self._gone from None
 
     def _asked_of(self, number: int) -> int:
         """The copy that this worker asks: workers spread over them."""

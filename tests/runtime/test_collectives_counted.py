@@ -24,6 +24,7 @@ from autoparallel.profiles import load_cluster
 from autoparallel.runtime.collectives_private import Ear, Sent, hooked
 from autoparallel.runtime.monitor.collectives import CollectiveTable, Levels, Meter, under_way_s
 from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.gathers import all_gather_single, reduce_scatter_single
 from autoparallel.runtime.start import parallelize
 from tests.runtime.harness import Processes
 from tests.runtime.models import EXAMPLES
@@ -110,10 +111,10 @@ def late(rank: int, world_size: int) -> list[CollectiveCost]:
             if rank == 1:
                 time.sleep(LATE_S)
             dist.all_reduce(value, group=inside)
-            dist.all_gather_into_tensor(torch.empty(2 << 16), value, group=between)
+            all_gather_single(torch.empty(2 << 16), value, group=between)
             if rank == 3:
                 time.sleep(LATE_S)
-            work = dist.reduce_scatter_tensor(value[: 1 << 15], value.clone(), group=between, async_op=True)
+            work = reduce_scatter_single(value[: 1 << 15], value.clone(), group=between, async_op=True)
             assert work is not None
             work.wait()
             dist.all_reduce(value[:8])  # too small to count

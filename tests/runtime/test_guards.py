@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from autoparallel import Trainer, UserError
 from autoparallel.runtime.guards.checksums import Checksums, checksum
-from autoparallel.runtime.guards.deadline import Deadline, verdict
+from autoparallel.runtime.guards.deadline import Deadline, Until, verdict
 from autoparallel.runtime.guards.guards import GuardOptions
 from autoparallel.runtime.guards.numbers import all_numbers, culprits
 from autoparallel.runtime.guards.status import StatusFile, read_statuses
@@ -245,7 +245,7 @@ def test_who_is_behind_is_named_and_the_process_ends(
         "error: no step in 0 s: rank 1 has not come further than step 7, stage 2, F0; the run goes on" in said
     )
     behind.failed("ValueError: no such token")
-    deadline.begin(1.4, by_action=True)
+    deadline.begin(1.4, Until.NO_ACTION)
     for action in range(20):  # a long step whose actions go on is none that hangs, whichever rank they are of
         time.sleep(0.1)
         behind.at(f"F{action}", 2)

@@ -7,6 +7,7 @@ file FOLDER/hold-WORLD so many processes stop after the step in it until it is g
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -33,6 +34,14 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         )
 
 
+def _held_at(hold: Path) -> float:
+    """The step in the file; none where it is gone."""
+    try:
+        return int(hold.read_text())
+    except (FileNotFoundError, ValueError):  # ValueError: it is being written
+        return math.inf
+
+
 def main(folder: Path, steps: int, timeout_s: float | None = None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -50,7 +59,7 @@ def main(folder: Path, steps: int, timeout_s: float | None = None) -> None:
             }
             log.write(json.dumps({**entry, "share": trainer.model.data_parallel_rank}) + "\n")
         hold = folder / f"hold-{world}"
-        while hold.exists() and step.number >= int(hold.read_text()) and not trainer.interrupted:
+        while step.number >= _held_at(hold) and not trainer.interrupted:
             time.sleep(0.02)
 
     trainer = Trainer(
