@@ -31,7 +31,7 @@ from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.ledger import Ledger
 from autoparallel.runtime.checkpoints.signals import Signals, Wish
 from autoparallel.runtime.elastic.draws import seed_step, stage_of
-from autoparallel.runtime.guards.deadline import check_alike
+from autoparallel.runtime.guards.deadline import Deadline, check_alike
 from autoparallel.runtime.guards.guards import GuardOptions, Guards, Verdict
 from autoparallel.runtime.guards.status import own_status
 from autoparallel.runtime.monitor.clock import StepClock
@@ -116,9 +116,7 @@ class Trainer:
     ) -> None:
         self.rank, _ = start_ranks()
         self._all = Agreement(TIMEOUT_S)
-        source = self._all.decided(
-            lambda: read_source(strategy)
-        )  # who reads a file that is edited reads another
+        source = self._all.decided(lambda: read_source(strategy))  # a file may be edited meanwhile
         size = global_batch or source.global_batch
         if size is None:
             raise UserError("Trainer needs global_batch=, or batch.global in the strategy file")
@@ -131,8 +129,7 @@ class Trainer:
             folder, every=every, every_s=every_s, keep=keep, say=self._say,
             identity={what: hash_ for what, hash_ in identity.items() if what not in accept},
         )  # fmt: skip
-        with self._let_go_if_refused():
-            self._status, self._clock = own_status(Path(folder) / "ranks", self._all), StepClock()
+        with self._starting(Path(folder) / "ranks", guards := guards or GuardOptions()):
             self._next = NextStrategy(Path(folder), self._all)
             source, here, own_size = self._for_those_here(source, cluster, size, pinned=pinned)
             lower = partial(
@@ -142,16 +139,21 @@ class Trainer:
             )  # fmt: skip
             self._samples.check((source := self._next.in_place_of(source, self._say)).said)
             self._trained = Trained(model, source, lower, optimizer=optimizer, scheduler=scheduler)
-            self._guards = self._guarded(guards or GuardOptions())
+            self._guards = self._guarded(guards)
             self._peers_every = copies_every(peers, self.checkpoints, self.model, here, self._say)
             self._watched = self._watching(graph, here, monitor or MonitorOptions())
             self._begin()
 
     @contextmanager
-    def _let_go_if_refused(self) -> Iterator[None]:
-        """Whoever tries again in this process finds the folder free."""
+    def _starting(self, statuses: Path, options: GuardOptions) -> Iterator[None]:
+        """What comes before the first step, as long as all ranks live. Whoever is refused and tries again in this process finds the
+        folder free."""
+        self._clock = StepClock()
         try:
-            yield
+            self._status = own_status(statuses, self._all)
+            self._deadline = Deadline(statuses, self.rank, self._status)
+            with self._deadline.while_all_live(options.lost_after_s):
+                yield
         except UserError:
             self.close()
             raise
@@ -164,7 +166,7 @@ class Trainer:
 
     def _guarded(self, options: GuardOptions) -> Guards:
         return Guards(
-            self.model, self._all, self._status, self.checkpoints.folder.path / "ranks", options, self._say,
+            self.model, self._all, self._status, self._deadline, options, self._say,
             self.model.strategy.recovery.timeout_s,
         )  # fmt: skip
 

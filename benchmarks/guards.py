@@ -25,6 +25,7 @@ from autoparallel import auto_parallelize
 from autoparallel.planner.strategy.types import Batch, Mesh, Pipeline, Strategy
 from autoparallel.profiles import load_cluster
 from autoparallel.runtime.guards.checksums import Checksums
+from autoparallel.runtime.guards.deadline import Deadline
 from autoparallel.runtime.guards.guards import GuardOptions, Guards, Verdict
 from autoparallel.runtime.guards.status import StatusFile
 from autoparallel.runtime.ranks.agreement import Agreement
@@ -58,7 +59,7 @@ def _rank(rank: int, folder: str, steps: int, width: int, timed: int) -> None:
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
     status = StatusFile(Path(folder) / "ranks", rank)
     guards = Guards(
-        model, everyone, status, Path(folder) / "ranks", GuardOptions(checksums_every=0), lambda text: print(text, file=sys.stderr)
+        model, everyone, status, Deadline(Path(folder) / "ranks", rank, status), GuardOptions(checksums_every=0), lambda text: print(text, file=sys.stderr)
     )  # fmt: skip
     inputs = torch.randn(batch, width)
     whole, numbers, equal = [], [], []

@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -138,6 +139,16 @@ class Deadline:
     def over(self) -> None:
         """It is over."""
         self._limit = None
+
+    @contextmanager
+    def while_all_live(self, timeout_s: float) -> Iterator[None]:
+        """What is inside waits for other ranks, and may take as long as a disk or a planner does: until a rank is lost for so long."""
+        before = self._limit
+        self.begin(max(timeout_s, 2 * SILENT_S), Until.LOST)
+        try:
+            yield
+        finally:
+            self._limit = before
 
     def close(self) -> None:
         """Stop watching."""

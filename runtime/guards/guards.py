@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,7 +18,7 @@ from autoparallel.planner.strategy.islands import is_local
 from autoparallel.runtime.guards.checksums import Checksums
 from autoparallel.runtime.guards.deadline import Deadline, Until, check_alike, from_peers
 from autoparallel.runtime.guards.numbers import NotANumber, all_numbers, check_policy, culprits
-from autoparallel.runtime.guards.status import SILENT_S, StatusFile
+from autoparallel.runtime.guards.status import StatusFile
 from autoparallel.runtime.ranks.agreement import Agreement
 
 # Until the first steps are done a step may take this long: kernels are compiled, connections made. Kind: choice.
@@ -54,16 +53,21 @@ class GuardOptions:
     def __post_init__(self) -> None:
         check_policy(self.not_a_number)
 
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds without a sign of life after which a rank is lost that the others wait for, however long they do."""
+        return self.timeout_s or LEAST_S
+
 
 class Guards:
     """Around the steps of `model`: see the room's first page. `say` gets what a person should read, on rank 0."""
 
     def __init__(
-        self, model: Any, everyone: Agreement, status: StatusFile, folder: Path, options: GuardOptions,
+        self, model: Any, everyone: Agreement, status: StatusFile, deadline: Deadline, options: GuardOptions,
         say: Callable[[str], None], action_timeout_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._all, self._status, self._options, self._say = everyone, status, options, say
-        self._deadline = Deadline(folder, everyone.rank, status)
+        self._deadline = deadline
         self._action_timeout_s = action_timeout_s
         self.follow(model)
 
@@ -163,14 +167,9 @@ class Guards:
         finally:
             self._deadline.over()
 
-    @contextmanager
-    def while_all_live(self) -> Iterator[None]:
-        """What is inside waits for other ranks, and may take as long as a disk does: until a rank is lost."""
-        self._deadline.begin(max(self._options.timeout_s or LEAST_S, 2 * SILENT_S), Until.LOST)
-        try:
-            yield
-        finally:
-            self._deadline.over()
+    def while_all_live(self) -> AbstractContextManager[None]:
+        """What is inside waits for other ranks, and may take as long as it takes: until a rank is lost."""
+        return self._deadline.while_all_live(self._options.lost_after_s)
 
     def close(self) -> None:
         """Stop watching."""
