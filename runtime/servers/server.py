@@ -27,10 +27,11 @@ import torch
 
 from autoparallel.runtime.servers.held import VALUES, HeldRows
 from autoparallel.runtime.servers.rows_optimizer import RowsOptimizer
-from autoparallel.runtime.servers.wire import answer_calls, without_delay
+from autoparallel.runtime.servers.wire import answer_calls
 
 SYNCHRONOUS, BOUNDED, ASYNCHRONOUS = "synchronous", "bounded-stale", "asynchronous"
 MODES = (SYNCHRONOUS, BOUNDED, ASYNCHRONOUS)
+_HELLO_S = 60.0  # that somebody who connects may take to show that it knows the key, or to take an answer. Kind: choice
 SETTLE_EVERY = 64  # steps after which the most wanted rows are brought to memory. Kind: choice
 Key = tuple[int, int]  # table and part
 Rows = Sequence[tuple[Key, np.ndarray]]
@@ -184,7 +185,7 @@ class Server:
 def serve(folder: Path, key: bytes, host: str = "") -> tuple[Server, int]:
     """Answer workers in threads; the server and its port."""
     server = Server(folder)
-    listener = Listener((host, 0), backlog=64, authkey=key)
+    listener = Listener((host, 0), backlog=64)
 
     def find(name: str) -> Callable[..., Any]:
         if name.startswith("_"):
@@ -195,10 +196,9 @@ def serve(folder: Path, key: bytes, host: str = "") -> tuple[Server, int]:
         while True:
             try:
                 connection = listener.accept()
-            except Exception:  # one that does not know the key, or went while it said hello: the next one
+            except Exception:  # one that went meanwhile: the next one
                 continue
-            without_delay(connection, 60.0)
-            threading.Thread(target=answer_calls, args=(connection, find), daemon=True).start()
+            threading.Thread(target=answer_calls, args=(connection, key, find, _HELLO_S), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return server, listener.address[1]

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 Address = tuple[str, int]
@@ -28,10 +28,12 @@ class Peer:
         self.address, self._timeout_s = address, timeout_s
         self._lock = threading.Lock()
         try:
-            self._connection = Client(address, authkey=key)
-        except OSError as error:
-            raise ServerLost(f"no server at {address[0]}:{address[1]}: {error}") from None
-        without_delay(self._connection, timeout_s)
+            self._connection = Client(address)
+            limited(self._connection, timeout_s, timeout_s)
+            answer_challenge(self._connection, key)
+            deliver_challenge(self._connection, key)
+        except (OSError, EOFError) as error:
+            raise ServerLost(f"no server at {address[0]}:{address[1]}: {_why(error)}") from None
 
     def call(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """The answer of the server. Raises ServerLost, and what the call raised there."""
@@ -41,7 +43,7 @@ class Peer:
                 return self._answer(timeout_s or self._timeout_s)
             except (OSError, EOFError) as error:
                 self.close()
-                raise ServerLost(f"server {self.address[0]}:{self.address[1]}: {error or 'gone'}") from None
+                raise ServerLost(f"server {self.address[0]}:{self.address[1]}: {_why(error)}") from None
 
     def _answer(self, timeout_s: float) -> Any:
         if not self._connection.poll(timeout_s):
@@ -59,15 +61,33 @@ class Peer:
         self._connection.close()
 
 
-def without_delay(connection: Connection, timeout_s: float) -> None:
-    """Small messages leave at once, and one that nobody takes fails after `timeout_s`."""
+def _why(error: Exception) -> str:
+    return "it has fallen silent" if isinstance(error, BlockingIOError) else str(error) or "gone"
+
+
+def limited(connection: Connection, sending_s: float, receiving_s: float | None) -> None:
+    """Small messages leave at once; one that nobody takes fails after `sending_s`, one that does not go on to come after `receiving_s`
+    (None: never)."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout_s) + 1, 0))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(sending_s) + 1, 0))
+        within = 0 if receiving_s is None else int(receiving_s) + 1
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", within, 0))
 
 
-def answer_calls(connection: Connection, find: Callable[[str], Callable[..., Any]]) -> None:
-    """Answer until the other end has gone; `find` gives the function of a name."""
+def answer_calls(
+    connection: Connection, key: bytes, find: Callable[[str], Callable[..., Any]], timeout_s: float
+) -> None:
+    """Answer until the other end has gone, once it has shown within `timeout_s` that it knows the key; `find` gives the function of
+    a name."""
+    try:
+        limited(connection, timeout_s, timeout_s)
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        limited(connection, timeout_s, None)
+    except Exception:  # it does not know the key, or has gone while it said hello
+        connection.close()
+        return
     while True:
         try:
             name, arguments = connection.recv()

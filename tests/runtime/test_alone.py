@@ -21,7 +21,7 @@ from autoparallel.runtime.checkpoints import keeper, shares
 from autoparallel.runtime.checkpoints.folder import RunFolder
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.signals import Signals, Wish
-from autoparallel.runtime.guards.deadline import Deadline, Until
+from autoparallel.runtime.guards.deadline import Deadline, Until, from_peers
 from autoparallel.runtime.guards.status import StatusFile, read_statuses
 from autoparallel.runtime.monitor.record import Recorder, read_record
 from autoparallel.runtime.ranks.agreement import Agreement
@@ -222,3 +222,8 @@ def test_a_checkpoint_that_takes_the_place_of_another_leaves_one_whenever_it_is_
         folder.close()
     monkeypatch.setattr(Path, "rename", _raises(FileNotFoundError()))
     folder.retain(0)  # somebody else removes it
+
+
+def test_what_a_data_loader_meets_is_no_other_ranks_fault() -> None:
+    assert not from_peers(RuntimeError("DataLoader timed out after 3 seconds"))
+    assert from_peers(RuntimeError("Timed out waiting 3000ms for send operation to complete"))

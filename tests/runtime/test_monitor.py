@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import resource
 import time
 from html import unescape
 from pathlib import Path
@@ -189,11 +190,31 @@ def test_the_timelines_of_a_traced_step_are_a_picture_that_tensorboard_reads(tmp
     assert np.array_equal(image, draw_step({}, recorded["ranks"]))
 
 
-def test_a_record_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "missing")
-    recorder.add("step", **_step(1))
-    assert recorder.problem is not None
-    assert "missing" in recorder.problem
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of tensorboard's own thread
+def test_a_disk_that_takes_no_more_of_what_is_measured_is_told_once_and_ends_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    said, clock = list[str](), StepClock()
+    monitor = Monitor(
+        tmp_path, Agreement(60.0), clock, 0, about={"shape": "1x1"}, predicted=None, step=0,
+        options=MonitorOptions(tensorboard=True), say=said.append, per_node=1,
+    )  # fmt: skip
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        for step in range(1, 30):
+            clock.begin()
+            clock.at("F0", 0)
+            monitor.end(step, 1.0, 0.004)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(text.split(" (")[0] for text in said) == [
+        "nothing more is written for TensorBoard",
+        "the record of the run is not kept",
+    ], said
+    monitor.end(30, 1.0, 0.004)
+    assert read_record(tmp_path)[0].steps[-1]["step"] == 30, "what was cut off is one line"
 
 
 def test_json_holds_what_is_recorded(tmp_path: Path) -> None:

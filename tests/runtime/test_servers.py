@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import secrets
+import socket
+import struct
 import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +31,16 @@ from autoparallel.planner.strategy.types import (
     Shard,
     Strategy,
 )
+from autoparallel.runtime.servers.client import Servers as Client
+from autoparallel.runtime.servers.client import ServersLost
 from autoparallel.runtime.servers.dealing import Part, completed, deal, joined, without
 from autoparallel.runtime.servers.held import VALUES, HeldRows
 from autoparallel.runtime.servers.launch import start_server
 from autoparallel.runtime.servers.rows_optimizer import RowsOptimizer
+from autoparallel.runtime.servers.server import ASYNCHRONOUS, Terms, serve
+from autoparallel.runtime.servers.store import TableShape
 from autoparallel.runtime.servers.tiered_rows import TieredRows
-from autoparallel.runtime.servers.wire import Peer
+from autoparallel.runtime.servers.wire import Peer, ServerLost
 from autoparallel.runtime.start import parallelize
 from examples.dlrm import DLRM
 from tests.runtime.harness import Processes
@@ -101,6 +112,66 @@ def test_a_server_that_is_killed_leaves_nothing_on_the_disk_that_it_used(tmp_pat
         process.kill()
         process.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_falls_silent_in_the_middle_of_a_message_is_lost() -> None:
+    key = secrets.token_bytes(16)
+
+    def half_an_answer(listener: Listener) -> None:
+        connection = listener.accept()
+        connection.recv()
+        os.write(connection.fileno(), struct.pack("!i", 1000) + b"half")
+        connection.poll(60.0)
+
+    silent, half = socket.create_server(("127.0.0.1", 0)), Listener(("127.0.0.1", 0), authkey=key)
+    threading.Thread(target=half_an_answer, args=(half,), daemon=True).start()
+    for address, asked in ((silent.getsockname(), "no server at"), (half.address, "server")):
+        with pytest.raises(ServerLost, match=f"{asked} 127.*: it has fallen silent"):
+            Peer(address, key, 0.1).call("pull")
+    _, port = serve(Path(tempfile.gettempdir()), key, "127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port)):  # who says nothing keeps nobody else waiting
+        assert Peer(("127.0.0.1", port), key, 30.0).call("settle") == 0
+    with pytest.raises(multiprocessing.AuthenticationError):
+        Peer(("127.0.0.1", port), b"another", 30.0)
+    for each in (silent, half):
+        each.close()
+
+
+class _Losing(dict[int, Any]):
+    """What another thread finds to be gone after this one has found it to be there."""
+
+    lose: Callable[[int], None]
+
+    def __contains__(self, server: object) -> bool:
+        there = super().__contains__(server)
+        if there and server == 0:
+            self.lose(0)
+        return there
+
+
+def test_a_server_that_one_thread_has_lost_is_lost_to_the_other_too() -> None:
+    key, folder = secrets.token_bytes(16), Path(tempfile.gettempdir())
+    addresses = [("127.0.0.1", serve(folder, key, "127.0.0.1")[1]) for _ in range(2)]
+    table = TableShape(name="table", rows=64, dim=4)
+    terms = Terms(mode=ASYNCHRONOUS, staleness=0, workers=1, timeout_s=30.0)
+    for copies in (2, 1):
+        servers = Client(
+            [table], addresses, key, worker=0, terms=terms, copies=copies, warm=1.0, gather=lambda value: [value],
+            device=torch.device("cpu"), param_dtype=torch.float32, grad_dtype=torch.float32, traffic=[1.0],
+        )  # fmt: skip
+        losing = servers._senders = _Losing(servers._senders)
+        losing.lose = lambda server, of=servers: of._lost(server, ServerLost("gone"))  # type: ignore[misc]
+        servers.forget()
+        if copies == 2:
+            servers.flush()
+            assert servers.pull([(0, torch.arange(64))])[0].shape == (64, 4)
+            assert servers.alive == (1,)
+            servers.close()
+        else:
+            with pytest.raises(ServersLost, match="rows are gone"):
+                servers.flush()
+            with pytest.raises(ServersLost, match="rows are gone"):  # and not asked for, again and again
+                servers.about(0)
 
 
 def test_what_is_asked_for_most_comes_to_memory() -> None:

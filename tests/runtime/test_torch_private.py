@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import _random as random
 
 from autoparallel.runtime import torch_private
@@ -64,3 +67,17 @@ def test_dtensor_draws_on_accelerators_without_asking_other_ranks(monkeypatch: p
         torch_private.draw_without_broadcast(mesh, torch.device("cuda", 3))
     assert made == [SimpleNamespace(_device=torch.device("cuda", 3), run_state_sync=False)]
     assert random._rng_tracker is made[0]
+
+
+def test_no_name_of_torch_distributed_is_called_that_warns_the_user() -> None:
+    """Ours or torch's own deprecations reach the terminal of whoever trains."""
+    called = {
+        (path.name, node.attr)
+        for path in Path(torch_private.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed")
+    }
+    assert len(called) > 50
+    assert not [one for one in called if hasattr(getattr(dist, one[1], None), "__deprecated__")]
+    if hasattr(dist, "all_gather_single"):  # such names are known by their mark
+        assert hasattr(dist.all_gather_into_tensor, "__deprecated__")
