@@ -187,7 +187,10 @@ def _check_graph(
 
 def _captured(module: nn.Module, example_inputs: Any, kept: Path | None, computed: str) -> ModelGraph:
     if kept is not None and kept.exists():
-        return graph_from_json(kept.read_text(encoding="utf-8"))
+        try:
+            return graph_from_json(kept.read_text(encoding="utf-8"))
+        except (UserError, OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{kept}: {error}; remove it, and the model is captured anew") from None
     from autoparallel.planner.capture import capture
     from autoparallel.planner.capture.load import keyword_inputs
 

@@ -40,13 +40,17 @@ class Watched:
         world, cluster = self._all.ranks, self._cluster
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         predicted, timeline, priced, file = None, None, [], self._folder
-        if self._all.rank == 0:
+
+        def known() -> None:
+            nonlocal predicted, timeline, priced, file
             file = kept_beside(self._folder, model.strategy, world)
             if cluster is not None:
                 predicted = simulate(model.program, cluster)
                 priced = priced_collectives(model.program, cluster)
-                known = Expander(graph_from_json(self._graph.read_text(encoding="utf-8")), cluster)
-                timeline = program_timeline(*at_home(known, model.strategy))
+                expander = Expander(graph_from_json(self._graph.read_text(encoding="utf-8")), cluster)
+                timeline = program_timeline(*at_home(expander, model.strategy))
+
+        self._all.alike(known if self._all.rank == 0 else None)  # what rank 0 meets alone the others hear of
         shape = f"{max(world // per_node, 1)}x{per_node}"
         about = {"strategy": file.name, "graph": self._graph.name, "shape": shape, **said_of(cluster)}
         levels = tuple((level.name, level.size) for level in cluster.levels) if cluster is not None else ()

@@ -37,6 +37,7 @@ _OF_PEERS = (
 )
 # How long a rank that lost its peers waits for them to say why, seconds. Kind: choice.
 _LAST_WORDS_S = SILENT_S + 1.0
+_LOOK_S = 0.1  # between two looks at the clock. Kind: choice
 
 
 class RunBroken(UserError):
@@ -201,10 +202,17 @@ class Deadline:
         }
 
     def _watch(self) -> None:
-        while not self._closed.wait(0.1):
+        looked_at = time.monotonic()
+        while not self._closed.wait(_LOOK_S):
+            away_s = time.monotonic() - looked_at - _LOOK_S
+            looked_at += away_s + _LOOK_S
             limit = self._limit
             if limit is None:
                 continue
+            if (
+                away_s > SILENT_S
+            ):  # this process was stopped itself, as a terminal does with all: nobody could be heard
+                limit.at_s, limit.seen = limit.at_s + away_s, None
             try:
                 if self._goes_on(limit):
                     continue

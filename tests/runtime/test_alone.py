@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +136,25 @@ def test_who_waits_for_a_disk_waits_for_ranks_that_live(
     deadline.begin(0.1)
     assert "who is to blame was not found out (ValueError: odd)" in until_ended(3)
     for each in (deadline, own, gives_up):
+        each.close()
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a terminal stops it (Ctrl-Z), and lets it go on later."""
+    later_s, ended, own = [0.0], list[int](), StatusFile(tmp_path, 0)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0])
+    monkeypatch.setattr("autoparallel.runtime.guards.deadline.time", clock)
+    deadline = Deadline(tmp_path, 0, own, end=ended.append)
+    deadline.begin(3.0)
+    time.sleep(0.2)
+    later_s[0] = 600.0
+    time.sleep(0.3)
+    assert ended == []
+    until = time.monotonic() + 60
+    while not ended and time.monotonic() < until:
+        time.sleep(0.05)
+    assert ended == [1], "it has the time that it had"
+    for each in (deadline, own):
         each.close()
 
 

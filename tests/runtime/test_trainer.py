@@ -248,3 +248,7 @@ def test_a_run_whose_last_state_is_not_saved_does_not_end_well(tmp_path: Path) -
     trainer.fit(2)
     assert trainer.checkpoints.last_good == 2
     trainer.close()
+    (graph,) = (tmp_path / "run").glob("graph-*.json")
+    graph.write_text("{")
+    with pytest.raises(UserError, match=rf"{graph.name}: .*; remove it, and the model is captured anew"):
+        made()
