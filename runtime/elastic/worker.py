@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from autoparallel.errors import UserError
 
@@ -51,7 +52,31 @@ def main(script: str) -> None:
     # and waits for machines that have ended.
     leave_at_exit(destroy=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    record(_run)(script)
+    record(_run, error_handler())(script)
+
+
+def error_handler() -> Any:
+    """torch's handler of what a script raises, whose file is there whole or not at all: the agent would end of one that a kill or a
+    full disk cut off."""
+    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+    class Whole(ErrorHandler):
+        _aside = False
+
+        def _get_error_file_path(self) -> str | None:
+            path = super()._get_error_file_path()
+            return f"{path}.aside" if path and self._aside else path
+
+        def record_exception(self, e: BaseException) -> None:
+            if (path := self._get_error_file_path()) is None:
+                return
+            self._aside = True
+            with contextlib.suppress(OSError):  # a full disk must not hide what the script raised
+                super().record_exception(e)
+                os.replace(f"{path}.aside", path)
+            self._aside = False
+
+    return Whole()
 
 
 def _run(script: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ from autoparallel.runtime.checkpoints import keeper, shares
 from autoparallel.runtime.checkpoints.folder import RunFolder
 from autoparallel.runtime.checkpoints.keeper import Checkpoints
 from autoparallel.runtime.checkpoints.signals import Signals, Wish
+from autoparallel.runtime.elastic.worker import error_handler
 from autoparallel.runtime.guards.deadline import Deadline, Until, from_peers
 from autoparallel.runtime.guards.status import StatusFile, read_statuses
 from autoparallel.runtime.monitor.record import Recorder, read_record
@@ -167,6 +169,22 @@ def test_a_rank_that_cannot_say_what_it_does_does_not_begin(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert read_statuses(tmp_path) == []
+
+
+def test_what_the_agent_reads_of_a_failure_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        error_handler().record_exception(ValueError("odd"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "error.json").exists()
+    error_handler().record_exception(ValueError("odd"))
+    (told,) = json.loads((tmp_path / "error.json").read_text()).values()
+    assert told["message"] == "ValueError: odd"
 
 
 def test_a_signal_at_any_moment_is_taken_once() -> None:
