@@ -70,7 +70,11 @@ class StageModule(nn.Module):
         super().__init__()
         self.stage_cut = stage_cut
         _attach(self, module, graph, outer.constants)
-        self.train(module.training)
+        own = set(module.modules())
+        for container in self.modules():
+            if container not in own:
+                container.training = module.training
+        self._whole = (module,)  # not a submodule: parameters of other stages are none of this one's
         code = graph.python_code("self")
         self.source = code.src
         space = dict(code.globals)
@@ -78,6 +82,12 @@ class StageModule(nn.Module):
         self._run = space["forward"]
         self._inputs = tuple(inputs)  # flat positions of the model inputs that the graph takes
         self._input_spec, self._output_spec = outer.input_spec, outer.output_spec
+
+    def train(self, mode: bool = True) -> StageModule:
+        """As the whole module does it, which may leave parts of it in evaluation (a teacher, frozen statistics)."""
+        super().train(mode)
+        self._whole[0].train(mode)
+        return self
 
     def forward(self, received: Sequence[torch.Tensor], inputs: Any) -> Any:
         assert len(received) == len(self.stage_cut.received)

@@ -37,6 +37,7 @@ from autoparallel.runtime.stages.export_inputs import (
     open_batch,
     tracing_inputs,
 )
+from autoparallel.runtime.stages.modes import inline_modes, marked_like
 from autoparallel.runtime.stages.opaque import Call, hidden_submodules
 from autoparallel.runtime.stages.vmapped import is_level, levels_of
 from autoparallel.runtime.torch_private import is_open
@@ -176,6 +177,7 @@ class _Builder:
         self.symbols: dict[str, tuple[fx.Node, int]] = {}  # a batch symbol -> the input dim that holds it
 
     def build(self, input_spec: pytree.TreeSpec) -> OuterGraph:
+        inline_modes(self.program.graph_module)
         signature = self.program.graph_signature
         for spec in signature.output_specs:
             if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
@@ -192,7 +194,8 @@ class _Builder:
         needed |= _ancestors(levels_of(nodes, needed))
         for node in nodes:
             if node in needed and node.op not in ("placeholder", "output"):
-                self._copy(node)
+                with marked_like(node, self.graph):
+                    self._copy(node)
         paths = {call.path for call in self.calls.values() if call.is_block}
         blocks = {n for n in self.graph.nodes if n.op == "call_module" and n.target in paths}
         self.graph.output(fx.map_arg(tuple(output.args[0]), lambda n: self.env[n]))

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from autoparallel.errors import UserError
+from autoparallel.runtime.stages.modes import Modes, modes_of
 from autoparallel.runtime.stages.outer_graph import OuterGraph, tensor_leaf, writes
 from autoparallel.runtime.stages.vmapped import levels_of
 
@@ -32,6 +33,10 @@ class Split:
         self.placed = self._place(module, frozenset(repeated_paths), stage_blocks)
         self.writers = _writers(self.nodes)
         wants = [self._wanted(s) for s in range(self.stages)]
+        read = set().union(*wants)
+        unread = [n for n in self.nodes if writes(n) and n not in read and n not in self.placed]
+        wants[0].update(unread)  # statistics of the inputs that no stage reads: the first keeps them
+        self._add_what_leads_there(wants[0], unread, 0)
         self.handed: list[list[fx.Node]] = [[] for _ in range(self.stages + 1)]
         for node, home in self.placed.items():
             last = max((s for s in range(self.stages) if node in wants[s]), default=home)
@@ -122,9 +127,12 @@ class Split:
         for value in self.handed[stage]:
             if value.name in changed:  # autograd allows no in-place change of the leaf that was handed over
                 env[value] = graph.call_function(torch.clone, (env[value],))
+        modes = Modes(graph)
         for node in self.nodes:
             if node in self.wants[stage] and node not in env and node.op != "output":
+                modes.change(modes_of(node))
                 env[node] = graph.node_copy(node, lambda n: env[n])
+        modes.change(())
         if stage == self.stages - 1:
             graph.output(fx.map_arg(self.nodes[-1].args[0], lambda n: env[n]))
         else:
@@ -139,15 +147,13 @@ class Split:
 
 
 def _check_called(nodes: Sequence[fx.Node], repeated_paths: Sequence[str]) -> None:
-    """Refuse blocks that the outer graph does not call one by one: what runs without gradients is a graph within it."""
+    """Refuse blocks that the outer graph does not call one by one: a branch of torch.cond is a graph within it."""
     called = {str(node.target) for node in nodes if node.op == "call_module"}
     missing = [path for path in repeated_paths if path not in called]
     if missing:
         raise UserError(
             f"cannot cut into pipeline stages: {missing[0]} and {len(missing) - 1} other repeated blocks run inside of a part "
-            "of the forward pass that is whole, as under torch.no_grad() or torch.autocast(): freeze that part's parameters "
-            "instead (requires_grad_(False)), have all of the model computed in another dtype (auto_parallelize(dtype=...)), "
-            "or set mesh.pp = 1"
+            "of the forward pass that is whole, as a branch of torch.cond is: run them outside of it, or set mesh.pp = 1"
         )
 
 

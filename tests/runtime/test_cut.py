@@ -439,22 +439,48 @@ def test_other_inputs_than_the_examples_are_refused_in_words() -> None:
 
 
 class _Looking(nn.Module):
-    """Looks at its input through blocks that do not learn, and goes on with others that do."""
+    """Looks at its input through blocks that do not learn, a teacher that stays in evaluation among them, and goes on in 16 bits
+    with others that do. Keeps statistics, of which no stage reads one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.eyes, self.layers = (nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("looked", torch.zeros(4))
+
+    def train(self, mode: bool = True) -> _Looking:
+        super().train(mode)
+        self.teacher.eval()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.mean(0))  # type: ignore[operator]
         with torch.no_grad():
+            taught = self.teacher(x)
             for eye in self.eyes:
                 x = eye(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+            with torch.autocast("cpu", enabled=False):
+                self.looked.add_(x.mean(0))  # type: ignore[operator]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x)
+        return (x.float() - taught).square().mean()
 
 
-def test_blocks_that_run_without_gradients_are_refused_by_name() -> None:
+def test_modes_of_the_models_own_code_hold_in_its_stages() -> None:
+    module, x = _Looking().train(), torch.randn(8, 4)
+    whole = copy.deepcopy(module)
     paths = [f"{name}.{i}" for name in ("eyes", "layers") for i in range(3)]
-    with pytest.raises(UserError, match=r"eyes\.0 and 2 other repeated blocks .* torch\.no_grad\(\)"):
-        cut(_Looking(), torch.randn(2, 4), repeated_paths=paths, stage_blocks=(3, 3))
+    stages = cut(module, x, repeated_paths=paths, stage_blocks=(2, 2, 2))
+    for _ in range(2):
+        found, expected = _chain(stages, x), whole(x)
+        found.backward()
+        expected.backward()
+        assert found == expected
+        assert torch.is_grad_enabled()
+        for stage in stages:
+            stage.train()
+    gradients = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (module, whole)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    torch.testing.assert_close(module.state_dict(), whole.state_dict(), rtol=0, atol=0)
